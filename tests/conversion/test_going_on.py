@@ -11,12 +11,15 @@ import megatron_llama as ml
 import numpy as np
 import pytest
 import torch
+from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.conversion.torch_dist.container import Container
 from megatron_llama.conversion.torch_dist.optimizer import open_optimizer
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.data.indexed import IndexedDatasetWriter
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.errors import CheckpointError
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.errors import CheckpointError, DataError
+from megatron_llama.loop.inputs import open_inputs
 from torch import Tensor
 
 from tests.conversion.converting import hf_folder
@@ -156,6 +159,15 @@ def test_what_differs_is_said(megatron_runs: Made, tmp_path: Path, capsys: pytes
     assert "--seq-length 32: --megatron-data-order reads it; without, the order is another\n" in said
 
 
+def test_other_samples_are_refused_where_they_have_to_be_the_same(megatron_runs: Made) -> None:
+    """Examples of `sft` are no samples of Megatron's run: it goes on only with --on-changed-data continue."""
+    config = go_on(megatron_runs).config
+    world = Mesh.single().world
+    with pytest.raises(DataError, match=r"got other training samples than those of .*, a run of Megatron-LM, expected .* \(--finetune\)"):
+        open_inputs(config, world, same_data=True)
+    assert open_inputs(config, world).state == TrainState(SAVED, SAVED * BATCH)
+
+
 def test_a_run_saves_elsewhere(megatron_runs: Made, tmp_path: Path) -> None:
     """Megatron's folder stays Megatron's; and the run goes on from there once, then from its own checkpoints."""
     with pytest.raises(CheckpointError, match="got weights of another format, expected a folder of its own"):
@@ -172,16 +184,18 @@ def in_a_rank(place: Place, given: dict[str, Any]) -> dict[int, float]:
     return dict(ml.train(given).losses)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_layout_goes_on_in_another(tied: bool, cluster: Cluster, corpus: str, tmp_path: Path) -> None:
-    """Megatron's tp 2 and pp 2 in each shape; here pp 2 and dp 2 with sharded parameters, and one process whose moments are on the host."""
-    model = hf_folder(tmp_path / "hf", vocab_size=VOCAB, tie_word_embeddings=tied)
+def test_every_layout_goes_on_in_another(cluster: Cluster, corpus: str, tmp_path: Path) -> None:
+    """Megatron's tp 2 and pp 2 in each shape, with a tied head; here stages with sharded parameters, tensor ranks, and moments on the host."""
+    model = hf_folder(tmp_path / "hf", vocab_size=VOCAB, tie_word_embeddings=True)
     run = Run(model, 2, 2, train_iters=STEPS, global_batch_size=BATCH, seq_length=SEQ)
     theirs = made(cluster, tmp_path / "runs", corpus, [replace(run, sharding=sharding) for sharding in SHARDINGS], 4)
-    layout = {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
-    for number, losses in enumerate(theirs.losses):
-        given = options(run, corpus, load=str(theirs.folders[number]))
-        for found in (*cluster.run(4, in_a_rank, {**given, **layout}), ml.train({**given, "optimizer_offload": "exact"}).losses):
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (4, {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (1, {"optimizer_offload": "exact"}),
+    ]
+    for folder, losses, (processes, layout) in zip(theirs.folders, theirs.losses, layouts, strict=True):
+        for found in cluster.run(processes, in_a_rank, options(run, corpus, load=str(folder), **layout)):
             torch.testing.assert_close([*found.values()], losses[SAVED:], rtol=1e-6, atol=0)
 
 
