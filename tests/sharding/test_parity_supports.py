@@ -52,12 +52,14 @@ def test_a_shape_trains_as_alone(shape: str, cluster: Cluster) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_shape_trains_as_alone_in_every_layout(shape: str, cluster: Cluster) -> None:
+def test_a_shape_trains_as_alone_in_several_layouts(shape: str, cluster: Cluster) -> None:
+    """A third of them, which for each shape are others."""
     run = replace(RUN, model=shape, dp=4, microbatches=1)
     options: list[dict[str, Any]] = [{"strategy": strategy} for strategy in STRATEGIES]
     options += [FEW_SLOTS | {"param_slots": slots, "grad_slots": grads} for slots, grads in ((1, 1), (3, 1), (3, 3), ("all", 2))]
     options += [{"strategy": strategy, "shard_size": 2, "bucket_size": 1000} for strategy in STRATEGIES[1:]]
     options += [FEW_SLOTS | {"static_order": False}]
+    options = options[list(SHAPES).index(shape) % 3 :: 3]
     expected = train_alone(run)
     found = cluster.run(4, each_trained, run, options)
     for ranks in zip(*found, strict=True):
