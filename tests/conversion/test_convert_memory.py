@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.plans.params import Rectangle, parameter_count
 from torch import Tensor
+
+from tests.conversion.test_hf import tensors
+from tests.conversion.torch_dist import arguments, save
 
 MODEL = ModelConfig(
     vocab_size=24_000,
@@ -91,11 +96,16 @@ def digest_of_tensors(path: Path) -> str:
 def test_memory_does_not_grow_with_the_model(hf: Path, tmp_path: Path) -> None:
     assert 0.7 * 2 * parameter_count(MODEL) > BOUND
     forms = {"megatron": GRID, "megatron-llama": GRID[:2], "meta": GRID[:2], "native": ()}
-    both = [
+    both: list[tuple[str, ...]] = [
         (f"{hf} {tmp_path}/{form} --to {form} --workers 1 {' '.join(words)}", f"{tmp_path}/{form} {tmp_path}/{form}-back --to hf")
         for form, words in forms.items()
     ]
-    lines = [f"convert {words}" for pair in both for words in pair]
+    # Megatron-Core's sharded format, whose chunks are whole matrices.
+    fields = json.loads((hf / "config.json").read_text())
+    save(tmp_path / "torch_dist", tensors(hf), arguments(fields))
+    forms["torch_dist"] = ()
+    both.append((f"{tmp_path}/torch_dist {tmp_path}/torch_dist-back --to hf --vocab-size {MODEL.vocab_size}",))
+    lines = [f"convert {words}" for words in chain(*both)]
     found = dict(zip(lines, peaks(*lines), strict=True))
     assert [(line, peak) for line, peak in found.items() if peak >= BOUND] == []
     expected = digest_of_tensors(hf / "model.safetensors")

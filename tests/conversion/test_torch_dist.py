@@ -109,6 +109,15 @@ def test_the_tracker_the_folder_itself_and_the_format_are_found(tmp_path: Path, 
     assert "latest_checkpointed_iteration.txt: got 4, expected an iteration with a checkpoint in it" in message
 
 
+def test_a_config_stands_for_arguments_that_are_not_there(tmp_path: Path) -> None:
+    """Other programs that use Megatron-Core keep their settings elsewhere."""
+    hf, fields = original(tmp_path / "hf")
+    run = save(tmp_path / "run", tensors(hf), arguments(fields))
+    torch.save({"iteration": 3}, run / "iter_0000003" / "common.pt")
+    found = convert(run, tmp_path / "found", "--to", "hf", "--hf-config", str(hf / "config.json"))
+    assert_same_model(found, hf)
+
+
 def test_inspect_says_what_is_there_and_reads_all_of_it(tmp_path: Path, capsys: Capture, weights: Weights) -> None:
     run = save(tmp_path / "run", *weights)
     assert main(["inspect", "checkpoint", str(run), "--verify"]) == 0
