@@ -145,8 +145,8 @@ def blended_places(weights: Sequence[float], samples: int) -> NDArray[np.int16]:
     behind its weight, the first of several.
 
     The arithmetic is that of Megatron's helper, double by double and in its order; the sums that
-    decide between datasets often differ by their rounding alone. It takes about a second for four
-    million samples of two datasets."""
+    decide between datasets often differ by their rounding alone. It takes about a second for
+    three million samples of two datasets."""
     counts = [0.0] * len(weights)
     others = list(enumerate(weights))[1:]
     places = array("h")

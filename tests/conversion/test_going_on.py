@@ -109,7 +109,8 @@ def go_on(made: Made, number: int = 0, **others: Any) -> ml.TrainResult:
 
 
 def test_losses_go_on(megatron_runs: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps 4 to 6 of each run, made here: from Megatron's folder, and from a checkpoint of ours that it was converted to."""
+    """Steps 4 to 6 of each run, made here: from Megatron's folder, from a checkpoint of ours that it was converted to, and from
+    what that becomes as Megatron's."""
     for number, losses in enumerate(megatron_runs.losses):
         result = go_on(megatron_runs, number)
         assert (result.iteration, result.consumed_samples) == (STEPS, STEPS * BATCH)
@@ -120,8 +121,10 @@ def test_losses_go_on(megatron_runs: Made, tmp_path: Path, capsys: pytest.Captur
         assert "warning: the learning rate" not in out and " was " not in out
         converted = ml.convert(megatron_runs.folders[number], tmp_path / f"{number}", to="native")
         assert converted.notes == () and converted.bytes == 3 * 4 * sum(math.prod(shape) for shape in shapes(converted.target))
-        assert go_on(megatron_runs, number, load=str(converted.target)).losses == result.losses
-        assert " was " not in capsys.readouterr().out
+        back = ml.convert(converted.target, tmp_path / f"{number}.megatron", to="torch_dist")
+        for folder in (converted.target, back.target):
+            assert go_on(megatron_runs, number, load=str(folder)).losses == result.losses
+            assert " was " not in capsys.readouterr().out
 
 
 def shapes(folder: Path) -> list[tuple[int, ...]]:
