@@ -40,7 +40,7 @@ CHILD = """
 import os, sys, threading
 from megatron_llama.cli import main
 import megatron_llama.conversion.convert
-import megatron_llama.conversion.formats, megatron_llama.conversion.hf.writer, megatron_llama.conversion.megatron.writer, megatron_llama.conversion.meta.writer, megatron_llama.conversion.native.writer
+import megatron_llama.conversion.formats, megatron_llama.conversion.hf.writer, megatron_llama.conversion.megatron.writer, megatron_llama.conversion.meta.writer, megatron_llama.conversion.native.writer, megatron_llama.conversion.torch_dist.writer
 def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
@@ -95,7 +95,7 @@ def digest_of_tensors(path: Path) -> str:
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_model(hf: Path, tmp_path: Path) -> None:
     assert 0.7 * 2 * parameter_count(MODEL) > BOUND
-    forms = {"megatron": GRID, "megatron-llama": GRID[:2], "meta": GRID[:2], "native": ()}
+    forms = {"megatron": GRID, "megatron-llama": GRID[:2], "meta": GRID[:2], "native": (), "torch_dist": GRID[:2]}
     both: list[tuple[str, ...]] = [
         (f"{hf} {tmp_path}/{form} --to {form} --workers 1 {' '.join(words)}", f"{tmp_path}/{form} {tmp_path}/{form}-back --to hf")
         for form, words in forms.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import LlamaForCausalLM
 from tests.checkpoint.cases import full_disk
 from tests.conversion.converting import convert, hf_folder, loaded, refusal
 from tests.conversion.mcore import Run, megatron
-from tests.e2e.product import state
+from tests.e2e.product import assert_same_state, state
 from tests.harness import Cluster
 
 VOCAB, SEQ, BATCH, STEPS, SAVED = 256, 32, 4, 6, 3
@@ -65,7 +66,7 @@ def test_megatron_loads_the_weights(cluster: Cluster, tmp_path: Path, tied: bool
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
     """A dataset of one document, and its tokens."""
-    found = np.random.default_rng(1).integers(0, VOCAB, STEPS * BATCH * SEQ + 1, np.uint16)
+    found = np.random.default_rng(1).integers(0, 250, STEPS * BATCH * SEQ + 1, np.uint16)
     prefix = tmp_path_factory.mktemp("corpus") / "text"
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         writer.add(found)
@@ -159,6 +160,24 @@ def test_the_common_part_is_the_runs(tokens: tuple[str, Tensor], tmp_path: Path,
     decayed = 0.5 * (1 + np.cos(np.pi * (SAVED - 2) / (STEPS - 2)))
     assert matrices["lr"] == pytest.approx(run.min_lr + decayed * (run.lr - run.min_lr), rel=1e-12)
     assert content["opt_param_scheduler"]["num_steps"] == SAVED * BATCH
+
+
+def test_the_state_comes_back(tokens: tuple[str, Tensor], tmp_path: Path) -> None:
+    """native -> torch_dist -> torch_dist for another padding -> native: masters, moments, position, options."""
+    run = Run(hf_folder(tmp_path / "hf", vocab_size=250), train_iters=STEPS, warmup_iters=2)
+    save = tmp_path / "run"
+    ml.train(options(run, tokens[0], save=str(save), save_interval=SAVED, exit_interval=SAVED, clip_grad=0.5, bf16=True))
+    at = convert(save, tmp_path / "1", "--to", "torch_dist")
+    at = convert(at, tmp_path / "2", "--to", "torch_dist", "--tensor-model-parallel-size", "4")
+    back = convert(at, tmp_path / "3", "--to", "native") / f"iter_{SAVED:07d}"
+    assert_same_state(back, save / f"iter_{SAVED:07d}")
+    ours, theirs = (json.loads((folder / "meta.json").read_text()) for folder in (save / back.name, back))
+    for name in ("iteration", "consumed_samples", "optimizer_step", "model"):
+        assert ours[name] == theirs[name]
+    for name in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "adam_beta2", "clip_grad"):
+        assert ours["config"]["optimizer"][name] == theirs["config"]["optimizer"][name]
+    for name in ("seq_length", "global_batch_size", "train_iters", "seed", "bf16"):
+        assert ours["config"]["training"][name] == theirs["config"]["training"][name]
 
 
 @pytest.mark.parametrize(
