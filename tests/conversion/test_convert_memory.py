@@ -100,11 +100,11 @@ def test_memory_does_not_grow_with_the_model(hf: Path, tmp_path: Path) -> None:
         (f"{hf} {tmp_path}/{form} --to {form} --workers 1 {' '.join(words)}", f"{tmp_path}/{form} {tmp_path}/{form}-back --to hf")
         for form, words in forms.items()
     ]
-    # Megatron-Core's sharded format, whose chunks are whole matrices.
+    # The sharded format as Megatron-Core writes it: its chunks are whole matrices.
     fields = json.loads((hf / "config.json").read_text())
-    save(tmp_path / "torch_dist", tensors(hf), arguments(fields))
-    forms["torch_dist"] = ()
-    both.append((f"{tmp_path}/torch_dist {tmp_path}/torch_dist-back --to hf --vocab-size {MODEL.vocab_size}",))
+    save(tmp_path / "megatron_core", tensors(hf), arguments(fields))
+    forms["megatron_core"] = ()
+    both.append((f"{tmp_path}/megatron_core {tmp_path}/megatron_core-back --to hf --vocab-size {MODEL.vocab_size}",))
     lines = [f"convert {words}" for words in chain(*both)]
     found = dict(zip(lines, peaks(*lines), strict=True))
     assert [(line, peak) for line, peak in found.items() if peak >= BOUND] == []
