@@ -216,6 +216,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"param_groups": [GROUP, {**GROUP, "step": 2}]}, {}, "step: got 2 and 3, expected one count of updates"),
     ({"param_groups": [GROUP], "grad_scaler": {}}, {}, "grad_scaler: got the loss scale of a run in fp16, expected a run in bf16 or fp32"),
     ({"param_groups": [GROUP], "param_state_sharding_type": "fsdp_dtensor"}, {}, "param_state_sharding_type: got fsdp_dtensor"),
+    (
+        {"param_groups": [GROUP], "param_state_sharding_type": "fully_sharded_model_space"},
+        {},
+        "sharding_type: got fully_sharded_model_space",
+    ),
     ({"param_groups": [GROUP]}, {"optimizer": "muon"}, "args optimizer: got muon, expected adam"),
     ({"param_groups": [GROUP]}, {"decoupled_lr": 1e-4}, "args decoupled_lr: got 0.0001, expected None"),
     ({"param_groups": [GROUP]}, {"consumed_train_samples": None}, "consumed_train_samples: got None, expected a number"),

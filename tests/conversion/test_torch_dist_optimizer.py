@@ -17,6 +17,7 @@ from megatron_llama.conversion.torch_dist.optimizer import open_optimizer
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle, hf_shapes
 from torch import Tensor
 
@@ -92,6 +93,15 @@ def check(cluster: Cluster, folder: Path, runs: Sequence[Run], processes: int, b
 def test_each_shape(cluster: Cluster, tmp_path: Path) -> None:
     model = hf_folder(tmp_path / "hf", vocab_size=250)
     check(cluster, tmp_path / "runs", [Run(model, sharding=sharding) for sharding in SHARDINGS], 1)
+
+
+@pytest.mark.long
+def test_a_deprecated_shape_is_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    """Megatron-Core 0.16 still writes it: one object for each model-parallel rank."""
+    run = Run(hf_folder(tmp_path / "hf", vocab_size=250), sharding="dp_zero_gather_scatter")
+    cluster.run(2, trained, [run], [torch.ones(2, 33, dtype=torch.long)], tmp_path / "runs", None)
+    with pytest.raises(CheckpointError, match="got dp_zero_gather_scatter, expected fully_reshardable, dp_reshardable"):
+        open_optimizer(TorchDistReader(tmp_path / "runs" / "0", None, 0))
 
 
 @pytest.mark.long

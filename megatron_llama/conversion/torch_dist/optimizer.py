@@ -28,12 +28,7 @@ from megatron_llama.errors import CheckpointError, describe
 
 FLAT = "dp_reshardable"
 MASTERS: Mapping[str | None, str] = MappingProxyType(
-    {
-        None: "fp32_param",
-        "fully_reshardable": "param",
-        "fully_sharded_model_space": "fp32_param",
-        FLAT: "param",
-    }
+    {None: "fp32_param", "fully_reshardable": "param", FLAT: "param"}
 )
 """What the fp32 masters are called, by the way in which the distributed optimizer is sharded; None:
 without it."""
