@@ -91,6 +91,14 @@ def test_there_and_back_through_megatron_lm(name: str, layout: str, tmp_path: Pa
     assert_same_model(convert(run, tmp_path / "back", "--to", "hf"), original)
 
 
+@pytest.mark.parametrize("name", MEGATRON)
+def test_there_and_back_through_torch_dist(name: str, tmp_path: Path) -> None:
+    """Biases and norms of heads are stacked over layers too."""
+    original = folder_of(name, tmp_path / "original")
+    run = convert(original, tmp_path / "run", "--to", "torch_dist", "--tensor-model-parallel-size", "2")
+    assert_same_model(convert(run, tmp_path / "back", "--to", "hf"), original)
+
+
 ARGS = {
     "llama with biases": {"add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None},
     "mistral": {"add_bias_linear": False, "window_size": (5, 0), "window_attn_skip_freq": None},
