@@ -39,7 +39,7 @@ from megatron_llama.conversion.torch_file import TorchFile
 
 BY_ROWS = ("linear_qkv.weight", "linear_fc1.weight", "embeddings.weight", "output_layer.weight")
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-STEP = 2**16
+STEP = 2**12
 """Zeros are left out of files in pieces of so many bytes."""
 
 

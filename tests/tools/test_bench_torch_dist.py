@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.config.schema import ModelConfig
+from megatron_llama.config.presets import PRESETS
 from megatron_llama.conversion.formats import open_model
 from safetensors.torch import load_file
 from tools.bench_torch_dist import main, write_source
@@ -29,9 +30,8 @@ def test_both_ways_end_alike(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_a_source_takes_no_disk(tmp_path: Path) -> None:
-    model = ModelConfig(
-        vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4
-    )
+    sizes = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    model = replace(PRESETS["llama-7b"], num_attention_heads=8, num_key_value_heads=4, head_dim=64, **sizes)
     write_source(tmp_path / "run", model, 2, torch.bfloat16)
     files = list((tmp_path / "run").glob("*.distcp"))
     assert len(files) == 2 and sum(file.stat().st_size for file in files) > 8_000_000 > 8 * sum(
