@@ -27,6 +27,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
+
 from megatron_llama.checkpoint.chunks import Region, make_index
 from megatron_llama.checkpoint.storage import WrittenParts, write_index
 from megatron_llama.config.presets import PRESETS
@@ -37,6 +39,7 @@ from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, VERSION
 from megatron_llama.conversion.torch_dist.names import LAYERS
 from megatron_llama.conversion.torch_file import TorchFile
 
+ROOT = Path(__file__).resolve().parent.parent
 BY_ROWS = ("linear_qkv.weight", "linear_fc1.weight", "embeddings.weight", "output_layer.weight")
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 STEP = 2**12
@@ -129,7 +132,8 @@ def take_apart(source: Path, folder: Path) -> None:
 def measure(title: str, *words: str | Path) -> None:
     """Run ``python -m`` with these words and print what it took. Exits when it fails."""
     start = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-W", "ignore", "-m", *map(str, words)])
+    command = [sys.executable, "-W", "ignore", "-m", *map(str, words)]
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = status
     if status:
