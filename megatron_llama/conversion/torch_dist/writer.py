@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
 from megatron_llama.checkpoint.checksums import HashedFile
-from megatron_llama.checkpoint.chunks import Region, make_index
+from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region, make_index
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_parts
@@ -41,7 +41,6 @@ from megatron_llama.conversion.megatron.names import (
     their_name,
 )
 from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS
 from megatron_llama.conversion.tensor_map import MappedTensor
 from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, VERSIONS
 from megatron_llama.conversion.torch_dist.names import LAYERS
@@ -184,7 +183,9 @@ class TorchDistWriter:
                 layer = int(number)
             for prefix, values, kind in sources:
                 tensor = MappedTensor(map, values)
-                step = max(1, BLOCK_ELEMENTS // map.width)
+                # A chunk is in memory several times: as read from the source, as rows of
+                # Megatron's tensor and as the bytes of its file.
+                step = max(1, CHUNK_ELEMENTS // map.width)
                 for first in range(0, map.shape[0], step):
                     last = min(first + step, map.shape[0])
                     offset = (first,) + (0,) * (len(map.shape) - 1)
