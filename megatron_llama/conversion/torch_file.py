@@ -145,6 +145,19 @@ class TorchFile:
                 raise self._error("damaged content (a checksum does not match)")
             self._verified.add(storage.data_ptr())
 
+    def verify_all(self) -> None:
+        """Compare every tensor of ``content`` with the file's checksums. For files whose tensors
+        are few and small. Raises CheckpointError."""
+        values = [self.content]
+        while values:
+            value = values.pop()
+            if isinstance(value, Tensor):
+                self.verify(value)
+            elif isinstance(value, dict):
+                values += value.values()
+            elif isinstance(value, list | tuple):
+                values += value
+
     def _error(self, got: object) -> CheckpointError:
         do = "copy the file again from where the model came from"
         return CheckpointError(self.path, got=got, expected="a file that torch.save wrote", do=do)

@@ -172,6 +172,15 @@ def flip(inner: Path, args: argparse.Namespace) -> None:
     path.write_bytes(content)
 
 
+def flip_step(inner: Path, args: argparse.Namespace) -> None:
+    """One bit of the count of updates."""
+    path = inner / "common.pt"
+    torch.save({"optimizer": {"state": {"common_step": torch.tensor(3.0)}}}, path)
+    content = bytearray(path.read_bytes())
+    content[content.find(torch.tensor(3.0).numpy().tobytes()) + 2] ^= 128
+    path.write_bytes(content)
+
+
 REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     "zarr": (backend(sharded_backend="zarr"), "metadata.json sharded_backend: got zarr, expected torch_dist; load it with Megatron-LM"),
     "fsdp_dtensor": (lambda inner, args: (inner / "metadata.json").unlink(), "got .metadata alone: a folder of fsdp_dtensor or torch_dcp"),
@@ -182,6 +191,11 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
         lambda inner, args: (inner / "metadata.json").write_text("[1]"),
         "metadata.json: got list, expected an object",
     ),
+    "metadata.json that is deep": (
+        lambda inner, args: (inner / "metadata.json").write_text("[" * 200_000),
+        "metadata.json: got damaged content",
+    ),
+    "a flipped bit in the common part": (flip_step, "common.pt: got damaged content (a checksum does not match)"),
     "no common part": (lambda inner, args: (inner / "common.pt").unlink(), "common.pt: got No such file"),
     "a common part cut off": (lambda inner, args: os.truncate(inner / "common.pt", 900), "common.pt: got damaged or foreign content"),
     "a common part that is a tensor": (lambda inner, args: torch.save(torch.ones(2), inner / "common.pt"), "common.pt: got a Tensor"),

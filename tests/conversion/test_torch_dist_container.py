@@ -159,6 +159,25 @@ def overlap(folder: Folder) -> None:
     write_index(folder.path, folder.metadata)
 
 
+def larger_than_its_bytes(folder: Folder) -> None:
+    """Shape and chunks agree, and claim what no file holds."""
+    described: Any = folder.metadata.state_dict_metadata["w"]
+    described.size = torch.Size([1002, 6])
+    for number, column in ((2, 0), (3, 3)):
+        folder.chunks()[number] = ChunkStorageMetadata(torch.Size([2, column]), torch.Size([1000, 3]))
+    write_index(folder.path, folder.metadata)
+
+
+def flip_object(folder: Folder) -> None:
+    """One bit of a tensor in an object."""
+    folder.rewrite(folder.key("extra"), [torch.arange(3.0)])
+    place = folder.places[folder.key("extra")]
+    path = folder.path / place.relative_path
+    content = bytearray(path.read_bytes())
+    content[content.find(torch.arange(3.0).numpy().tobytes(), place.offset) + 4] ^= 1
+    path.write_bytes(content)
+
+
 def nothing_described(metadata: Metadata) -> None:
     metadata.state_dict_metadata = None  # type: ignore[assignment]
 
@@ -197,6 +216,10 @@ DAMAGE: dict[str, tuple[Callable[[Folder], object], str]] = {
         lambda f: f.move(f.key("b", 0), relative_path="../other/passwords"),
         "'../other/passwords', expected a file of the folder",
     ),
+    "file above": (lambda f: f.move(f.key("b", 0), relative_path=".."), "'..', expected a file of the folder"),
+    "no name of a file": (lambda f: f.move(f.key("b", 0), relative_path="a\0b"), "'a\\x00b', expected a file of the folder"),
+    "chunk larger than its bytes": (larger_than_its_bytes, "w: got a chunk (1000, 3) of 12000 bytes in "),
+    "flipped bit in an object": (flip_object, "got damaged content (a checksum does not match)"),
     "chunks on the same bytes": (share_bytes, "got chunks that share bytes"),
     "compressed chunk": (lambda f: f.move(f.key("b", 0), transform_descriptors=["zstd"]), "got ['zstd'], expected plain tensors"),
     "flipped bit": (flip, "at (0, 0): got damaged content (a checksum does not match)"),
@@ -223,6 +246,13 @@ def test_damage_is_named_and_nothing_runs(tmp_path: Path, name: str) -> None:
     message = f"{caught.value}"
     assert expected in message and str(folder.path) in message and "; " in message
     assert not folder.witness.exists()
+
+
+def test_tensors_without_elements_and_numbers_are_no_damage(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"w": (torch.ones(4), [[2, 2]]), "empty": (torch.ones(0, 3), [[0], [3]]), "number": (torch.tensor(3.0), [])})
+    container = Container(tmp_path)
+    container.require(container.tensors)
+    assert list(container.damaged()) == []
 
 
 def test_a_quantised_tensor_is_refused_only_where_it_is_wanted(tmp_path: Path) -> None:

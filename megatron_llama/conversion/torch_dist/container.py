@@ -13,6 +13,7 @@ import io
 import math
 import mmap
 import pickle
+import re
 import zipfile
 import zlib
 from bisect import bisect_left, bisect_right
@@ -36,6 +37,7 @@ from megatron_llama.errors import CheckpointError, describe
 COPY_AGAIN = "copy the folder again from where it was saved"
 CRC_BYTES = 2**22
 """Checksums are computed over so many bytes at a time."""
+FILE_NAME = re.compile(r"\w[\w.-]*")
 LARGEST_HEADER = 2**16
 """The pickle that describes one tensor has some 200 bytes. A larger one is something else."""
 
@@ -236,9 +238,9 @@ class Container:
 
     def read(self, name: str, offset: Sequence[int], out: Tensor) -> None:
         """Write the box of a tensor that begins at ``offset`` and has the size of ``out`` into
-        ``out``, of any float dtype and with as many dimensions as the tensor. The tensor has to be
-        one that ``require`` has seen. Called by several threads at a time. Raises CheckpointError
-        when values are damaged."""
+        ``out``, of any float dtype and with as many dimensions as the tensor, at least one. The
+        tensor has to be one that ``require`` has seen. Called by several threads at a time. Raises
+        CheckpointError when values are damaged."""
         tensor = self.tensors[name]
         for chunk in tensor.within(offset, out.shape):
             low = [max(pair) for pair in zip(chunk.offset, offset, strict=True)]
@@ -269,7 +271,9 @@ class Container:
         path = self.folder / place.relative_path
         with path.open("rb") as file:
             file.seek(place.offset)
-            return TorchFile(path, file.read(place.length)).content
+            content = TorchFile(path, file.read(place.length))
+        content.verify_all()
+        return content.content
 
     def _shared_bytes(self, places: Collection[Place]) -> Iterator[str]:
         """Yield the places that begin within another one."""
@@ -363,7 +367,7 @@ def _places(path: Path, placed: dict[Any, Any]) -> dict[tuple[Any, Any], Place]:
             raise _index_error(f"{where} at {at}", "two places", "one")
         file = value.get("relative_path")
         # A name with a folder in it could lead anywhere.
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
             raise _index_error(f"{where} relative_path", repr(file)[:80], "a file of the folder")
         if value.get("transform_descriptors"):
             got = f"{value.get('transform_descriptors')!r}"[:80]
@@ -430,13 +434,21 @@ def _cover_problems(where: str, tensor: StoredTensor) -> Iterator[str]:
     active: list[Chunk] = []
     for chunk in tensor.chunks:
         ends = [start + count for start, count in zip(chunk.offset, chunk.size, strict=True)]
+        size = math.prod(chunk.size) * tensor.dtype.itemsize
+        if size > chunk.place.length:
+            got = f"a chunk {chunk.size} of {size} bytes in {chunk.place.length}"
+            expected = "as many bytes as it has values"
+            yield describe(where, got=got, expected=expected, do=COPY_AGAIN)
+            return
         if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
             got = f"a chunk {chunk.size} at {chunk.offset}"
             expected = f"one within {tensor.shape}"
             yield describe(where, got=got, expected=expected, do=COPY_AGAIN)
             return
         # Sorted by dimension 0: what ended before this start cannot meet a later chunk either.
-        active = [each for each in active if each.offset[0] + each.size[0] > chunk.offset[0]]
+        if tensor.shape:
+            start = chunk.offset[0]
+            active = [each for each in active if each.offset[0] + each.size[0] > start]
         for each in active:
             if _overlap(each.offset, each.size, chunk.offset, chunk.size):
                 got = f"overlapping chunks at {each.offset} and {chunk.offset}"
@@ -551,9 +563,9 @@ def _open_chunk(file: io.FileIO, chunk: Chunk, dtype: torch.dtype) -> _Header:
         if entry.file_size != saved.numel * dtype.itemsize:
             raise _DamageError(f"{entry.file_size} bytes", saved.numel * dtype.itemsize)
         reach = sum((n - 1) * step for n, step in zip(saved.size, saved.stride, strict=True))
-        if 0 in saved.size or saved.first + reach >= saved.numel:
+        if 0 not in saved.size and saved.first + reach >= saved.numel:
             raise _DamageError(f"elements behind {saved.numel} in the storage", "none")
-        if saved.stride[-1] != 1 and saved.size[-1] != 1:
+        if saved.stride and saved.stride[-1] != 1 and saved.size[-1] != 1:
             raise _DamageError(f"strides {saved.stride}", "rows whose elements are neighbours")
         # Name and extra field may have other lengths here than in the archive's directory.
         window.seek(entry.header_offset)

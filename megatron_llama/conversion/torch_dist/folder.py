@@ -50,7 +50,9 @@ class TorchDistFolder:
         self.folder = find_folder(path, (BACKEND, METADATA), "a checkpoint in it")
         refuse(f"{self.folder} cannot be used:", list(_backend_problems(self.folder)))
         self.common_file = self.folder / COMMON
-        content = TorchFile(self.common_file).content
+        common = TorchFile(self.common_file)
+        common.verify_all()
+        content = common.content
         if not isinstance(content, dict):
             got = f"a {type(content).__name__}"
             raise CheckpointError(
@@ -75,7 +77,7 @@ def _backend_problems(folder: Path) -> Iterator[str]:
         return
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         got = f"damaged content ({type(error).__name__})"
         yield describe(path, got=got, expected="JSON", do=COPY_AGAIN)
         return

@@ -56,6 +56,8 @@ class TorchDistReader:
             got = "no embedding" if embedding is None else f"shape {embedding.shape}"
             raise CheckpointError(where, got=got, expected="a language model", do=MATCHING_FILES)
         self.dtype = str(embedding.dtype).removeprefix("torch.")
+        # Before anything believes their shapes.
+        opened.container.require(model_keys(tensors))
         user, self.extra = read_config(config, opened.args.get("hf_config"), ignored=ignored)
         problems = list(_contradictions(opened, user))
         refuse(f"{self.folder} does not hold the model:", problems)
