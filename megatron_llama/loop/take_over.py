@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.columns import SavedColumns
-from megatron_llama.config.batch_ramp import run_samples
+from megatron_llama.config.batch_ramp import run_samples, with_decay
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.optimizer_state import OptimizerState
@@ -38,6 +38,18 @@ OTHER_SAMPLES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Arguments of Megatron-LM, with the values for which --megatron-data-order reads its samples."""
+
+OTHER_LOSSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "hidden_dropout": (None, 0.0),
+        "attention_dropout": (None, 0.0),
+        "calculate_per_token_loss": (None, False),
+        "lr_warmup_init": (None, 0.0),
+    }
+)
+"""Arguments of Megatron-LM, with the values for which its updates are those made here."""
+MASKS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+"""Options of documents within a sample."""
 
 
 def take_over(
@@ -65,6 +77,7 @@ def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iter
     """Say which sample Megatron-LM would have read next, by its arguments, and which one comes
     here."""
     theirs = run_options(args)
+    before: Any
     total = run_samples(theirs.training)
     yield (
         f"Megatron-LM would read sample {consumed:,} of {total:,} next, in its order of --seed "
@@ -75,6 +88,13 @@ def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iter
             else ": --megatron-data-order reads it; without, the order is another"
         )
     )
+    for name, allowed in OTHER_LOSSES.items():
+        if args.get(name) not in allowed:
+            yield f"warning: Megatron-LM had {flag(name)} {args[name]}: its updates were others"
+    for name in MASKS:
+        before, now = args.get(name), getattr(config.data, name)
+        if before is not None and before != now:
+            yield f"warning: {flag(name)} was {before} in Megatron-LM, and is {now}"
     if not config.data.megatron_data_order:
         return
     where = "warning: --megatron-data-order"
@@ -104,6 +124,14 @@ def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:
         now = getattr(config.optimizer, name)
         if before != now:
             yield f"warning: {flag(name)} was {before:g} in the run that goes on, and is {now:g}"
+    theirs, ours = _schedules(state.config, config)
+    differing = [
+        f"{what} was {theirs[what]} and is {now}"
+        for what, now in ours.items()
+        if what in theirs and theirs[what] != now
+    ]
+    if differing:
+        yield f"warning: the schedule of the learning rate: {', '.join(differing)}"
     iterations = config.training.train_iters
     if state.lr is None or not iterations:
         return
@@ -113,3 +141,30 @@ def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:
             f"warning: the learning rate goes on with {lr:.6g}, and would have gone on with "
             f"{state.lr:.6g}: --lr, --min-lr and the options of its decay and warm-up decide"
         )
+
+
+def _schedules(*runs: Config) -> Iterator[dict[str, Any]]:
+    """Yield for each run what its learning rate follows. Lengths are in samples for all if one of
+    them counts samples, as in Megatron; a length that is not known is left out."""
+    options = [with_decay(run.optimizer, run.training) for run in runs]
+    samples = any(each.lr_decay_samples for each in options)
+    for each, run in zip(options, runs, strict=True):
+        if each.lr_decay_samples:
+            decay, last = each.lr_decay_samples, each.lr_wsd_decay_samples
+            warmup: float = each.lr_warmup_samples
+        else:
+            times = run.training.global_batch_size if samples else 1
+            decay, last = times * each.lr_decay_iters, times * each.lr_wsd_decay_iters
+            warmup = times * each.lr_warmup_iters
+        unit = "samples" if samples else "iters"
+        found: dict[str, Any] = {"--lr": each.lr, "--lr-decay-style": each.lr_decay_style}
+        if warmup or decay or not each.lr_warmup_fraction:
+            found[f"--lr-warmup-{unit}"] = warmup or each.lr_warmup_fraction * decay or 0
+        if each.lr_decay_style != "constant":
+            found["--min-lr"] = each.min_lr
+        if each.lr_decay_style != "constant" and decay:
+            found[f"--lr-decay-{unit}"] = decay
+        if each.lr_decay_style == "WSD":
+            found["--lr-wsd-decay-style"] = each.lr_wsd_decay_style
+            found[f"--lr-wsd-decay-{unit}"] = last
+        yield found

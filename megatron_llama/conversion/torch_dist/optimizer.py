@@ -9,7 +9,10 @@ Megatron-Core writes it in three shapes. Two have the model's own keys and shape
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +22,13 @@ import torch
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megatron_llama.conversion.optimizer_state import STATES, OptimizerState
+from megatron_llama.conversion.torch_dist.container import COPY_AGAIN
 from megatron_llama.conversion.torch_dist.flat_buckets import FlatBuckets
 from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
 from megatron_llama.conversion.torch_dist.names import StoredSource
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError, UserError, describe
 
 FLAT = "dp_reshardable"
 MASTERS: Mapping[str | None, str] = MappingProxyType(
@@ -44,6 +48,14 @@ def open_optimizer(reader: TorchDistReader) -> OptimizerState:
     """Open the optimizer's state of a folder that has one. Raises CheckpointError with everything
     that keeps a run from going on with it."""
     opened = reader.checkpoint
+    with _reading(f"{opened.common_file}"):
+        sharding, known = _known(opened)
+    return replace(known, sources=_sources(reader, sharding))
+
+
+def _known(opened: TorchDistFolder) -> tuple[str | None, OptimizerState]:
+    """Return how the state is sharded, and everything about it but its sources. Raises
+    CheckpointError."""
     container = opened.container
     where = f"{opened.common_file} optimizer"
     chained = next((name for name in container.tensors if name.startswith("chained_")), None)
@@ -52,7 +64,7 @@ def open_optimizer(reader: TorchDistReader) -> OptimizerState:
         got = "the state of several optimizers" if chained is not None else "none"
         raise CheckpointError(where, got=got, expected="the state of one Adam", do=WEIGHTS_ALONE)
     sharding = common.get("param_state_sharding_type")
-    if sharding not in MASTERS:
+    if not isinstance(sharding, str | None) or sharding not in MASTERS:
         expected = ", ".join(name for name in MASTERS if name is not None)
         raise CheckpointError(
             f"{where} param_state_sharding_type",
@@ -78,8 +90,12 @@ def open_optimizer(reader: TorchDistReader) -> OptimizerState:
                 do=WEIGHTS_ALONE,
             )
         )
-    steps = {count for state in states for count in _step_counts(state)}
-    if len(steps) != 1:
+    counts = [count for state in states for count in _step_counts(state)]
+    wrong = [count for count in counts if not _is_whole(count)]
+    steps = {int(count) for count in counts if _is_whole(count)}
+    if wrong:
+        problems.append(_type_problem(f"{where} step", wrong[0], WHOLE))
+    elif len(steps) != 1:
         got = " and ".join(map(str, sorted(steps))) or "no count"
         problems.append(
             describe(f"{where} step", got=got, expected="one count of updates", do=WEIGHTS_ALONE)
@@ -87,13 +103,13 @@ def open_optimizer(reader: TorchDistReader) -> OptimizerState:
     problems += list(_position_problems(opened))
     refuse(f"{opened.folder}: a run cannot go on with this optimizer:", problems)
     iteration, consumed_samples = position(opened)
-    return OptimizerState(
-        _sources(reader, sharding),
+    return sharding, OptimizerState(
+        {},
         step=steps.pop(),
         iteration=iteration,
         consumed_samples=consumed_samples,
         lr=next((float(group["lr"]) for group in groups if "lr" in group), None),
-        config=_with_groups(run_options(opened.args), groups),
+        config=_with_groups(run_options(opened.args, f"{opened.common_file} args"), groups),
     )
 
 
@@ -119,9 +135,101 @@ def _position_problems(opened: TorchDistFolder) -> Iterator[str]:
             )
 
 
-def run_options(args: Mapping[str, Any]) -> Config:
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Entries of another type than Megatron's, that nothing has found by name, fail in whatever
+    reads them first."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        got = f"a value that is none ({type(error).__name__}: {error})"
+        raise CheckpointError(
+            where, got=got, expected="the entries of Megatron-LM", do=COPY_AGAIN
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        # Apex and TransformerEngine may count steps in a tensor.
+        return value.numel() == 1 and math.isfinite(value.item())
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and int(value) == value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_pair(value: Any) -> bool:
+    return _is_list(value) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_ramp(value: Any) -> bool:
+    # Megatron-LM keeps the numbers as they were written.
+    return _is_list(value) and all(_is_whole(each) or str(each).isdecimal() for each in value)
+
+
+NUMBER = "a number"
+WHOLE = "a whole number"
+TYPES: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        NUMBER: _is_number,
+        WHOLE: _is_whole,
+        "two numbers": _is_pair,
+        "whole numbers": _is_ramp,
+        "a list": _is_list,
+        "a name": lambda value: isinstance(value, str),
+        "True or False": lambda value: isinstance(value, bool),
+    }
+)
+GROUP_TYPES: Mapping[str, str] = MappingProxyType(
+    {"betas": "two numbers", "eps": NUMBER, "weight_decay": NUMBER, "lr": NUMBER}
+)
+ARGUMENT_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("lr", "min_lr", "clip_grad", "weight_decay", "adam_eps"), NUMBER),
+        **dict.fromkeys(("adam_beta1", "adam_beta2", "lr_warmup_fraction"), NUMBER),
+        **dict.fromkeys(("lr_decay_style", "lr_wsd_decay_style", "split"), "a name"),
+        **dict.fromkeys(("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"), WHOLE),
+        **dict.fromkeys(("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"), WHOLE),
+        **dict.fromkeys(("seq_length", "micro_batch_size", "global_batch_size", "seed"), WHOLE),
+        **dict.fromkeys(("train_iters", "train_samples"), WHOLE),
+        "rampup_batch_size": "whole numbers",
+        "data_path": "a list",
+        **dict.fromkeys(("reset_position_ids", "reset_attention_mask"), "True or False"),
+        **dict.fromkeys(("eod_mask_loss", "bf16"), "True or False"),
+    }
+)
+"""What entries are that a run goes on with; each name of TYPES has its check there."""
+
+
+def _type_problem(where: str, value: Any, expected: str) -> str:
+    return describe(where, got=f"{value!r}"[:80], expected=expected, do=WEIGHTS_ALONE)
+
+
+def _option_problems(args: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield the arguments that are of another type than Megatron-LM's."""
+    for name, expected in ARGUMENT_TYPES.items():
+        value = args.get(name)
+        if value is not None and not TYPES[expected](value):
+            yield _type_problem(f"{where} {name}", value, expected)
+
+
+def run_options(args: Mapping[str, Any], where: str = "common.pt args") -> Config:
     """Return the options of a run by Megatron-LM's arguments; what they do not say has its default.
-    The model's are not filled in."""
+    The model's are not filled in. Raises CheckpointError that names what is of another type."""
+    with _reading(where):
+        refuse(f"{where} are not those of Megatron-LM:", list(_option_problems(args, where)))
+        return _options(args)
+
+
+def _options(args: Mapping[str, Any]) -> Config:
 
     def given(*names: str) -> dict[str, Any]:
         # Megatron's None stands for an option that is not given.
@@ -196,9 +304,31 @@ def _sources(reader: TorchDistReader, sharding: str | None) -> Mapping[str, Weig
                     )
                 )
     refuse(f"{reader.folder}: the optimizer's state is of another model:", problems)
+    if prefixes["master"]:
+        _check_norms(reader, keys, prefixes["master"])
     return {
         state: StoredSource(container, reader.weights, prefix) for state, prefix in prefixes.items()
     }
+
+
+def _check_norms(reader: TorchDistReader, keys: Sequence[str], prefix: str) -> None:
+    """Raise CheckpointError unless the masters of all norms, rounded, are those of the model."""
+    container = reader.checkpoint.container
+    for key in keys:
+        if not key.endswith(("norm.weight", "layer_norm_weight")):
+            continue
+        stored = container.tensors[key]
+        weight = torch.empty(stored.shape, dtype=stored.dtype)
+        master = torch.empty(stored.shape, dtype=torch.float32)
+        for name, out in ((key, weight), (prefix + key, master)):
+            container.read(name, (0,) * out.dim(), out)
+        if not torch.equal(master.to(weight.dtype), weight):
+            raise CheckpointError(
+                f"{reader.folder} {prefix}{key}",
+                got=f"other values than those of {key}",
+                expected="the fp32 masters of the model's parameters",
+                do=WEIGHTS_ALONE,
+            )
 
 
 def _is_group_state(name: str) -> bool:
@@ -214,19 +344,21 @@ def _inner(state: Any) -> Mapping[str, Any]:
 
 def _param_groups(state: Any) -> list[Mapping[str, Any]]:
     groups = _inner(state).get("param_groups")
-    return [group for group in groups if isinstance(group, dict)] if groups else []
+    if not isinstance(groups, list | tuple):
+        return []
+    return [group for group in groups if isinstance(group, dict)]
 
 
-def _step_counts(state: Any) -> Iterator[int]:
+def _step_counts(state: Any) -> Iterator[Any]:
     """Yield the counts of updates that a state dict has: of torch's Adam for each parameter, of
     Apex's and TransformerEngine's for each group."""
     inner = _inner(state)
     counted = inner.get("state")
     if isinstance(counted, dict) and "common_step" in counted:
-        yield int(counted["common_step"])
+        yield counted["common_step"]
     for group in _param_groups(state):
         if group.get("step") is not None:
-            yield int(group["step"])
+            yield group["step"]
 
 
 def _group_problems(where: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -253,6 +385,9 @@ def _group_problems(where: str, groups: Sequence[Mapping[str, Any]]) -> Iterator
                     expected=expected,
                     do=WEIGHTS_ALONE,
                 )
+        for name, expected in GROUP_TYPES.items():
+            if name in group and not TYPES[expected](group[name]):
+                yield _type_problem(f"{where} param_groups {number} {name}", group[name], expected)
         missing = [name for name in ("betas", "eps", "weight_decay") if name not in group]
         if missing:
             yield describe(
@@ -280,7 +415,12 @@ def _argument_problems(args: Mapping[str, Any], where: str) -> Iterator[str]:
         ("no_weight_decay_cond_type", "None: matrices decay, vectors do not", (None,)),
         ("decoupled_lr", "None: one learning rate for all", (None,)),
         ("use_megatron_fsdp", "False", (None, False)),
+        ("decoupled_weight_decay", "True: AdamW", (None, True)),
+        ("weight_decay_incr_style", "constant", (None, "constant")),
+        # In bf16 its masters are halves of numbers: the weights have the other halves.
+        ("use_precision_aware_optimizer", "False: a save without it", (None, False)),
     )
+    yield from _option_problems(args, where)
     for name, expected, allowed in wanted:
         if args.get(name) not in allowed:
             yield describe(
