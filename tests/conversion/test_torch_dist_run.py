@@ -19,8 +19,8 @@ from tests.conversion.converting import config, hf_folder
 from tests.conversion.test_hf import tensors
 from tests.conversion.torch_dist import arguments, model_tensors, save
 
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
-RUN = {"consumed_train_samples": 12, "lr": 1e-3, "train_iters": 6, "global_batch_size": 4}
+GROUP: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+RUN: dict[str, Any] = {"consumed_train_samples": 12, "lr": 1e-3, "train_iters": 6, "global_batch_size": 4}
 NORM = "decoder.final_layernorm.weight"
 
 
