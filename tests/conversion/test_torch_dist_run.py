@@ -25,14 +25,15 @@ NORM = "decoder.final_layernorm.weight"
 
 
 def opened(folder: Path, spoilt: float = 0.0) -> TorchDistReader:
-    """A model in bf16, with the state of the shape fully_reshardable. ``spoilt`` is added to the master of the last norm."""
-    hf = tensors(hf_folder(folder / "hf", vocab_size=250))
+    """A model in bf16, with the state of the shape fully_reshardable. ``spoilt`` is added to the master of the last norm,
+    which is a little more than the weight."""
+    hf = {name: tensor.bfloat16() for name, tensor in tensors(hf_folder(folder / "hf", vocab_size=250)).items()}
     args = arguments(config(folder / "hf"), **RUN)
     model = model_tensors(hf, args, local=False, keys="stacked")
     more = {
         f"optimizer.state.{state}.{name}": tensor.float() for state in ("param", "exp_avg", "exp_avg_sq") for name, tensor in model.items()
     }
-    more[f"optimizer.state.param.{NORM}"] = more[f"optimizer.state.param.{NORM}"] + spoilt
+    more[f"optimizer.state.param.{NORM}"] = more[f"optimizer.state.param.{NORM}"] * 1.0001 + spoilt
     return TorchDistReader(save(folder / "megatron", hf, args, more=more), None, 250)
 
 
