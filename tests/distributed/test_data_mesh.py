@@ -228,4 +228,4 @@ def check_abort(place: Place) -> str:
 
 
 def test_aborting_ends_the_waits_of_the_others(cluster: Cluster) -> None:
-    assert "onnection closed by peer" in cluster.run(2, check_abort, timeout=60.0)[0]
+    assert "onnection closed by peer" in cluster.run(2, check_abort)[0]

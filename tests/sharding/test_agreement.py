@@ -79,7 +79,7 @@ def in_turn(rank: int, number: int) -> bool:
 def test_a_branch_that_one_rank_takes_is_an_error_by_name_on_all(
     cluster: Cluster, taken: Callable[[int, int], bool], strategy: str, static: bool
 ) -> None:
-    said = cluster.run(2, said_by, taken, {"strategy": strategy, "static_order": static}, timeout=60.0)
+    said = cluster.run(2, said_by, taken, {"strategy": strategy, "static_order": static})
     if (taken, strategy, static) == (in_turn, "optim", False):
         # Each has all of its gradients at the end of the step, where everything is reduced, in the order of the plan.
         assert said == ["nothing", "nothing"]
@@ -89,7 +89,7 @@ def test_a_branch_that_one_rank_takes_is_an_error_by_name_on_all(
 
 @pytest.mark.parametrize("taken", [only_rank_0, in_turn])
 def test_a_branch_that_one_rank_takes_is_trained_with_find_unused(cluster: Cluster, taken: Callable[[int, int], bool]) -> None:
-    assert cluster.run(2, said_by, taken, {"find_unused": True}, timeout=60.0) == ["nothing", "nothing"]
+    assert cluster.run(2, said_by, taken, {"find_unused": True}) == ["nothing", "nothing"]
 
 
 def said_of_order(place: Place, strategy: str) -> str:
@@ -105,7 +105,7 @@ def said_of_order(place: Place, strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_another_order_inside_a_unit_is_an_error_on_all(cluster: Cluster, strategy: str) -> None:
     """By the recorded plan each rank would reduce buckets at their last gradients, so in another order."""
-    for said in cluster.run(2, said_of_order, strategy, timeout=60.0):
+    for said in cluster.run(2, said_of_order, strategy):
         expected = "in another order on rank 1 than on rank 0"
         if strategy == "optim_grads_params":
             # Already where a slot is needed: the same bucket would not be reduced on both.

@@ -221,6 +221,6 @@ def err_alone(place: Place, fault: Callable[[ModuleEngine], None]) -> str:
 
 @pytest.mark.parametrize("fault", REASONS)
 def test_an_error_of_one_rank_in_a_planned_step_is_told_to_all(cluster: Cluster, fault: Callable[[ModuleEngine], None]) -> None:
-    first, second = cluster.run(2, err_alone, fault, timeout=60.0)
+    first, second = cluster.run(2, err_alone, fault)
     assert REASONS[fault] in second
     assert "rank 1" in first and REASONS[fault] in first
