@@ -35,6 +35,9 @@ SMALL_JOB = 2
 """Processes."""
 GRACE_SECONDS = 10.0
 """After one worker failed, its peers lose their connections and fail too; those that do not are killed."""
+MOST_THREADS = 8
+"""Of a worker between jobs. Each connection of a group that something keeps alive has a thread that wakes up a hundred times a second: after
+some jobs of Megatron-Core, whose modules keep groups, thousands of them took both processors from the tests."""
 
 
 class WorkerError(AssertionError):
@@ -91,12 +94,15 @@ class Cluster:
                 job = _Job(self._jobs, Place(rank, world_size, rank), function, args, timeout)
                 self._workers[rank].connection.send_bytes(pickle.dumps(job))
             outcomes = self._collect(world_size, timeout)
-        for rank in outcomes.keys() & self._workers.keys():
-            if outcomes[rank].error is None:
-                self._workers[rank].connection.send_bytes(b"leave the group")
-            else:
-                # torch names a group by how many this process has begun to join, and counts one that it could not join, because a peer
-                # had died: in the next job such a worker would wait for a group of another name.
+        succeeded = [rank for rank in outcomes.keys() & self._workers.keys() if outcomes[rank].error is None]
+        for rank in succeeded:
+            self._workers[rank].connection.send_bytes(b"leave the group")
+        # torch names a group by how many this process has begun to join, and counts one that it could not join, because a peer had died:
+        # in the next job a worker that has failed would wait for a group of another name.
+        for rank in outcomes.keys() & self._workers.keys() - set(succeeded):
+            self._discard(rank)
+        for rank in succeeded:
+            if self._threads_left(rank) > MOST_THREADS:
                 self._discard(rank)
         in_time = sorted(outcomes.items(), key=lambda item: item[1].at)
         errors = [f"--- rank {rank}: {outcome.error}" for rank, outcome in in_time if outcome.error is not None]
@@ -139,6 +145,13 @@ class Cluster:
         process.start()
         there.close()
         self._workers[rank] = _Worker(process, here)
+
+    def _threads_left(self, rank: int) -> int:
+        """How many threads the worker has after it has left its group."""
+        try:
+            return int(self._workers[rank].connection.recv_bytes())
+        except EOFError:
+            return MOST_THREADS + 1
 
     def _discard(self, rank: int) -> None:
         worker = self._workers.pop(rank)
@@ -191,6 +204,7 @@ def _serve(connection: Connection, store_port: int, rank: int) -> None:
             if succeeded:
                 connection.recv_bytes()
                 _leave()
+                connection.send_bytes(str(len(os.listdir("/proc/self/task"))).encode())
             else:
                 _leave()
                 connection.recv_bytes()

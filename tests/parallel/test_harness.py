@@ -20,6 +20,19 @@ def total(place: Place, factor: int) -> tuple[int, float]:
     return os.getpid(), value.item()
 
 
+class Kept:
+    """What somebody keeps beyond a job."""
+
+    groups: list[object] = []
+
+
+def keep_groups(place: Place) -> None:
+    for _ in range(5):
+        group = dist.new_group()
+        dist.all_reduce(torch.zeros(1), group=group)
+        Kept.groups.append(group)
+
+
 def one_raises(place: Place) -> None:
     if place.rank == 1:
         raise ValueError("rank one has had enough")
@@ -66,6 +79,15 @@ def test_workers_are_reused_and_groups_are_fresh(cluster: Cluster) -> None:
     assert [value for _, value in first] == [56.0] * 8
     assert [value for _, value in second] == [15.0] * 3
     assert [pid for pid, _ in second] == [pid for pid, _ in first][:3]
+
+
+def test_a_worker_whose_groups_somebody_keeps_is_replaced(cluster: Cluster) -> None:
+    """Their threads would take the processors from all tests that follow."""
+    before = [pid for pid, _ in cluster.run(2, total, 1)]
+    cluster.run(2, keep_groups)
+    after = [pid for pid, _ in cluster.run(2, total, 1)]
+    assert not set(before) & set(after)
+    assert [pid for pid, _ in cluster.run(2, total, 1)] == after
 
 
 def test_exception_comes_back_with_its_traceback(cluster: Cluster) -> None:
