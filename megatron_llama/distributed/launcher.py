@@ -129,6 +129,11 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
     return Place(rank, world_size, local_rank, host, port, local_size, machine)
 
 
+def hide_accelerators() -> None:
+    """Have this process find no GPU. Called before it looks for one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def launched_rank() -> str:
     """The rank of this process, as its launcher says it, before anything of it is checked."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))

@@ -35,6 +35,7 @@ from megatron_llama.distributed.network import (
     GLOO_LAZY,
     NCCL,
     choose_interface,
+    interface_of,
     require_master,
 )
 from megatron_llama.distributed.recorder import Recorder
@@ -203,6 +204,14 @@ def join(
         with recorder.waiting("the other ranks"):
             join_group(parallel, place, device, watch)
     return _world(place.rank, place.world_size, recorder, dist.group.WORLD), device
+
+
+def meet_on_loopback() -> None:
+    """Have gloo connect this process with others of this machine only. Called before it joins a
+    group."""
+    interface = interface_of("127.0.0.1")
+    if interface is not None:
+        os.environ[GLOO] = interface
 
 
 def this_place() -> Place:
