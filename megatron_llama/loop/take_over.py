@@ -92,7 +92,8 @@ def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iter
         if args.get(name) not in allowed:
             yield f"warning: Megatron-LM had {flag(name)} {args[name]}: its updates were others"
     for name in MASKS:
-        before, now = args.get(name), getattr(config.data, name)
+        before = args.get(name)
+        now = getattr(config.data, name)
         if before is not None and before != now:
             yield f"warning: {flag(name)} was {before} in Megatron-LM, and is {now}"
     if not config.data.megatron_data_order:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_llama.conversion.megatron.names import BLOCKS, LOCAL, TE
 from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS
+from megatron_llama.conversion.torch_dist.masters import require_masters
 from megatron_llama.conversion.torch_dist.names import EMBEDDING_KEY, HALVES, HEAD_KEY, LAYERS
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.errors import CheckpointError
@@ -141,7 +142,8 @@ class FlatBuckets:
                 "the buffers of Megatron-Core's GPTModel",
             )
         self._boxes: Mapping[tuple[str, int | None], Sequence[_Box]] = found
-        self._check_norms()
+        # Boundaries do not tell whose values lie between them, nor whether those are whole masters.
+        require_masters(reader, self, "param.", do=DO)
 
     def read(self, name: str, offset: Sequence[int], out: Tensor) -> None:
         """Write the box of a tensor of the model that begins at ``offset`` and has the size of
@@ -326,25 +328,6 @@ class FlatBuckets:
             box = _Box(row, rows, part.column, part.columns, placed.bucket.name, start)
             boxes[key, index].append(box)
             start += rows * part.columns
-
-    def _check_norms(self) -> None:
-        """Raise CheckpointError unless the masters of all norms, rounded, are those of the
-        model."""
-        for (key, layer), [box, *_] in self._boxes.items():
-            if not key.endswith("norm.weight") and not key.endswith("layer_norm_weight"):
-                continue
-            offset = (0,) if layer is None else (layer, 0)
-            weight = torch.empty(box.rows, dtype=self._container.tensors[key].dtype)
-            master = torch.empty(box.rows, dtype=torch.float32)
-            for read, name, out in (
-                (self._container.read, key, weight),
-                (self.read, f"param.{key}", master),
-            ):
-                read(name, offset, out if layer is None else out.unsqueeze(0))
-            if not torch.equal(master.to(weight.dtype), weight):
-                got = f"other values than those of {key}"
-                where = f"{box.bucket} at {box.start}"
-                raise self._error(where, got, "the fp32 masters of the model's parameters")
 
     def _error(self, name: str, got: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self._folder} {name}", got=got, expected=expected, do=DO)

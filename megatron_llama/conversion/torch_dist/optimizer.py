@@ -25,6 +25,7 @@ from megatron_llama.conversion.optimizer_state import STATES, OptimizerState
 from megatron_llama.conversion.torch_dist.container import COPY_AGAIN
 from megatron_llama.conversion.torch_dist.flat_buckets import FlatBuckets
 from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
+from megatron_llama.conversion.torch_dist.masters import require_masters
 from megatron_llama.conversion.torch_dist.names import StoredSource
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.engine.optimizer import WeightSource
@@ -305,30 +306,10 @@ def _sources(reader: TorchDistReader, sharding: str | None) -> Mapping[str, Weig
                 )
     refuse(f"{reader.folder}: the optimizer's state is of another model:", problems)
     if prefixes["master"]:
-        _check_norms(reader, keys, prefixes["master"])
+        require_masters(reader, container, prefixes["master"], do=WEIGHTS_ALONE)
     return {
         state: StoredSource(container, reader.weights, prefix) for state, prefix in prefixes.items()
     }
-
-
-def _check_norms(reader: TorchDistReader, keys: Sequence[str], prefix: str) -> None:
-    """Raise CheckpointError unless the masters of all norms, rounded, are those of the model."""
-    container = reader.checkpoint.container
-    for key in keys:
-        if not key.endswith(("norm.weight", "layer_norm_weight")):
-            continue
-        stored = container.tensors[key]
-        weight = torch.empty(stored.shape, dtype=stored.dtype)
-        master = torch.empty(stored.shape, dtype=torch.float32)
-        for name, out in ((key, weight), (prefix + key, master)):
-            container.read(name, (0,) * out.dim(), out)
-        if not torch.equal(master.to(weight.dtype), weight):
-            raise CheckpointError(
-                f"{reader.folder} {prefix}{key}",
-                got=f"other values than those of {key}",
-                expected="the fp32 masters of the model's parameters",
-                do=WEIGHTS_ALONE,
-            )
 
 
 def _is_group_state(name: str) -> bool:
