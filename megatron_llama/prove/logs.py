@@ -1,0 +1,406 @@
+"""Losses and gradient norms of a finished run, read from the log that its trainer has written."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama.errors import DataError, counted
+from megatron_llama.metrics.log import FILE_NAME
+
+OURS = "megatron_llama"
+MEGATRON = "Megatron-LM"
+TITAN = "torchtitan"
+FP32_ROUNDING = 2.0**-24
+"""How far a number that is written in full may be from what was computed, relative: trainers
+compute losses in fp32, and TensorBoard keeps fp32."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a log. It may be NaN or infinite, as the run's was."""
+
+    value: float
+    rounding: float
+    """How far the run's own number may be from it: the rounding of fp32, and half a unit of the
+    last digit that was written."""
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """What a log says of one optimizer step."""
+
+    iteration: int
+    """Optimizer steps done, so 1-based."""
+    loss: Number | None
+    """None where the log has none: the step was skipped, or its loss was not finite."""
+    grad_norm: Number | None
+    """Of this step alone, before clipping. None where the log has none."""
+    mean_of: int
+    """The loss is the mean over so many steps, of which this is the last; 0: the log does not
+    say over how many."""
+    where: str
+    """The file, and the line in it."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """One curve, whatever happened to the run: of an iteration that was repeated, the later one."""
+
+    path: Path
+    trainer: str
+    steps: Mapping[int, LoggedStep]
+    """By iteration, in their order. Never empty."""
+    notes: tuple[str, ...]
+    """What the reader had to decide, as sentences."""
+
+
+def read_log(path: Path) -> RunLog:
+    """Return the curve of a run.
+
+    ``path`` is a file or a folder: a ``log.jsonl`` of ours, the text that Megatron-LM, torchtitan
+    or we have printed, or TensorBoard's events of one of the three. What a file is, its content
+    says. Several text files or event files of a folder are read in the order of their names, as
+    parts of one run. Raises DataError, with the file and the line, for what is not understood.
+    """
+    files = _files(path)
+    if all(_holds_events(file) for file in files):
+        trainer, entries = _events(files)
+    else:
+        trainer, entries = _lines_of(files)
+    if not entries:
+        raise DataError(
+            path,
+            got="no line of a training step",
+            expected="'iteration 5/ 100 | ... lm loss: ...' (Megatron-LM), "
+            f"'step: 5  loss: ...' (torchtitan), our {FILE_NAME}, or TensorBoard's events",
+            do="name the file that has the loss of every step",
+        )
+    notes: list[str] = []
+    steps = _averaged(trainer, _one_curve(path, _with_loss(path, entries, notes), notes), notes)
+    return RunLog(path, trainer, MappingProxyType(steps), tuple(notes))
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that hold the run, in their order."""
+    if not path.exists():
+        raise DataError(path, got="no such file", expected="a log", do="check the path")
+    if not path.is_dir():
+        return [path]
+    if (path / FILE_NAME).is_file():
+        return [path / FILE_NAME]
+    found = sorted((file for file in path.rglob("*") if file.is_file()), key=_in_numbers)
+    events = [file for file in found if _holds_events(file)]
+    texts = [file for file in found if file.suffix in (".log", ".out", ".err", ".txt", ".jsonl")]
+    if not events and not texts:
+        raise DataError(
+            path,
+            got="no log in this folder",
+            expected=f"{FILE_NAME}, event files of TensorBoard, or files *.log, *.out or *.txt",
+            do="name the file itself",
+        )
+    return events or texts
+
+
+def _in_numbers(path: Path) -> list[tuple[int, str]]:
+    """A key that sorts ``rank10`` behind ``rank9``."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _holds_events(path: Path) -> bool:
+    """Whether TensorBoard wrote the file: its first record names the version of the format."""
+    with path.open("rb") as file:
+        return b"brain.Event:" in file.read(64)
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_MEGATRON_STEP = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|")
+_MEGATRON_FIELD = re.compile(r"\s*(.+?)\s*:?\s+(\S+)\s*")
+_TITAN_STEP = re.compile(r"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*(\S+)")
+_TITAN_NORM = re.compile(r"\bgrad_norm:\s*(\S+)")
+_ONLY_OURS = "tokens/s/GPU"
+"""A field of our lines that Megatron's never have."""
+_INTERVAL = -1
+"""In place of ``mean_of`` until all lines are read: as many steps as lie between two lines."""
+
+
+def _lines_of(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
+    """The trainer whose lines these are, and the steps in the order of the lines."""
+    entries: list[LoggedStep] = []
+    trainers: dict[str, str] = {}
+    for path in files:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1))
+            for trainer, entry in _json_steps(lines) if _is_json(path) else _text_steps(lines):
+                trainers.setdefault(trainer, entry.where)
+                entries.append(entry)
+    if len(trainers) > 1:
+        found = " and ".join(f"lines of {name} ({where})" for name, where in trainers.items())
+        raise DataError(
+            ", ".join(map(str, files)), got=found, expected="one run", do="name its log alone"
+        )
+    return next(iter(trainers), ""), entries
+
+
+def _is_json(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+    return first.lstrip().startswith("{")
+
+
+def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedStep]]:
+    """The steps of a ``log.jsonl``; evaluations are left out. A last line that was cut off, as a
+    killed run leaves it, is left out too."""
+    bad: str | None = None
+    for where, line in lines:
+        if bad is not None:
+            do = "take the line out if the run went on behind it"
+            raise DataError(bad, got="a line that is cut off", expected="a JSON object", do=do)
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            bad = where
+            continue
+        if isinstance(entry, dict) and "validation_loss" in entry:
+            continue
+        if not (isinstance(entry, dict) and isinstance(entry.get("iteration"), int)) or (
+            "lm_loss" not in entry
+        ):
+            raise DataError(
+                where,
+                got=line.strip()[:60],
+                expected="an object with iteration and lm_loss",
+                do=f"name a {FILE_NAME} that pretrain or sft has written",
+            )
+        loss, norm = (_computed(where, entry.get(key)) for key in ("lm_loss", "grad_norm"))
+        yield OURS, LoggedStep(entry["iteration"], loss, norm, 1, where)
+
+
+def _computed(where: str, value: Any) -> Number | None:
+    """A number that stands in full."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise DataError(where, got=repr(value), expected="a number", do="mend the line")
+    return Number(float(value), abs(float(value)) * FP32_ROUNDING)
+
+
+def _text_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedStep]]:
+    for where, line in lines:
+        if "iteration" not in line and "step:" not in line:
+            continue
+        plain = _COLOUR.sub("", line)
+        if _MEGATRON_STEP.search(plain):
+            yield _megatron_step(where, plain)
+        elif _TITAN_STEP.search(plain):
+            yield TITAN, _titan_step(where, plain)
+
+
+def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
+    """A line of Megatron-LM's ``training_log``, of any year: fields behind bars, in an order that
+    has changed, with a colon behind the name since 2020."""
+    begins = list(_MEGATRON_STEP.finditer(line))
+    if len(begins) > 1:
+        do = "let each process write a file of its own"
+        raise DataError(where, got="two steps in one line", expected="one", do=do)
+    fields: dict[str, str] = {}
+    for field in line[begins[0].end() :].split("|"):
+        if found := _MEGATRON_FIELD.fullmatch(field):
+            fields[found[1]] = found[2]
+    loss = _printed(
+        where, next((fields[key] for key in ("lm loss", "lm_loss") if key in fields), None)
+    )
+    norm = _printed(where, fields.get("grad norm"))
+    skipped = fields.get("number of skipped iterations", "0")
+    trainer = OURS if _ONLY_OURS in fields else MEGATRON
+    # Megatron divides by the steps that were not skipped, and a mean over none of them is 0.
+    if skipped != "0" and loss is not None and loss.value == 0.0:
+        loss = None
+    mean_of = 1 if trainer == OURS else _INTERVAL if skipped == "0" else 0
+    return trainer, LoggedStep(int(begins[0][1]), loss, norm, mean_of, where)
+
+
+def _titan_step(where: str, line: str) -> LoggedStep:
+    """A line of torchtitan's ``MetricsProcessor``. Before mid-2025 it had no gradient norm, and the
+    loss was the mean since the last line; since then it is the loss of the step."""
+    begins = _TITAN_STEP.findall(line)
+    if len(begins) > 1:
+        do = "let each process write a file of its own (torchrun --log-dir)"
+        raise DataError(where, got="two steps in one line", expected="one", do=do)
+    norm = _TITAN_NORM.search(line)
+    loss = _printed(where, begins[0][1])
+    return LoggedStep(
+        int(begins[0][0]), loss, _printed(where, norm[1]) if norm else None, 1 if norm else 0, where
+    )
+
+
+def _printed(where: str, text: str | None) -> Number | None:
+    """A number with the digits that the line has."""
+    if text is None or text == "n/a":
+        return None
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        do = "if lines of several processes are mixed, let each write a file of its own"
+        raise DataError(where, got=repr(text), expected="a number", do=do) from None
+    if not number.is_finite():
+        return Number(float(number), 0.0)
+    exponent = number.as_tuple().exponent
+    assert isinstance(exponent, int)
+    digits = float(Decimal(1).scaleb(exponent)) / 2
+    return Number(float(number), digits + abs(float(number)) * FP32_ROUNDING)
+
+
+_TAGS = (
+    ("lm loss", "grad-norm", MEGATRON),
+    ("lm-loss-training/lm loss", "grad-norm/grad-norm", MEGATRON),
+    ("loss_metrics/global_avg_loss", "grad_norm", TITAN),
+)
+"""Loss, gradient norm and trainer: Megatron-LM and ours, Megatron-DeepSpeed, torchtitan."""
+
+
+def _events(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
+    """The steps of TensorBoard's event files. Megatron writes the loss of the step itself there,
+    also where its text has a mean."""
+    if find_spec("tensorboard") is None:
+        do = "pip install '.[tensorboard]', or name the text log"
+        raise DataError(
+            "--steps-from", got="event files", expected="the package tensorboard", do=do
+        )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainers: set[str] = set()
+    entries: list[LoggedStep] = []
+    names: set[str] = set()
+    for path in files:
+        events: Any = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        events.Reload()
+        scalars = set(events.Tags()["scalars"])
+        names |= scalars
+        for loss_tag, norm_tag, trainer in _TAGS:
+            if loss_tag not in scalars:
+                continue
+            trainers.add(trainer)
+            norms = (
+                {e.step: e.value for e in events.Scalars(norm_tag)} if norm_tag in scalars else {}
+            )
+            for event in events.Scalars(loss_tag):
+                where = f"{path}: step {event.step}"
+                loss, norm = (_computed(where, v) for v in (event.value, norms.get(event.step)))
+                mean_of = 0 if trainer == TITAN and norm is None else 1
+                entries.append(LoggedStep(event.step, loss, norm, mean_of, where))
+            break
+    if len(trainers) != 1:
+        raise DataError(
+            ", ".join(map(str, files)),
+            got=f"events named {', '.join(sorted(names)[:12]) or 'nothing'}",
+            expected=f"the loss of one run, named {' or '.join(tag for tag, _, _ in _TAGS)}",
+            do="name the folder of one run of Megatron-LM, torchtitan or megatron_llama",
+        )
+    return trainers.pop(), entries
+
+
+def _with_loss(path: Path, entries: Iterable[LoggedStep], notes: list[str]) -> list[LoggedStep]:
+    """Without the lines of torchtitan's processes that compute no loss: those in front of a
+    pipeline's last stage print -1."""
+    kept: list[LoggedStep] = []
+    dropped = 0
+    for entry in entries:
+        if entry.loss is not None and entry.loss.value == -1.0:
+            dropped += 1
+        else:
+            kept.append(entry)
+    if not kept:
+        raise DataError(
+            path,
+            got="a loss of -1 in every line",
+            expected="losses",
+            do="name the log of a rank of the last pipeline stage (LOG_RANK), or the events",
+        )
+    if dropped:
+        lines = counted(dropped, "line")
+        notes.append(f"{lines} of ranks in front of the last pipeline stage (loss -1) left out")
+    return kept
+
+
+def _one_curve(
+    path: Path, entries: Iterable[LoggedStep], notes: list[str]
+) -> dict[int, LoggedStep]:
+    """Several processes may have written each line, and a run that died may have repeated steps:
+    then the later ones count, and what had followed the earlier ones does not."""
+    steps: dict[int, LoggedStep] = {}
+    returns: list[LoggedStep] = []
+    seen: set[int] = set()
+    for entry in entries:
+        seen.add(entry.iteration)
+        if (known := steps.get(entry.iteration)) is not None and _same(known, entry):
+            continue
+        if steps and entry.iteration <= max(steps):
+            returns.append(entry)
+            steps = {i: step for i, step in steps.items() if i < entry.iteration}
+            # Megatron's sums begin anew with the process.
+            entry = replace(entry, mean_of=max(entry.mean_of, 0))
+        steps[entry.iteration] = entry
+    # A run does not die every third step: lines that go back so often are those of two runs, or
+    # of processes that each print a loss of their own.
+    if len(returns) > max(2, len(seen) // 3):
+        raise DataError(
+            returns[0].where,
+            got=f"another loss for iteration {returns[0].iteration} than a line before, "
+            f"and so {len(returns)} times in {path}",
+            expected="one run, and the same numbers from all of its processes",
+            do="name the log of one process",
+        )
+    if returns:
+        at = ", ".join(f"{entry.iteration} ({entry.where})" for entry in returns[:5])
+        notes.append(f"the run went back to iteration {at}: the later lines count")
+    return steps
+
+
+def _same(one: LoggedStep, other: LoggedStep) -> bool:
+    return repr((one.loss, one.grad_norm)) == repr((other.loss, other.grad_norm))
+
+
+def _averaged(
+    trainer: str, steps: dict[int, LoggedStep], notes: list[str]
+) -> dict[int, LoggedStep]:
+    """The steps with what their losses are means of, as far as the distances of lines show it."""
+    places = list(steps)
+    gaps = Counter(b - a for a, b in pairwise(places))
+    # One line alone shows no interval, and a later one than the first may be a mean.
+    interval = gaps.most_common(1)[0][0] if gaps else places[0]
+    settled: dict[int, LoggedStep] = {}
+    for iteration, step in steps.items():
+        mean_of = step.mean_of
+        if mean_of == _INTERVAL:
+            # Megatron of 2026 also prints the first step, and counts it again in the next mean. A
+            # file that begins later may begin in the middle of an interval.
+            whole = iteration % interval == 0 and (iteration > places[0] or iteration == interval)
+            mean_of = 1 if iteration == 1 else interval if gaps and whole else 0
+        settled[iteration] = replace(step, mean_of=mean_of if interval > 1 else 1)
+    if interval > 1 and any(step.mean_of > 1 for step in settled.values()):
+        notes.append(f"losses are means over {interval} steps, as {trainer} prints them")
+    elif gaps and interval > 1:
+        notes.append(f"there is a line every {interval} steps")
+    lost = [
+        iteration
+        for iteration, step in settled.items()
+        if step.loss is None or not math.isfinite(step.loss.value)
+    ]
+    if lost:
+        some = ", ".join(map(str, lost[:5])) + (" ..." if len(lost) > 5 else "")
+        notes.append(f"no finite loss at {counted(len(lost), 'iteration')}: {some}")
+    return settled
