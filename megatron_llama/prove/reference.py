@@ -1,0 +1,291 @@
+"""What a case is compared with: the same training in one process, and with transformers.
+
+The one process is the product itself with everything at its default that only says how a run is
+spread. transformers' model, torch's AdamW, and the learning rates are written here by the formulas
+of what the options promise, and share no code with the trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.config.schema import (
+    Config,
+    LoraConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ZenFlowConfig,
+)
+from megatron_llama.model.init import InitialWeights
+from megatron_llama.plans.params import Rectangle, adapter_shapes
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.compare import History
+
+DTYPES = ("bf16", "fp16", "fp64")
+SPREAD = {field.name for field in fields(ParallelConfig)} | {"micro_batch_size"}
+"""Options that say how a run is spread, not what it computes."""
+OFFLOAD = {field.name for field in fields(OffloadConfig)} | {
+    field.name for field in fields(ZenFlowConfig)
+}
+
+
+def in_fp32(case: Case) -> Case:
+    """The case with every number in fp32, gradients on their way among them."""
+    left_out = (*DTYPES, "grad_reduce_in_bf16")
+    return _without(case, left_out)
+
+
+def one_process(case: Case, *, fp64: bool = False) -> Case:
+    """The same training in one process and in one batch, in the precision of the case, or in
+    fp64.
+
+    Of offload only zenflow stays: it trains something else than AdamW."""
+    left_out = set(SPREAD)
+    if case.options.get("optimizer_offload", "none") != "zenflow":
+        left_out |= OFFLOAD
+    if fp64:
+        left_out |= set(DTYPES)
+    single = _without(case, left_out)
+    size = _one_batch(case)
+    options = {**single.options, "micro_batch_size": size} | ({"fp64": True} if fp64 else {})
+    return replace(single, name=f"{case.name}, one process", options=options, world_size=1)
+
+
+def _without(case: Case, names: Iterable[str]) -> Case:
+    options = {name: value for name, value in case.options.items() if name not in set(names)}
+    return replace(case, options=options)
+
+
+def _one_batch(case: Case) -> int:
+    """Samples that every step of the case can be divided into: all of them, unless the batch
+    grows."""
+    whole = int(case.options.get("global_batch_size", 0) or 0)  # type: ignore[call-overload]
+    if not whole:
+        spread = math.prod(
+            int(case.options.get(f"{axis}_parallel_size", 1))  # type: ignore[call-overload]
+            for axis in ("tensor_model", "pipeline_model", "context")
+        )
+        micro = int(case.options.get("micro_batch_size", 1))  # type: ignore[call-overload]
+        whole = micro * (case.world_size // spread)
+    ramp: Sequence[int] = case.options.get("rampup_batch_size") or ()  # type: ignore[assignment]
+    return math.gcd(whole, *ramp[:2])
+
+
+def learning_rates(
+    optimizer: OptimizerConfig, train_iters: int, batches: Sequence[int]
+) -> tuple[float, ...]:
+    """The learning rates of the first steps of a run, whose global batches have so many samples:
+    linear warm-up from 0, then the decay, as docs/options.md describes them.
+
+    ``optimizer`` is that of a resolved configuration."""
+    rates = []
+    samples = 0
+    for step, batch in enumerate(batches):
+        in_samples = optimizer.lr_decay_samples > 0
+        at = samples if in_samples else step
+        whole = optimizer.lr_decay_samples or optimizer.lr_decay_iters or train_iters
+        warmup = (
+            optimizer.lr_warmup_samples if in_samples else optimizer.lr_warmup_iters
+        ) or optimizer.lr_warmup_fraction * whole
+        last = optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters
+        rates.append(_rate(optimizer, at, warmup, whole, last))
+        samples += batch
+    return tuple(rates)
+
+
+def _rate(optimizer: OptimizerConfig, at: int, warmup: float, whole: int, last: int) -> float:
+    peak, least = optimizer.lr, optimizer.min_lr
+    style: str = optimizer.lr_decay_style
+    if at < warmup:
+        return peak * at / warmup
+    if style == "constant":
+        return peak
+    if at >= whole:
+        return least
+    share = (at - warmup) / (whole - warmup)
+    if style == "WSD":
+        style = optimizer.lr_wsd_decay_style
+        share = max(0.0, (at - (whole - last)) / last)
+    height: float = {
+        "linear": 1 - share,
+        "cosine": (1 + math.cos(math.pi * share)) / 2,
+        "exponential": 2 * 0.5**share - 1,
+        "minus_sqrt": 1 - math.sqrt(share),
+    }[style]
+    return least + (peak - least) * height
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Documents, each a sequence of its own, padded behind their ends: transformers sees no
+    mask."""
+
+    tokens: Tensor
+    """[n, s] int64."""
+    labels: Tensor
+    positions: Tensor
+    weights: Tensor
+    """[n, s] fp32, 0 where a label does not count."""
+
+
+def sequences(microbatches: Iterable[Mapping[str, Tensor]]) -> Sequences:
+    """Cut the samples of a step into their documents. Those of which nothing counts are left out:
+    nobody sees them."""
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for batch in microbatches:
+        tokens, labels = batch["tokens"].t(), batch["labels"].t()
+        weights = batch["loss_mask"].t() if "loss_mask" in batch else torch.ones(tokens.shape)
+        positions = (
+            batch["position_ids"].t()
+            if "position_ids" in batch
+            else torch.arange(tokens.shape[1]).expand(tokens.shape)
+        )
+        documents = batch.get("document_ids")
+        for row in range(len(tokens)):
+            sizes = [tokens.shape[1]]
+            if documents is not None:
+                sizes = torch.unique_consecutive(documents[:, row], return_counts=True)[1].tolist()
+            columns = (torch.split(one[row], sizes) for one in (tokens, labels, positions, weights))
+            parts += [part for part in zip(*columns, strict=True) if bool(part[3].any())]
+    padded = [nn.utils.rnn.pad_sequence(list(column), True) for column in zip(*parts, strict=True)]
+    return Sequences(*padded)
+
+
+def not_in_transformers(case: Case, config: Config) -> str:
+    """Say why transformers has no counterpart of a case; empty where it has one."""
+    if find_spec("transformers") is None:
+        return "transformers is not installed (pip install transformers)"
+    if config.lora.lora_rank and find_spec("peft") is None:
+        return "peft, which has LoRA for transformers, is not installed (pip install peft)"
+    if case.options.get("neftune_noise_alpha"):
+        return "its noise is drawn otherwise (--neftune-noise-alpha)"
+    if config.offload.optimizer_offload == "zenflow":
+        return "torch has no ZenFlow (--optimizer-offload zenflow)"
+    scaling = (config.model.rope_scaling or {}).get("rope_type")
+    documents = config.data.reset_attention_mask or case.options.get("packing")
+    if documents and scaling in ("dynamic", "longrope"):
+        return f"its {scaling} frequencies follow the length of each document"
+    return ""
+
+
+def train_transformers(
+    folder: Path,
+    config: Config,
+    batches: Sequence[Sequence[Mapping[str, Tensor]]],
+    rates: Sequence[float],
+) -> tuple[History, Mapping[str, Tensor]]:
+    """Train transformers' model of a folder with torch's AdamW and ``clip_grad_norm_``, in fp32 on
+    these microbatches of each step. Returns its history and the trained tensors by
+    HuggingFace's names."""
+    model, trained = _model(folder, config)
+    optimizer = config.optimizer
+    matrices = [parameter for parameter in trained.values() if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained.values() if parameter.dim() < 2]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": optimizer.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=optimizer.lr,
+        betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+        eps=optimizer.adam_eps,
+    )
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: list[Mapping[str, Tensor]] = []
+    for microbatches, rate in zip(batches, rates, strict=True):
+        adamw.zero_grad(set_to_none=False)
+        loss, trains = _loss(model, sequences(microbatches), config.training.z_loss_weight)
+        trains.backward()  # type: ignore[no-untyped-call]
+        gradients.append(
+            {
+                name: torch.zeros_like(parameter).double()
+                if parameter.grad is None
+                else parameter.grad.double()
+                for name, parameter in trained.items()
+            }
+        )
+        limit = optimizer.clip_grad or math.inf
+        norms.append(float(nn.utils.clip_grad_norm_(trained.values(), limit)))
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+        losses.append(float(loss))
+    weights = {name: parameter.detach() for name, parameter in trained.items()}
+    return History(tuple(losses), tuple(norms), tuple(gradients), {}), weights
+
+
+def _loss(model: nn.Module, batch: Sequences, z_weight: float) -> tuple[Tensor, Tensor]:
+    """The mean over the labels that count, and what is trained: the same with the z-loss."""
+    # A mask of ones: without one transformers takes positions that restart for several documents.
+    mask = torch.ones_like(batch.tokens)
+    logits = model(
+        batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False
+    ).logits
+    counted = batch.weights.sum()
+    nll = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), reduction="none"
+    )
+    loss = (nll * batch.weights.flatten()).sum() / counted
+    if not z_weight:
+        return loss, loss
+    squares = logits.logsumexp(-1).square()
+    return loss, loss + z_weight * (squares * batch.weights).sum() / counted
+
+
+def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Parameter]]:
+    """transformers' model of a folder, and the parameters that are trained, by HuggingFace's
+    names."""
+    from transformers import AutoModelForCausalLM
+
+    attention = "eager" if config.model.attn_logit_softcapping else "sdpa"
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=attention, local_files_only=True
+    )
+    model = model.float().train()
+    if config.lora.lora_rank:
+        model, named = _with_adapters(model, config)
+    else:
+        named = dict(model.named_parameters())
+    trained = {}
+    for name, parameter in named.items():
+        wanted = not any(fnmatchcase(name, pattern) for pattern in config.optimizer.freeze)
+        parameter.requires_grad_(wanted)
+        if wanted:
+            trained[name] = parameter
+    return model, trained
+
+
+def _with_adapters(model: Any, config: Config) -> tuple[nn.Module, Mapping[str, nn.Parameter]]:
+    """The model with PEFT's additions, which start with the values that the trainer draws from the
+    seed, and their parameters by the names that checkpoints have for them."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    lora: LoraConfig = config.lora
+    adapted: Any = get_peft_model(
+        model,
+        PeftConfig(
+            r=lora.lora_rank,
+            lora_alpha=lora.lora_alpha,  # type: ignore[arg-type]
+            target_modules=list(lora.lora_target_modules),
+        ),
+    )
+    parameters = dict(adapted.named_parameters())
+    source = InitialWeights.of(config)
+    named = {}
+    for name, shape in adapter_shapes(config.model, lora).items():
+        parameter = parameters[f"base_model.model.{name.replace('.weight', '.default.weight')}"]
+        with torch.no_grad():
+            source(Rectangle(name, shape, (0,) * len(shape), shape, 0), parameter)
+        named[name] = parameter
+    return adapted, named
