@@ -17,7 +17,7 @@ from tests.harness import Cluster, WorkerError
 from tests.nccl_transport import installed
 from tests.parallel.cases import LAYOUTS, Layout, Record, Reference, merged, record, trainer
 
-SPREAD = [layout for layout in LAYOUTS if layout.world_size > 1][::2]
+SPREAD = [layout for layout in LAYOUTS if layout.world_size > 1][::3]
 SHORT = [
     Layout(pp=2, schedule="zb-v"),
     Layout(pp=4, schedule="1f1b"),

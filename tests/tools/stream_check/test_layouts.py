@@ -74,9 +74,9 @@ def test_layouts_use_several_streams(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(layouts()))
-def test_every_layout_can_be_recorded(name: str) -> None:
-    """And every access is to memory that exists."""
+@pytest.mark.parametrize("name", sorted(layouts())[::3])
+def test_a_layout_can_be_recorded(name: str) -> None:
+    """And every access is to memory that exists. A part of what ``python -m tools.stream_check --all`` records."""
     sizes = {}
     for event in layouts()[name](None):
         match event:
