@@ -181,7 +181,7 @@ def train(
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
             last = bad_steps.is_last(state)
             progress.record_step(state, lr, loss, update, last=last)
-            called.step(state, lr, loss, update)
+            called.step(state, lr, loss, update, batches)
             mesh.recorder.enter("what follows the step")
 
             request = prefetcher.agreed_request()

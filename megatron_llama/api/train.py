@@ -121,12 +121,13 @@ def run_training(
     *,
     callbacks: Sequence[Callback] = (),
     needs_data: bool = True,
+    place: Place | None = None,
 ) -> TrainResult:
-    """Train on what ``open_inputs`` opens. ``needs_data``: it reads --data-path. Collective. Raises
-    UserError."""
+    """Train on what ``open_inputs`` opens. ``needs_data``: it reads --data-path. ``place``: which
+    process this is, if it is not for the environment to say. Collective. Raises UserError."""
     if parsed.get(TrainingConfig).deterministic_mode:
         fix_sums()
-    place = this_place()
+    place = place or this_place()
     options = parsed.get(CheckpointConfig)
     forks = options.async_save and options.save is not None
     if forks and place.joined and place.world_size > 1:

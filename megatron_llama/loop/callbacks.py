@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
+from megatron_llama.data.loader import Batch
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import UserError
 from megatron_llama.loop.prefetch import Interrupts
@@ -35,6 +36,10 @@ class Step:
     skipped: Tensor
     """1 if the weights stayed as they were, because the step was not finite or was a bad one; else
     0."""
+    batches: Sequence[Batch]
+    """The microbatches of this rank: tensors ``tokens`` and ``labels`` [seq_length, samples], and
+    ``loss_mask``, ``position_ids`` and ``document_ids``, which are None where nothing needs
+    them. Ranks that share samples (tensor, context and pipeline parallel) read the same ones."""
 
 
 class Run:
@@ -139,13 +144,26 @@ class Callbacks:
             with _OfThisRank():
                 callback.on_start(self._run)
 
-    def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
+    def step(
+        self,
+        state: TrainState,
+        lr: float,
+        loss: Tensor,
+        update: StepResult,
+        batches: Sequence[Batch],
+    ) -> None:
         """Call ``on_step`` with what the step that leads to ``state`` has found."""
         self._run._state = state
         if not self._callbacks:
             return
         step = Step(
-            state.iteration, state.consumed_samples, lr, loss, update.grad_norm, update.skipped
+            state.iteration,
+            state.consumed_samples,
+            lr,
+            loss,
+            update.grad_norm,
+            update.skipped,
+            batches,
         )
         for callback in self._callbacks:
             with _OfThisRank():

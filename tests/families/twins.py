@@ -12,9 +12,8 @@ import torch
 import transformers
 from megatron_llama.config.hf import model_config_from_hf
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import Rectangle, hf_shapes
-from torch import Tensor
+from megatron_llama.prove.materials import DrawnWeights
 
 from tests.harness import Cluster
 from tests.parallel.cases import STEPS, STRATEGIES, Layout, Record, Reference, train, train_twin
@@ -32,8 +31,6 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-STD = 0.1
-"""Of all weights around their initial values: at 0.02 attention is so flat that a wrong norm or bias would hide below rounding."""
 
 
 @dataclass(frozen=True)
@@ -130,25 +127,6 @@ TWINS = {
     ),
     "olmo2": Twin("Olmo2Config", {"attention_bias": True, "head_dim": 24}),
 }
-
-
-class DrawnWeights:
-    """Normal numbers everywhere: matrices and biases around 0, norms around what multiplies by one."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self._matrices = InitialWeights(1234, STD)
-        self._one = 0.0 if model.apply_layernorm_1p else 1.0
-
-    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See WeightSource."""
-        if len(rectangle.shape) > 1:
-            name = rectangle.name.replace("lora_", "drawn_")
-            self._matrices(replace(rectangle, name=name), out)
-            return
-        column = replace(rectangle, shape=(*rectangle.shape, 1), offset=(*rectangle.offset, 0), size=(*rectangle.size, 1))
-        self._matrices(column, out.unsqueeze(-1))
-        if not rectangle.name.endswith(".bias"):
-            out.add_(self._one)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,384 @@
+"""What a case is trained on and from: real text, conversations, a tokenizer, drawn weights.
+
+Everything is the same on every machine with the same Python, and is kept as it was before any part
+of the trainer has read it, so that what the trainer reads can be compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from pathlib import Path
+from pydoc_data.topics import topics
+from types import MappingProxyType
+
+import numpy as np
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+from torch import Tensor
+
+from megatron_llama.api.common.options import read_options
+from megatron_llama.api.train import SECTIONS
+from megatron_llama.config.blend import is_number, read_blend
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from megatron_llama.conversion.hf.writer import export_hf
+from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_llama.data.meta import write_meta
+from megatron_llama.model.init import InitialWeights
+from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.prove.case import STEPS, Case
+from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.sft.template import BUILT_IN
+from megatron_llama.tokenizer.fingerprint import Fingerprint
+from megatron_llama.tokenizer.load import load_tokenizer
+
+STD = 0.1
+"""Of all weights around their initial values: at 0.02 attention is so flat that a wrong norm or
+bias would hide below rounding."""
+SPLIT = "85,15,0"
+SPARE = 1.3
+"""How much more there is to train on than a run reads: no sample comes twice, and the samples are
+no multiple of a batch."""
+UNKNOWN, BEGIN, END = "<|unknown|>", "<|begin|>", "<|end|>"
+ROLES = ("system", "user", "assistant")
+HEADERS = MappingProxyType({role: f"<|{role}|>" for role in ROLES})
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""It puts a special token before and behind every message, so that the ids of a conversation are
+those of its messages, one after the other."""
+MARKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "chatml": ("<|im_start|>", "<|im_end|>"),
+        "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    }
+)
+"""What built-in templates need as tokens."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """An example of instruction tuning."""
+
+    messages: tuple[tuple[str, str], ...]
+    """Role and content."""
+    ids: tuple[int, ...] = ()
+    """Its tokens, before anything is cut; none where a built-in template makes them."""
+    answers: tuple[int, ...] = ()
+    """For each token 0, or the number of the answer that it belongs to, from 1."""
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a case is trained on and from."""
+
+    options: Mapping[str, object]
+    """They are added to those of the case: data, tokenizer, weights to begin with."""
+    model: Path
+    """Folder of the weights, as HuggingFace has them."""
+    tokenizer: Path
+    """Folder of the tokenizer, as HuggingFace has it."""
+    vocab_size: int
+    eod: int
+    """The id that ends documents and answers: the last one of the vocabulary."""
+    documents: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Tokens of every document by prefix, in the order of the file, each with ``eod`` at its end.
+    ``split`` of ``options`` shares them out."""
+    talks: tuple[Talk, ...] = ()
+    """The examples of ``sft``, in the order of the file."""
+    valid_talks: tuple[Talk, ...] = ()
+    """Those of a file of their own, where the case has one."""
+
+
+def parsed_options(case: Case, **more: object) -> Parsed:
+    """The options of a case as the command reads them. Raises ConfigError."""
+    sections = (SFTConfig, *SECTIONS) if case.sft else SECTIONS
+    return read_options(case.options, more, sections)
+
+
+def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
+    """Write what a run of ``steps`` steps needs into ``folder``. Raises ConfigError for a case that
+    no run can have."""
+    prefixes = _prefixes(case)
+    parsed = parsed_options(case, train_iters=steps, **_data(case, prefixes))
+    vocab_size = parsed.get(ModelConfig).vocab_size
+    config = check(assemble(parsed), case.world_size).config
+    words = _text()
+    tokenizer_folder = folder / "tokenizer"
+    template = parsed.get(SFTConfig).chat_template if case.sft else None
+    library = _write_tokenizer(tokenizer_folder, vocab_size, words, MARKERS.get(template or "", ()))
+    vocab_size = library.get_vocab_size()
+    bos = _id(library, BEGIN)
+    eod = _id(library, END)
+    model = replace(config.model, vocab_size=vocab_size, bos_token_id=bos, eos_token_id=eod)
+    hf = folder / "model"
+    export_hf(hf, model, DrawnWeights(model), "float32")
+    options: dict[str, object] = {
+        "init_from_hf": str(hf),
+        "tokenizer_model": str(tokenizer_folder),
+        "bos_token_id": bos,
+        "eos_token_id": eod,
+    }
+    materials = Materials(options, hf, tokenizer_folder, vocab_size, eod)
+    writer = _Writer(folder, library, words, config)
+    if not case.sft:
+        documents = writer.documents(prefixes, tokenizer_folder)
+        own = _data(case, {prefix: str(folder / name) for prefix, name in prefixes.items()})
+        named = {str(folder / name): documents[prefix] for prefix, name in prefixes.items()}
+        return replace(materials, options={**options, **own}, documents=named)
+    sft = parsed.get(SFTConfig)
+    built_in = template in BUILT_IN
+    talks = writer.talks("train.jsonl", sft, built_in=built_in, valid=False)
+    options |= {"train_data": (str(folder / "train.jsonl"),)}
+    options |= {"chat_template": template if built_in else None}
+    valid: tuple[Talk, ...] = ()
+    if sft.valid_data:
+        valid = writer.talks("valid.jsonl", sft, built_in=built_in, valid=True)
+        options |= {"valid_data": (str(folder / "valid.jsonl"),)}
+    else:
+        options |= {"split": SPLIT}
+    return replace(materials, options=options, talks=talks, valid_talks=valid)
+
+
+class DrawnWeights:
+    """A source of weights: normal numbers everywhere, matrices and biases around 0, norms around
+    what multiplies by one."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._matrices = InitialWeights(1234, STD)
+        self._one = 0.0 if model.apply_layernorm_1p else 1.0
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """See WeightSource."""
+        if len(rectangle.shape) > 1:
+            name = rectangle.name.replace("lora_", "drawn_")
+            self._matrices(replace(rectangle, name=name), out)
+            return
+        column = replace(
+            rectangle,
+            shape=(*rectangle.shape, 1),
+            offset=(*rectangle.offset, 0),
+            size=(*rectangle.size, 1),
+        )
+        self._matrices(column, out.unsqueeze(-1))
+        if not rectangle.name.endswith(".bias"):
+            out.add_(self._one)
+
+
+def _data_path(case: Case) -> list[str]:
+    """The words of --data-path, whose prefixes are names alone here."""
+    given = parsed_options(case).get(DataConfig).data_path
+    return list(given) or ["text"]
+
+
+def _prefixes(case: Case) -> Mapping[str, str]:
+    """The datasets of a case, each with the name of the file that stands for it."""
+    names = dict.fromkeys(read_blend(_data_path(case)).prefixes)
+    return {prefix: f"text-{number}" for number, prefix in enumerate(names)}
+
+
+def _data(case: Case, prefixes: Mapping[str, str]) -> dict[str, object]:
+    """The options that name the datasets: those of the case, with other prefixes."""
+    if case.sft:
+        return {"train_data": ("train.jsonl",)}
+    words = _data_path(case)
+    weighted = len(words) > 1 and any(map(is_number, words))
+    path = tuple(
+        word if weighted and place % 2 == 0 else prefixes[word] for place, word in enumerate(words)
+    )
+    return {"data_path": path, "split": SPLIT}
+
+
+def _text() -> tuple[str, ...]:
+    """The words of Python's language reference, as far as ASCII has them, in their order."""
+    texts = (topics[name].encode("ascii", "ignore").decode() for name in sorted(topics))
+    return tuple(word for text in texts for word in text.split())
+
+
+def _write_tokenizer(
+    folder: Path, vocab_size: int, words: Sequence[str], markers: Sequence[str]
+) -> Library:
+    """Train a byte-level BPE on the text, and write it as HuggingFace has it. The special tokens
+    are the last ones, so that a vocabulary that is shared out is used to its end."""
+    special = (*markers, *HEADERS.values(), BEGIN, END)
+    vocab_size = vocab_size or 384
+    library = Library(models.BPE(unk_token=UNKNOWN))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    learnt = max(vocab_size - len(special), 2)
+    trainer = trainers.BpeTrainer(
+        vocab_size=learnt, special_tokens=[UNKNOWN], limit_alphabet=learnt - 1, show_progress=False
+    )
+    library.train_from_iterator([" ".join(words[:20000])], trainer)
+    fill = vocab_size - library.get_vocab_size() - len(special)
+    names = [*(f"<|reserved-{number}|>" for number in range(fill)), *special]
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    folder.mkdir(parents=True)
+    library.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": BEGIN, "eos_token": END, "unk_token": UNKNOWN}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    return library
+
+
+def _id(library: Library, token: str) -> int:
+    found: int | None = library.token_to_id(token)
+    assert found is not None, f"{token} is no token"
+    return found
+
+
+class _Writer:
+    """Writes text in pieces of drawn lengths, one after the other."""
+
+    def __init__(
+        self, folder: Path, library: Library, words: Sequence[str], config: Config
+    ) -> None:
+        self._folder = folder
+        self._library = library
+        self._words = cycle(words)
+        self._training = config.training
+        self._data_path = config.data.data_path
+        self._chance = random.Random(1234)
+        self._eod = _id(library, END)
+
+    def documents(
+        self, prefixes: Mapping[str, str], tokenizer: Path
+    ) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Write a dataset for each prefix, with so much text as its place in the blend asks for;
+        without weights each has more than the one before. Returns the documents."""
+        blend = read_blend(self._data_path)
+        weights = dict.fromkeys(blend.prefixes, 0)
+        # One dataset may stand in a blend twice.
+        for prefix, weight in zip(
+            blend.prefixes, blend.weights or range(1, len(blend.prefixes) + 1), strict=True
+        ):
+            weights[prefix] += weight
+        length = self._training.seq_length
+        share = float(SPLIT.partition(",")[0]) / 100
+        samples = _samples(self._training)
+        loaded = load_tokenizer(tokenizer)
+        size = self._library.get_vocab_size()
+        found = {}
+        for prefix, name in prefixes.items():
+            part = weights[name] / sum(weights.values())
+            wanted = (SPARE * samples * part + 4) * length / share
+            documents: list[tuple[int, ...]] = []
+            while sum(map(len, documents)) < wanted:
+                documents.append(self._document(length))
+            with IndexedDatasetWriter(self._folder / name, token_dtype(size)) as writer:
+                for document in documents:
+                    writer.add(np.array(document))
+            write_meta(
+                str(self._folder / name),
+                tokenizer=tokenizer,
+                fingerprint=Fingerprint.of(loaded, size),
+                vocab_size=size,
+                eod=self._eod,
+                documents=len(documents),
+                tokens=sum(map(len, documents)),
+            )
+            found[prefix] = tuple(documents)
+        return found
+
+    def _document(self, length: int) -> tuple[int, ...]:
+        """Text of a tenth to four thirds of a sample, and the token that ends it."""
+        tokens = self._chance.randint(max(2, length // 10), max(3, length * 4 // 3))
+        # A word has one token or more.
+        ids = self._library.encode(self._take(tokens)).ids
+        return (*ids[: tokens - 1], self._eod)
+
+    def talks(self, name: str, sft: SFTConfig, *, built_in: bool, valid: bool) -> tuple[Talk, ...]:
+        """Write a file of examples that is enough for the run, or for its evaluations."""
+        length = self._training.seq_length
+        wanted = SPARE * (self._training.global_batch_size if valid else _samples(self._training))
+        style = "messages" if sft.data_format == "auto" else sft.data_format
+        talks: list[Talk] = []
+        tokens = 0
+        while len(talks) < wanted or (sft.packing and tokens < wanted * length):
+            # A third of a sample on average where several share one; else up to four thirds, so
+            # that some are cut, unless the user wants none that would have to be.
+            most = length // 2 if sft.packing else length * 4 // 3
+            if sft.on_long_sample == "stop":
+                most = min(most, length * 3 // 4)
+            talk = self._talk(style, self._chance.randint(max(8, length // 5), max(9, most)))
+            talks.append(replace(talk, ids=(), answers=()) if built_in else talk)
+            tokens += len(talk.ids)
+        lines = (json.dumps(_record(talk, style)) + "\n" for talk in talks)
+        (self._folder / name).write_text("".join(lines))
+        return tuple(talks)
+
+    def _talk(self, style: str, length: int) -> Talk:
+        """A conversation of one question, or of two, of about ``length`` tokens."""
+        if style in ("prompt", "text"):
+            question = "" if style == "text" else self._words_of(length // 4)
+            answer = self._words_of(length - length // 4)
+            whole = [self._encoded(question), self._encoded(f" {answer}" if question else answer)]
+            ids = (*whole[0], *whole[1], self._eod)
+            answers = (0,) * len(whole[0]) + (1,) * (len(whole[1]) + 1)
+            return Talk((("user", question), ("assistant", answer)), ids, answers)
+        turns = 2 if style in ("messages", "sharegpt") and self._chance.random() < 0.4 else 1
+        messages: list[tuple[str, str]] = []
+        if style in ("messages", "sharegpt") and self._chance.random() < 0.3:
+            messages.append(("system", self._words_of(2)))
+        for _ in range(turns):
+            part = length // turns
+            messages.append(("user", self._words_of(max(2, part // 5))))
+            messages.append(("assistant", self._words_of(max(2, part - part // 3))))
+        tokens = [_id(self._library, BEGIN)]
+        answers_of = [0]
+        number = 0
+        for role, content in messages:
+            body = self._encoded(content)
+            tokens.append(_id(self._library, HEADERS[role]))
+            answers_of.append(0)
+            if role == "assistant":
+                number += 1
+                body = [*body, self._eod]
+            tokens += body
+            answers_of += [number if role == "assistant" else 0] * len(body)
+        return Talk(tuple(messages), tuple(tokens), tuple(answers_of))
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _words_of(self, tokens: int) -> str:
+        """Words with about so many tokens, at least one."""
+        words = list(islice(self._words, 1))
+        while len(self._encoded(" ".join(words))) < tokens:
+            words += islice(self._words, 1)
+        return " ".join(words)
+
+    def _take(self, words: int) -> str:
+        return " ".join(islice(self._words, words))
+
+
+def _samples(training: TrainingConfig) -> int:
+    """The samples of a run, a batch that grows counted in full."""
+    return training.train_iters * training.global_batch_size
+
+
+def _record(talk: Talk, style: str) -> dict[str, object]:
+    """An example as a file of the format ``style`` has it."""
+    if style == "messages":
+        return {"messages": [{"role": role, "content": text} for role, text in talk.messages]}
+    if style == "sharegpt":
+        names = {"system": "system", "user": "human", "assistant": "gpt"}
+        return {
+            "conversations": [{"from": names[role], "value": text} for role, text in talk.messages]
+        }
+    question, answer = (text for _, text in talk.messages)
+    if style == "alpaca":
+        return {"instruction": question, "input": "", "output": answer}
+    if style == "prompt":
+        return {"prompt": question, "completion": f" {answer}"}
+    return {"text": answer}

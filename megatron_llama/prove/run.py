@@ -1,0 +1,249 @@
+"""Training runs of a case: the product's own, in real processes, with everything that a comparison
+needs of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_llama.api.common.examples import open_example_inputs
+from megatron_llama.api.train import open_stream_inputs, run_training
+from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
+from megatron_llama.checkpoint.chunks import Region, RegionLoadPlanner, is_state, state_key
+from megatron_llama.checkpoint.native import MOMENTS
+from megatron_llama.checkpoint.storage import ChunkReader, read_metadata
+from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.loop.callbacks import Callback, Run, Step
+from megatron_llama.prove.case import STEPS, Case
+from megatron_llama.prove.materials import Materials, parsed_options
+from megatron_llama.prove.pool import WorkerPool
+
+OUTPUT = "output"
+"""Folder of what the ranks of a run have printed."""
+SAVED, EXPORTED = "saved", "exported"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a rank saw of a step."""
+
+    iteration: int
+    loss: float
+    """Mean over the target tokens of the global batch, fp64. All ranks have the same."""
+    grad_norm: float
+    """Before clipping. All ranks have the same."""
+    lr: float
+    skipped: bool
+    """Whether the weights stayed as they were."""
+    batches: tuple[Batch, ...]
+    """The microbatches that the rank read."""
+    seconds: float
+    """Since the step before it, the save of that one included."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank saw of a run."""
+
+    steps: tuple[StepRecord, ...]
+    validation_losses: Mapping[int, float]
+    """By iteration; 0: before the first step."""
+    start_seconds: float
+    """Until the first step began."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that came to its end."""
+
+    case: Case
+    ranks: tuple[RankRecord, ...]
+    checkpoints: Mapping[int, Path]
+    """By iteration."""
+    export: Path | None
+    """The HuggingFace folder that the run has written at its end; None if it stopped before."""
+    seconds: float
+
+    @property
+    def iterations(self) -> tuple[int, ...]:
+        """The steps of this run, in their order."""
+        return tuple(step.iteration for step in self.ranks[0].steps)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Training loss of every step, as rank 0 has it."""
+        return tuple(step.loss for step in self.ranks[0].steps)
+
+    @property
+    def grad_norms(self) -> tuple[float, ...]:
+        """Norm of every step's gradient before clipping, as rank 0 has it."""
+        return tuple(step.grad_norm for step in self.ranks[0].steps)
+
+    @property
+    def validation_losses(self) -> Mapping[int, float]:
+        """Validation losses by iteration, as rank 0 has them."""
+        return self.ranks[0].validation_losses
+
+    @property
+    def samples(self) -> tuple[tuple[tuple[Batch, ...], ...], ...]:
+        """What was read: by rank, by step, its microbatches."""
+        return tuple(tuple(step.batches for step in rank.steps) for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """A checkpoint in memory, by HuggingFace's names: whole tensors on the host, adapters among
+    them."""
+
+    master: Mapping[str, Tensor]
+    """Weights as they are saved; frozen ones too."""
+    exp_avg: Mapping[str, Tensor]
+    """Of trained tensors."""
+    exp_avg_sq: Mapping[str, Tensor]
+    """Of trained tensors."""
+    other: Mapping[str, Tensor]
+    """What a rule keeps besides, by its key: ZenFlow's columns and what waits for their update."""
+
+
+def run(
+    pool: WorkerPool,
+    case: Case,
+    folder: Path,
+    materials: Materials,
+    *,
+    start: Path | None = None,
+    steps: int = STEPS,
+    until: int | None = None,
+    save_interval: int = 1,
+    timeout: float = 180.0,
+) -> Trained:
+    """Train a case for ``steps`` steps, in as many processes as it has, into ``folder``.
+
+    ``start``: the checkpoint from which the run goes on, of this layout or another. ``until``: the
+    step after which the run stops; its learning rates are those of a run of ``steps`` steps all the
+    same. Every ``save_interval``-th step is saved, and the last. Raises WorkerError with what the
+    ranks raised and printed last, within ``timeout`` seconds."""
+    began = time.monotonic()
+    options: dict[str, object] = {
+        **case.options,
+        **materials.options,
+        "train_iters": steps,
+        "save": str(folder / SAVED),
+        "save_interval": save_interval,
+        "log_interval": 1,
+        "progress_bar": False,
+    }
+    if start is not None:
+        del options["init_from_hf"]
+        options["load"] = str(start)
+    if until is not None and until < steps:
+        options["exit_interval"] = until
+    else:
+        options["export_hf"] = str(folder / EXPORTED)
+    case_here = Case(case.name, options, case.world_size, case.sft)
+    ranks = pool.run(case.world_size, _train, case_here, timeout=timeout, output=folder / OUTPUT)
+    saved = {
+        step.iteration: checkpoint_path(folder / SAVED, step.iteration) for step in ranks[0].steps
+    }
+    export = folder / EXPORTED
+    return Trained(
+        case,
+        tuple(ranks),
+        {iteration: path for iteration, path in saved.items() if path.exists()},
+        export if export.exists() else None,
+        time.monotonic() - began,
+    )
+
+
+def _train(place: Place, case: Case) -> RankRecord:
+    """Be a rank of a run."""
+    recorder = Recorder()
+    parsed = parsed_options(case)
+    run_training(
+        parsed,
+        open_example_inputs if case.sft else open_stream_inputs,
+        callbacks=[recorder],
+        needs_data=not case.sft,
+        place=Place(
+            place.rank,
+            place.world_size,
+            place.local_rank,
+            local_world_size=place.world_size,
+            joined=place.world_size > 1,
+        ),
+    )
+    return recorder.record()
+
+
+class Recorder(Callback):
+    """Keeps what its rank sees of a run."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._start_seconds = 0.0
+        self._steps: list[StepRecord] = []
+        self._validation_losses: dict[int, float] = {}
+
+    def on_start(self, run: Run) -> None:
+        self._start_seconds = self._since()
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self._steps.append(
+            StepRecord(
+                step.iteration,
+                float(step.loss),
+                float(step.grad_norm),
+                step.lr,
+                bool(step.skipped),
+                tuple(step.batches),
+                self._since(),
+            )
+        )
+
+    def on_evaluation(self, run: Run, loss: float) -> None:
+        self._validation_losses[run.iteration] = loss
+
+    def record(self) -> RankRecord:
+        """What was seen."""
+        return RankRecord(tuple(self._steps), self._validation_losses, self._start_seconds)
+
+    def _since(self) -> float:
+        before = self._at
+        self._at = time.monotonic()
+        return self._at - before
+
+
+def states(checkpoint: Path) -> Tensors:
+    """Read a native checkpoint whole, whatever the layout that has saved it. Raises
+    CheckpointError."""
+    metadata = read_metadata(checkpoint)
+    saved = metadata.state_dict_metadata
+    wanted = []
+    for key, entry in saved.items():
+        assert isinstance(entry, TensorStorageMetadata), f"{key} is no tensor"
+        shape = tuple(entry.size)
+        values = torch.empty(shape, dtype=entry.properties.dtype)
+        wanted.append(Region(key, shape, (0,) * len(shape), shape, values))
+    planner = RegionLoadPlanner(wanted, metadata)
+    ChunkReader(checkpoint, metadata).read_data(planner.create_local_plan(), planner)
+    tensors = {region.key: region.tensor for region in wanted}
+    master = {key: tensor for key, tensor in tensors.items() if not is_state(key)}
+    moments = {
+        state: {name: tensors[key] for name in master if (key := state_key(state, name)) in tensors}
+        for state in MOMENTS
+    }
+    of_moments = {state_key(state, name) for state in MOMENTS for name in moments[state]}
+    other = tensors.keys() - master.keys() - of_moments
+    return Tensors(
+        master=master,
+        exp_avg=moments["exp_avg"],
+        exp_avg_sq=moments["exp_avg_sq"],
+        other={key: tensors[key] for key in sorted(other)},
+    )
