@@ -1,0 +1,125 @@
+"""Reads the configuration that is to be proven: whole, valid, with nothing left to be decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.api.common.configs import AutoParallelConfig
+from megatron_llama.api.common.loaded import loaded_model
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.parse import Parsed, flag
+from megatron_llama.config.presets import LLAMA_VOCABULARY
+from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig, ModelConfig
+from megatron_llama.errors import ConfigError
+from megatron_llama.loop.start import find_start
+from megatron_llama.loop.vocabulary import find_vocabulary
+from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.prove.case import STEPS, Note
+from megatron_llama.prove.world import World
+from megatron_llama.sft.sft_config import SFTConfig
+
+PRETRAIN: tuple[type[Any], ...] = (*config_sections(), AutoParallelConfig)
+SECTIONS: tuple[type[Any], ...] = (SFTConfig, *PRETRAIN)
+"""The options of sft, which has all of pretrain."""
+EXAMPLES = frozenset(item.name for item in fields(SFTConfig))
+"""Options that make it a run of ``sft``."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A user's configuration."""
+
+    config: Config
+    """As it was given: what is derived may be open."""
+    resolved: Config
+    examples: SFTConfig
+    sft: bool
+    world: World
+    notes: tuple[Note, ...]
+    """What was left open and has been decided."""
+
+
+def read_given(parsed: Parsed, world_size: int) -> Given:
+    """Read the options of a run on ``world_size`` processes. Folders for checkpoints and logs are
+    not looked at, and data and tokenizer may be missing.
+
+    Raises UserError where the run could not start either, and for --auto-parallel."""
+    if parsed.get(AutoParallelConfig).auto_parallel:
+        raise ConfigError(
+            "--auto-parallel",
+            got="true",
+            expected="the layout that it chooses",
+            do="let pretrain --auto-parallel --dry-run print it, and give its options",
+        )
+    config = assemble(_with_known_weights(parsed), trained=_loaded(parsed))
+    config, notes = _decided(_without_folders(config))
+    resolved = check(config, world_size).config
+    return Given(
+        config,
+        resolved,
+        parsed.get(SFTConfig),
+        bool(EXAMPLES & parsed.explicit),
+        World.of(resolved, world_size),
+        notes,
+    )
+
+
+def _with_known_weights(parsed: Parsed) -> Parsed:
+    """Leave out an --init-from-hf that is not on this machine, where a preset has the shapes."""
+    checkpoint = parsed.get(CheckpointConfig)
+    folder = checkpoint.init_from_hf
+    if folder is None or parsed.get(ModelConfig).preset is None or Path(folder).exists():
+        return parsed
+    changed = {CheckpointConfig: replace(checkpoint, init_from_hf=None)}
+    return replace(parsed, instances={**parsed.instances, **changed})
+
+
+def _loaded(parsed: Parsed) -> ModelConfig | None:
+    """The model of --load, where nothing else says which it is."""
+    checkpoint = parsed.get(CheckpointConfig)
+    model = parsed.get(ModelConfig)
+    if checkpoint.init_from_hf or model.preset or model.hidden_size or checkpoint.load is None:
+        return None
+    return loaded_model(parsed, find_start(checkpoint))
+
+
+def _without_folders(config: Config) -> Config:
+    """Leave out what a run needs its folders for, and give it a length if it has none."""
+    training = replace(config.training, early_stop_patience=0)
+    if not (training.train_iters or training.train_samples or training.epochs):
+        training = replace(training, train_iters=STEPS)
+    # Every run here saves its steps, so --on-bad-step rollback has what it goes back to.
+    saving = CheckpointConfig(save="checkpoints", save_interval=1)
+    return replace(config, training=training, checkpoint=saving, log=LogConfig())
+
+
+def _decided(config: Config) -> tuple[Config, tuple[Note, ...]]:
+    """Decide what a run would decide by its tokenizer and by the memory of its devices."""
+    notes = []
+    if not config.model.vocab_size:
+        size = _vocabulary(config)
+        if size is None:
+            size = LLAMA_VOCABULARY
+            why = "the tokenizer is not here; --vocab-size says how large the vocabulary is"
+            notes.append(Note("--vocab-size", "not known", f"taken for {size}", why))
+        config = replace(config, model=replace(config.model, vocab_size=size))
+    chosen: dict[str, Any] = {}
+    if config.parallel.data_parallel_sharding_strategy == "auto":
+        chosen["data_parallel_sharding_strategy"] = "optim_grads_params"
+    if config.parallel.param_slots == "auto":
+        chosen["param_slots"] = "2"
+    if config.parallel.recompute_num_layers == "auto":
+        chosen["recompute_num_layers"] = "1"
+    why = "a run decides by the memory of its devices; pretrain --dry-run there prints what"
+    notes += [Note(flag(name), "auto", value, why) for name, value in chosen.items()]
+    return replace(config, parallel=replace(config.parallel, **chosen)), tuple(notes)
+
+
+def _vocabulary(config: Config) -> int | None:
+    """The tokens of the run's tokenizer or dataset; None where neither is on this machine."""
+    path = config.data.tokenizer_model
+    if path is not None and not Path(path).exists():
+        return None
+    return find_vocabulary(config).size or None

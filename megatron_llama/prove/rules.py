@@ -1,0 +1,131 @@
+"""What becomes of each option when a configuration is made small: it is kept, scaled, or left out.
+
+A new option needs a line here; a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron_llama.config.schema import LaunchConfig, LogConfig
+
+_KEPT = (
+    # the model
+    "model_type rms_norm_eps rope_theta tie_word_embeddings initializer_range attention_bias "
+    "add_qkv_bias mlp_bias qk_norm norm_position apply_layernorm_1p hidden_act "
+    "attn_logit_softcapping final_logit_softcapping partial_rotary_factor rope_local_base_freq "
+    # how it is spread
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split cp_comm_type "
+    "pipeline_schedule exchange_chunk_bytes recompute_granularity grad_reduce_in_bf16 "
+    "high_priority_stream_groups nccl_pp_max_ctas "
+    # the run
+    "z_loss_weight seed bf16 fp16 initial_loss_scale min_loss_scale loss_scale_window hysteresis "
+    "fp64 attention_backend deterministic_mode on_bad_step loss_spike_factor loss_spike_window "
+    "max_bad_steps lr_decay_style lr_wsd_decay_style weight_decay adam_beta1 adam_beta2 adam_eps "
+    "clip_grad optimizer_offload optimizer_offload_fraction offload_speculative "
+    "zenflow_topk_ratio zenflow_overlap_step lora_dropout lora_target_modules "
+    # what is read
+    "data_order megatron_data_order reset_position_ids reset_attention_mask eod_mask_loss "
+    "chat_template loss_on repair_conversations on_bad_sample on_long_sample packing "
+    "neftune_noise_alpha"
+)
+KEPT = frozenset(_KEPT.split())
+"""Options whose values stay."""
+
+SCALED: Mapping[str, str] = MappingProxyType(
+    {
+        "vocab_size": "rows are still split over tp, and padded if yours are",
+        "make_vocab_size_divisible_by": "rows are still split over tp, and padded if yours are",
+        "hidden_size": "no rule depends on the width; it is heads x head_dim if yours is",
+        "intermediate_size": "no rule depends on the width",
+        "num_hidden_layers": "every kind of block, and as many to a stage as tell the same",
+        "num_attention_heads": "1 or more to a rank, and to a key/value head, as yours",
+        "num_key_value_heads": "fewer than tp (copies), as many or more, as yours",
+        "head_dim": "no rule depends on it; as many dims in proportion are rotated",
+        "max_position_embeddings": "shorter or longer than the sequence, as yours",
+        "rope_scaling": "it changes frequencies and positions of the shorter sequence",
+        "embedding_multiplier": "it follows from hidden_size",
+        "query_pre_attn_scalar": "in the same proportion to head_dim",
+        "sliding_window": "within a rank's chunk of the sequence or beyond it, as yours",
+        "layer_types": "both kinds of layers",
+        "tensor_model_parallel_size": "each rank has its share, as with more",
+        "pipeline_model_parallel_size": "first and last stage, and with 3 or more one between",
+        "context_parallel_size": "each rank has one early and one late chunk, as with more",
+        "virtual_pipeline_model_parallel_size": "first and last chunk, and one between",
+        "pipeline_layer_split": "uneven where yours is",
+        "sequence_parallel": "there is one tensor-parallel rank",
+        "data_parallel_sharding_strategy": "of all strategies it does most",
+        "data_parallel_shard_size": "shards, and replicas of them, as yours",
+        "param_slots": "blocks take turns in them, as yours",
+        "grad_slots": "blocks take turns in them, as yours",
+        "prefetch_bytes": "as many blocks are gathered ahead",
+        "reduce_bucket_size": "several messages, as yours",
+        "recompute_num_layers": "some blocks of a stage, or all, as yours",
+        "seq_length": "no rule depends on it",
+        "micro_batch_size": "one sample or several, as yours",
+        "global_batch_size": "the microbatches of a step are 1, fewer than pipeline ranks, "
+        "a multiple of them or not, as yours",
+        "rampup_batch_size": "it grows within the steps that are run",
+        "train_samples": "the steps that are run",
+        "epochs": "the steps that are run, of one pass",
+        "check_weight_hash_across_dp_replicas_interval": "within the steps that are run",
+        "eval_interval": "within the steps that are run",
+        "eval_iters": "some batches tell as much",
+        "split": "the text that is read here is short",
+        "lr": "so that a few steps change the weights by more than rounding",
+        "min_lr": "in the same proportion to lr",
+        **dict.fromkeys(
+            ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
+            "within the steps that are run",
+        ),
+        **dict.fromkeys(
+            ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"),
+            "within the steps that are run",
+        ),
+        "lr_warmup_fraction": "within the steps that are run",
+        "freeze": "the same weights in the blocks that are left",
+        "speculation_bytes": "in the same proportion to a rank's weights",
+        **dict.fromkeys(
+            (
+                "zenflow_select_strategy",
+                "zenflow_select_interval",
+                "zenflow_update_interval",
+                "zenflow_update_interval_cap",
+                "zenflow_full_warm_up_rounds",
+            ),
+            "within the steps that are run",
+        ),
+        "lora_rank": "no rule depends on it",
+        "lora_alpha": "in the same proportion to lora_rank",
+        "data_path": "as many datasets, of the text that is read here",
+    }
+)
+"""Options whose values shrink, and why what is seen here is what would be seen with yours."""
+
+_START = "prove writes the weights to begin with"
+_PATHS = "prove writes checkpoints and exports of its own"
+_LENGTH = "prove runs a few steps"
+_DATA = "prove reads text of its own, with a tokenizer of its own"
+_LOG = "it changes nothing that is computed"
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "preset": "it stands for the fields of the model",
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), _DATA),
+        **dict.fromkeys(("tokenizer_model", "tokenizer_type"), _DATA),
+        **dict.fromkeys(("train_data", "valid_data", "data_format", "on_changed_data"), _DATA),
+        **dict.fromkeys(("load", "finetune", "load_optim", "init_from_hf"), _START),
+        **dict.fromkeys(("ignore_hf_config_fields", "resize_embeddings"), _START),
+        **dict.fromkeys(("save", "save_interval", "save_first_step", "save_retain"), _PATHS),
+        **dict.fromkeys(("save_retain_interval", "async_save", "export_hf"), _PATHS),
+        **dict.fromkeys(("train_iters", "exit_interval", "exit_duration_in_mins"), _LENGTH),
+        **dict.fromkeys(("exit_zero_on_signal", "early_stop_patience"), _LENGTH),
+        "distributed_timeout_minutes": _LOG,
+        "compile": "it takes a minute, and changes roundings alone",
+        "offload_cores": "all processors of this machine update",
+        "zenflow_config": "it stands for the other options of zenflow",
+        **dict.fromkeys(LogConfig.__dataclass_fields__, _LOG),
+        **dict.fromkeys(LaunchConfig.__dataclass_fields__, "it says how many processes there are"),
+        **dict.fromkeys(("auto_parallel", "gpu", "nic_gbit", "coefficients"), "a layout is given"),
+    }
+)
+"""Options that no case has, and why."""

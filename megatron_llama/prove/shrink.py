@@ -1,0 +1,217 @@
+"""A user's configuration, made small: widths, depth, vocabulary, lengths and processes shrink,
+every structure stays.
+
+A structure is what decides which code runs and who talks to whom: which axes are above 1, whether
+key/value heads have copies, whether the vocabulary is padded, whether a window is shorter than the
+sequence, whether microbatches are a multiple of the pipeline ranks. ``rules.py`` has one entry for
+each option; ``small_model.py`` and ``small_run.py`` compute what is scaled. What is small already
+stays as it is, so shrinking twice is shrinking once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from megatron_llama.api.common.options import read_options
+from megatron_llama.config.families import FAMILIES
+from megatron_llama.config.parse import Parsed, differences, flag, options_of
+from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.errors import ConfigError
+from megatron_llama.plans.resolve import assemble, check, resolve
+from megatron_llama.prove.case import STEPS, Case, Note
+from megatron_llama.prove.given import EXAMPLES, PRETRAIN, SECTIONS, Given, read_given
+from megatron_llama.prove.rules import KEPT, LEFT_OUT, SCALED
+from megatron_llama.prove.small_model import (
+    blocks_here,
+    is_small,
+    small_freeze,
+    small_heads,
+    small_lora,
+    small_positions,
+    small_vocabulary,
+)
+from megatron_llama.prove.small_run import (
+    has_hybrid_shards,
+    shard_size_here,
+    small_batch,
+    small_blend,
+    small_buffers,
+    small_intervals,
+    small_length_of_samples,
+    small_schedule,
+    small_stages,
+)
+from megatron_llama.prove.world import World, worlds
+from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.sft.template import BUILT_IN
+
+AS_GIVEN = "as given"
+
+
+def shrink(parsed: Parsed, world_size: int, ranks: int) -> tuple[Case, ...]:
+    """Return the cases of at most ``ranks`` processes that show what a run of ``world_size``
+    processes does: one, or several where its axes do not fit into ``ranks`` together.
+
+    Raises UserError where the run could not start, for --auto-parallel, and for ``ranks`` into
+    which no axis fits."""
+    given = read_given(parsed, world_size)
+    if is_small(given.resolved) and world_size <= ranks:
+        return (_case(given, given.world),)
+    least = {}
+    if has_hybrid_shards(given.resolved, given.world) and not given.world.dp > 1 < given.world.cp:
+        # Shards of several ranks that are replicated need four.
+        least = {"dp" if given.world.dp > 1 else "cp": 4}
+    return tuple(_case(given, here) for here in worlds(given.world, ranks, least))
+
+
+def _case(given: Given, here: World) -> Case:
+    yours = given.resolved
+    small = _small(given, here)
+    examples = _small_examples(given.examples)
+    options = _options(small, examples if given.sft else SFTConfig())
+    _require_valid(options, here.world_size, sft=given.sft)
+    whole = len(here.above_one) == len(given.world.above_one)
+    notes = [*given.notes, *_world_notes(given.world, here)]
+    notes += _option_notes(yours, resolve(small, here.world_size), options)
+    return Case(AS_GIVEN if whole else str(here), options, here.world_size, given.sft, tuple(notes))
+
+
+def _small(given: Given, here: World) -> Config:
+    """The configuration for the world ``here``."""
+    yours = given.resolved
+    world = given.world
+    keeps_sizes = here == world and is_small(yours)
+    small = given.config if keeps_sizes else yours
+    small = _with(small, small_vocabulary(yours.model, world.tp, here.tp))
+    if not keeps_sizes:
+        small = _with(small, _sizes(given, here))
+        buffers = small_buffers(yours, world, resolve(small, here.world_size), here)
+        small = _with(small, buffers)
+    epochs = bool(yours.training.epochs) and not keeps_sizes
+    if epochs or yours.training.train_iters > STEPS:
+        if keeps_sizes and yours.training.rampup_batch_size:
+            start, increment, samples = yours.training.rampup_batch_size
+            soon = (start, increment, min(samples, yours.training.global_batch_size))
+            small = _with(small, {"rampup_batch_size": soon})
+        small = _with(small, small_schedule(yours, small) | small_intervals(yours))
+    if yours.data.data_path:
+        small = _with(small, small_blend(yours.data.data_path))
+    return small
+
+
+def _sizes(given: Given, here: World) -> dict[str, Any]:
+    """All that shrinks with the sizes of the model and of the world."""
+    yours = given.resolved
+    world = given.world
+    heads = small_heads(yours.model, world.tp, here.tp)
+    length = small_length_of_samples(yours, here, sft=given.sft)
+    stages = small_stages(yours, here)
+    positions = small_positions(yours.model, yours.training.seq_length, length, heads["head_dim"])
+    blocks = blocks_here(yours, stages["num_hidden_layers"])
+    types = tuple(yours.model.layer_types[block] for block in blocks if yours.model.layer_types)
+    values: dict[str, Any] = {
+        **heads,
+        **stages,
+        **positions,
+        **small_batch(yours, world, here),
+        **(small_lora(yours.lora) if yours.lora.lora_rank else {}),
+        "layer_types": types,
+        "seq_length": length,
+        "tensor_model_parallel_size": here.tp,
+        "context_parallel_size": here.cp,
+        "sequence_parallel": yours.parallel.sequence_parallel and here.tp > 1,
+        "data_parallel_shard_size": shard_size_here(yours, world, here),
+    }
+    model = _with(yours, values).model
+    return {**values, "freeze": small_freeze(yours, model, blocks)}
+
+
+def _small_examples(examples: SFTConfig) -> SFTConfig:
+    """The options of sft, without a template that is a file."""
+    known = examples.chat_template in BUILT_IN
+    return examples if known else replace(examples, chat_template=None)
+
+
+def _with(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values of some options."""
+    changed = {}
+    for item in fields(Config):
+        section = getattr(config, item.name)
+        own = {name: value for name, value in values.items() if hasattr(section, name)}
+        changed[item.name] = replace(section, **own)
+    return Config(**changed)
+
+
+def _options(small: Config, examples: SFTConfig) -> dict[str, object]:
+    """The options that a configuration has to be given by, in their order."""
+    sections = [examples, *(getattr(small, item.name) for item in fields(Config))]
+    found = {n: value for n, value in differences(sections).items() if n not in LEFT_OUT}
+    # What a family says of its models counts unless it is given: also the default of LLaMA.
+    given = {name: value for name, value in found.items() if hasattr(small.model, name)}
+    completed = FAMILIES[small.model.model_type].complete(ModelConfig(**given), given)
+    for item in fields(ModelConfig):
+        value = getattr(small.model, item.name)
+        if item.name not in LEFT_OUT and getattr(completed, item.name) != value:
+            found[item.name] = value
+    return found
+
+
+def _require_valid(options: Mapping[str, object], world_size: int, *, sft: bool) -> None:
+    """Refuse what the product refuses: then there is no small configuration of this structure."""
+    length = {} if {"train_samples", "epochs"} & options.keys() else {"train_iters": STEPS}
+    saving = {"save": "checkpoints", "save_interval": 1}
+    sections = SECTIONS if sft else PRETRAIN
+    try:
+        check(assemble(read_options(None, {**length, **saving, **options}, sections)), world_size)
+    except ConfigError as error:
+        title = "No small configuration with this structure was found. The one that was tried:"
+        raise ConfigError(f"{title}\n{error}") from error
+
+
+def _world_notes(yours: World, here: World) -> Iterator[Note]:
+    """What became of the axes."""
+    if yours.dp != here.dp:
+        why = "every rank reads its own samples and owns its own shards, as with more"
+        yield Note("data-parallel ranks", str(yours.dp), str(here.dp), why)
+    missing = [axis for axis in yours.above_one if axis not in here.above_one]
+    if missing:
+        why = f"with {' and '.join(missing)} it does not fit into --ranks; twice as many show more"
+        yield Note("axes seen together", str(yours), str(here), why)
+
+
+def _option_notes(yours: Config, here: Config, options: Mapping[str, object]) -> Iterator[Note]:
+    """Options that were scaled, and then those that were kept."""
+    before = _values(yours)
+    after = _values(here)
+    for name, why in SCALED.items():
+        if before[name] != after[name]:
+            yield Note(flag(name), _shown(before[name]), _shown(after[name]), why)
+    for name in options:
+        if name in EXAMPLES or (before[name] == after[name] and name in KEPT | SCALED.keys()):
+            value = _shown(options[name])
+            yield Note(flag(name), value, value, "")
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """All options by their names."""
+    sections = [getattr(config, item.name) for item in fields(Config)]
+    names = options_of([type(section) for section in sections])
+    return {n: getattr(section, n) for section in sections for n in names if hasattr(section, n)}
+
+
+def _shown(value: object) -> str:
+    """A value on one line; of a long list its length."""
+    if isinstance(value, tuple):
+        words = [str(item) for item in value]
+        return " ".join(words) if len(words) <= 8 else f"{len(words)} values"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{name} {item}" for name, item in value.items() if not isinstance(item, list)
+        )
+    return (
+        "none" if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)
+    )

@@ -1,0 +1,216 @@
+"""Sizes of a small model with the structure of a large one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama.config.rope import LISTS, ORIGINAL, reads_max_positions
+from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.config.windows import window_of
+from megatron_llama.plans.params import hf_shapes, is_frozen, parameter_count
+
+HEAD_DIM = 16
+"""Of a small model; half of it with many heads, more where so few dims leave no pair to rotate."""
+WIDEST = 128
+"""Of all heads together."""
+MOST_RANK = 8
+"""Of low-rank additions."""
+VOCABULARY = 300
+"""Rows of a small embedding: every byte, and some tokens more. It is no multiple of PADDING."""
+PADDING = 8
+"""Multiple of a small vocabulary, for each tensor-parallel rank."""
+LARGEST_VOCABULARY = 1024
+LARGEST: Mapping[str, int] = MappingProxyType(
+    {
+        "hidden_size": 192,
+        "intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "head_dim": 64,
+    }
+)
+"""A model within these, and within the work of ``MOST_WORK``, stays as it is."""
+MOST_WORK = 1_000_000_000
+"""Parameters of all blocks, times the tokens of a step."""
+
+
+def is_small(yours: Config) -> bool:
+    """Whether a resolved configuration can be run here as it is, its vocabulary aside."""
+    model = yours.model
+    training = yours.training
+    blocks = parameter_count(replace(model, vocab_size=1))
+    tokens = training.global_batch_size * training.seq_length
+    return (
+        all(getattr(model, name) <= most for name, most in LARGEST.items())
+        and training.seq_length <= 128
+        and blocks * tokens <= MOST_WORK
+    )
+
+
+def small_vocabulary(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, Any]:
+    """Return fewer rows, padded if those of ``model`` are. The last rank has rows that are no
+    padding."""
+    if model.vocab_size <= LARGEST_VOCABULARY and tp_here == tp_yours:
+        return {}
+    padded = model.vocab_size % (model.make_vocab_size_divisible_by * tp_yours) != 0
+    unit = PADDING * tp_here
+    return {
+        "vocab_size": VOCABULARY if padded else -(-VOCABULARY // unit) * unit,
+        "make_vocab_size_divisible_by": PADDING,
+    }
+
+
+def small_heads(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, Any]:
+    """Return few and narrow heads of a resolved ``model``, and the widths that follow from them.
+
+    Key/value heads stay fewer than the tensor-parallel ranks, as many, or more; query heads stay
+    one or several to each of them and to each rank."""
+    heads = model.num_attention_heads
+    groups = model.num_key_value_heads
+    if groups == 1 or tp_yours == tp_here == 1 == heads:
+        small_groups = 1
+    elif groups < tp_yours and tp_here > 1:
+        copies = tp_yours // groups
+        small_groups = max(1, tp_here // copies) if tp_here % copies == 0 else 1
+    elif groups == tp_yours and tp_here > 1:
+        small_groups = tp_here
+    else:
+        small_groups = 2 * tp_here
+    per_rank = min(2, heads // tp_yours)
+    per_group = min(2, heads // groups)
+    small = max(small_groups * per_group, tp_here * per_rank)
+    head_dim = HEAD_DIM if small * HEAD_DIM <= WIDEST else HEAD_DIM // 2
+    while not _rotates(model.partial_rotary_factor, head_dim, model.head_dim):
+        head_dim *= 2
+    wide = small * head_dim
+    yours = heads * model.head_dim
+    # Families whose heads are not hidden_size together have projections that are no squares.
+    hidden = wide
+    if model.hidden_size != yours:
+        hidden = wide * 5 // 4 if model.hidden_size > yours else wide * 3 // 4
+    unit = 8 * tp_here
+    ratio = model.intermediate_size / model.hidden_size
+    intermediate = max(1, round(min(ratio, 4.0) * hidden / unit)) * unit
+    values: dict[str, Any] = {
+        "num_attention_heads": small,
+        "num_key_value_heads": small_groups,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+    }
+    if model.query_pre_attn_scalar:
+        share = model.query_pre_attn_scalar / model.head_dim
+        values["query_pre_attn_scalar"] = float(max(1, round(share * head_dim)))
+    if abs(model.embedding_multiplier - model.hidden_size**0.5) < 1e-6:
+        values["embedding_multiplier"] = hidden**0.5
+    return values
+
+
+def _rotates(factor: float, head_dim: int, yours: int) -> bool:
+    """Whether the rotated dims of a narrower head are pairs, and some or all as of ``yours``."""
+    rotated = int(head_dim * factor)
+    return (
+        rotated > 0 and rotated % 2 == 0 and (rotated == head_dim) == (int(yours * factor) == yours)
+    )
+
+
+def small_positions(model: ModelConfig, yours: int, here: int, head_dim: int) -> dict[str, Any]:
+    """Return windows, longest sequence and rotary scaling of a resolved ``model`` for sequences of
+    ``here`` tokens instead of ``yours``, so that each does to them what it does to yours."""
+    values: dict[str, Any] = {
+        "max_position_embeddings": _like(model.max_position_embeddings, yours, here)
+    }
+    if model.sliding_window:
+        reach = round(model.sliding_window * here / yours)
+        values["sliding_window"] = (
+            here if model.sliding_window >= yours else min(max(3, reach), here - 1)
+        )
+    scaling = model.rope_scaling
+    if scaling is None:
+        return values
+    small = dict(scaling)
+    if ORIGINAL in scaling:
+        small[ORIGINAL] = _like(scaling[ORIGINAL], yours, here)
+        if reads_max_positions(scaling):
+            ratio = model.max_position_embeddings / scaling[ORIGINAL]
+            values["max_position_embeddings"] = round(ratio * small[ORIGINAL])
+    pairs = int(head_dim * model.partial_rotary_factor) // 2
+    for name in LISTS:
+        if name in scaling:
+            small[name] = [scaling[name][index] for index in _spread(len(scaling[name]), pairs)]
+    return {**values, "rope_scaling": small}
+
+
+def _like(length: int, yours: int, here: int) -> int:
+    """A length that is shorter than ``here``, as long or longer, as ``length`` is to ``yours``."""
+    return here // 2 if length < yours else here if length == yours else 2 * here
+
+
+def _spread(count: int, picks: int) -> list[int]:
+    """``picks`` of ``count`` places, the first and the last among them, evenly."""
+    return [round(pick * (count - 1) / max(1, picks - 1)) for pick in range(picks)]
+
+
+def blocks_here(yours: Config, count: int) -> list[int]:
+    """Return which of your blocks the ``count`` blocks of a small model stand for: the first, the
+    last, and between them every kind there is as far as they are enough. Blocks are of one kind
+    when the same of their weights are frozen, and both have a window or none."""
+    model = yours.model
+    kinds = [
+        (window_of(model, layer) > 0, _frozen_in(model, layer, yours.optimizer.freeze))
+        for layer in range(model.num_hidden_layers)
+    ]
+    picks = _spread(model.num_hidden_layers, count)
+    for kind in dict.fromkeys(kinds):
+        present = [kinds[pick] for pick in picks]
+        if kind in present:
+            continue
+        spare = [place for place, own in enumerate(present) if present.count(own) > 1]
+        if spare:
+            # Of the places that can be spared the middle one is no end, where there is one.
+            picks[spare[len(spare) // 2]] = kinds.index(kind)
+            picks.sort()
+    return picks
+
+
+def _frozen_in(model: ModelConfig, layer: int, patterns: Sequence[str]) -> frozenset[str]:
+    """What of a block is frozen, by the names behind its number."""
+    if not patterns:
+        return frozenset()
+    prefix = f"model.layers.{layer}."
+    one = replace(model, num_hidden_layers=1, layer_types=())
+    names = (
+        name.removeprefix("model.layers.0.") for name in hf_shapes(one) if ".layers.0." in name
+    )
+    return frozenset(name for name in names if is_frozen(prefix + name, patterns))
+
+
+def small_freeze(yours: Config, here: ModelConfig, blocks: Sequence[int]) -> tuple[str, ...]:
+    """Return the patterns of --freeze for a small model whose blocks stand for ``blocks`` of yours:
+    the same patterns where they mean the same, else the names of what is frozen."""
+    patterns = yours.optimizer.freeze
+    names = list(hf_shapes(here))
+    frozen = [name for name in names if is_frozen(_yours(name, blocks), patterns)]
+    same = [name for name in names if is_frozen(name, patterns)] == frozen
+    if same and all(any(fnmatchcase(name, one) for name in names) for one in patterns):
+        return patterns
+    return tuple(frozen)
+
+
+def _yours(name: str, blocks: Sequence[int]) -> str:
+    """A parameter's name in your model."""
+    words = name.split(".")
+    if words[1] == "layers":
+        words[2] = str(blocks[int(words[2])])
+    return ".".join(words)
+
+
+def small_lora(lora: LoraConfig) -> dict[str, Any]:
+    """Return a smaller rank, with the weight of the additions in proportion."""
+    rank = min(lora.lora_rank, MOST_RANK)
+    alpha = lora.lora_alpha * rank / lora.lora_rank if lora.lora_rank else lora.lora_alpha
+    return {"lora_rank": rank, "lora_alpha": alpha}

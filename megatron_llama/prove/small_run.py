@@ -1,0 +1,261 @@
+"""Stages, buffers, batches and lengths of a small run with the structure of a large one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.config.blend import read_blend
+from megatron_llama.config.schema import Config, ZenFlowConfig
+from megatron_llama.plans.buckets import parameter_slots, rank_bucket_plan, strategy_named
+from megatron_llama.plans.checks.run import split_shares
+from megatron_llama.plans.params import parameter_count, partition_of
+from megatron_llama.plans.schedule import placement_of
+from megatron_llama.prove.case import STEPS
+from megatron_llama.prove.world import World
+
+BLOCKS = 4
+"""Of a model in one stage: more than two buffers that blocks take turns in."""
+LENGTH = 64
+"""Tokens of a sample."""
+CONVERSATION = 128
+"""Tokens of a sample of conversations."""
+LEAST_LR = 1e-3
+"""With less, a few steps change weights around 0.1 by little more than their rounding in bf16."""
+SHORT_SPLIT = "80,20,0"
+MESSAGES = 4
+"""Buckets of a small model whose large one has several, about."""
+PARTS = ("a", "b", "c")
+"""Names of the datasets of a blend."""
+
+
+def has_hybrid_shards(yours: Config, world: World) -> bool:
+    """Whether shards are replicated, and each is one of several."""
+    return 1 < yours.parallel.data_parallel_shard_size < world.replicas
+
+
+def shard_size_here(yours: Config, world: World, here: World) -> int:
+    """Return the ranks that share a bucket: all, each for itself, or some, as yours."""
+    size = yours.parallel.data_parallel_shard_size
+    if not has_hybrid_shards(yours, world):
+        return min(size, here.replicas)
+    return 2 if here.replicas > 2 else 0
+
+
+def small_stages(yours: Config, here: World) -> dict[str, Any]:
+    """Return the blocks of each stage, and their chunks: one or several to a stage, all stages
+    alike or not, and more of them on a rank than buffers, as yours."""
+    parallel = yours.parallel
+    counts = [len(layers) for layers in partition_of(yours).layers]
+    schedule = parallel.pipeline_schedule if here.pp > 1 else "1f1b"
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    if here.pp == 1:
+        virtual = 1
+    elif virtual > 2:
+        virtual = 3 if here.pp == 2 else 2
+    stages = len(placement_of(schedule, here.pp, virtual))
+    values: dict[str, Any] = {
+        "pipeline_model_parallel_size": here.pp,
+        "pipeline_schedule": schedule,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "pipeline_layer_split": (),
+    }
+    if stages == 1:
+        return {**values, "num_hidden_layers": min(sum(counts), BLOCKS)}
+    chunks = stages // here.pp
+    picked = [counts[round(s * (len(counts) - 1) / (stages - 1))] for s in range(stages)]
+    on_rank = sum(counts) // parallel.pipeline_model_parallel_size
+    buffers = [slots for slots in _turns(yours) if slots < on_rank]
+    base = max(min(2, min(picked)), *(-(-(min(slots, 2) + 1) // chunks) for slots in (0, *buffers)))
+    sizes = [base + (count > min(picked)) for count in picked]
+    if parallel.pipeline_layer_split:
+        if len(set(sizes)) == 1 and len(set(counts)) > 1:
+            # The stages that differ are not among those that are left.
+            sizes[-1] += 1
+        values["pipeline_layer_split"] = tuple(sizes)
+    return {**values, "num_hidden_layers": sum(sizes)}
+
+
+def _turns(yours: Config) -> list[int]:
+    """The numbers of block-sized buffers, of parameters and of gradients, that blocks share."""
+    strategy = strategy_named(yours.parallel.data_parallel_sharding_strategy)
+    slots = [yours.parallel.grad_slots] * strategy.reduce_every_microbatch
+    parameters = parameter_slots(yours.parallel)
+    return [*slots, parameters] if parameters is not None else slots
+
+
+def small_buffers(yours: Config, world: World, here: Config, small: World) -> dict[str, Any]:
+    """Return slots, messages and recomputation for the stages of ``here``, whose model is small:
+    blocks take turns in slots or have their own, there are several messages or one, and some blocks
+    recompute or all, as yours."""
+    parallel = yours.parallel
+    chosen: dict[str, Any] = {}
+    stages = [[len(layers) for layers in partition_of(config).layers] for config in (yours, here)]
+    most_yours, most = (
+        sum(counts) // config.parallel.pipeline_model_parallel_size
+        for counts, config in zip(stages, (yours, here), strict=True)
+    )
+
+    def slots(count: int) -> int:
+        return min(count, most - 1) if count < most_yours else max(most, 1)
+
+    if parallel.param_slots.isdecimal():
+        chosen["param_slots"] = str(max(1, slots(int(parallel.param_slots))))
+    if strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch:
+        chosen["grad_slots"] = max(1, min(parallel.grad_slots, slots(parallel.grad_slots)))
+    if parallel.recompute_num_layers.isdecimal():
+        wanted = int(parallel.recompute_num_layers)
+        largest = max(stages[1])
+        chosen["recompute_num_layers"] = str(
+            largest if wanted >= max(stages[0]) else min(wanted, 1, largest)
+        )
+    plan = rank_bucket_plan(here, dp=small.replicas)
+    full = rank_bucket_plan(yours, dp=world.replicas)
+    if full.numel > parallel.reduce_bucket_size:
+        chosen["reduce_bucket_size"] = max(1, plan.numel // MESSAGES)
+    block = _block(here) / _block(yours)
+    if parallel.prefetch_bytes:
+        chosen["prefetch_bytes"] = max(1, round(parallel.prefetch_bytes * block))
+    # What may have to be taken back are fp32 weights and both moments of a rank's shard.
+    if yours.offload.offload_speculative and 12 * full.numel > yours.offload.speculation_bytes:
+        share = plan.numel / full.numel
+        chosen["speculation_bytes"] = max(1, round(yours.offload.speculation_bytes * share))
+    return chosen
+
+
+def _block(config: Config) -> float:
+    """Parameters of one block."""
+    model = config.model
+    return parameter_count(replace(model, vocab_size=1)) / model.num_hidden_layers
+
+
+def small_length_of_samples(yours: Config, here: World, *, sft: bool) -> int:
+    """Return the tokens of a sample: as many as yours if they are few, and a multiple of what cuts
+    a sequence."""
+    unit = (2 * here.cp if here.cp > 1 else 1) * (
+        here.tp if yours.parallel.sequence_parallel else 1
+    )
+    most = CONVERSATION if sft else LENGTH
+    length = yours.training.seq_length
+    return length if length <= most and length % unit == 0 else -(-most // unit) * unit
+
+
+def small_batch(yours: Config, world: World, here: World) -> dict[str, Any]:
+    """Return the samples of a step: one or several in a microbatch, and as many microbatches, in
+    relation to the pipeline ranks, as yours. A batch that grows does so within the first steps."""
+    training = yours.training
+    micro = min(2, training.micro_batch_size)
+    unit = training.micro_batch_size * world.dp
+    count = _microbatches(training.global_batch_size // unit, world.pp, here.pp)
+    values: dict[str, Any] = {"micro_batch_size": micro}
+    small_unit = micro * here.dp
+    ramp = training.rampup_batch_size
+    if ramp:
+        start, increment, _ = ramp
+        # All sizes are multiples of the pipeline ranks, or not all are.
+        whole = world.pp > 1 and not any(size // unit % world.pp for size in (start, increment))
+        step = here.pp if whole else 1
+        grows = start < training.global_batch_size
+        count = max(count, 2 * step) if grows else count
+        first = step if grows else count
+        full = count * small_unit
+        values["rampup_batch_size"] = (first * small_unit, step * small_unit, full)
+    return {**values, "global_batch_size": count * small_unit}
+
+
+def _microbatches(yours: int, ranks_yours: int, ranks: int) -> int:
+    """One, fewer than the pipeline ranks, as many, a multiple of them or none, as ``yours``."""
+    if yours == 1 or ranks_yours == 1:
+        # An odd number of them stays odd.
+        return min(yours, 2 + yours % 2)
+    if ranks == 1:
+        return 2
+    if yours < ranks_yours:
+        return max(1, min(yours, ranks - 1))
+    if yours % ranks_yours:
+        return ranks + 1 if yours < 2 * ranks_yours else 2 * ranks + 1
+    return ranks if yours == ranks_yours else 2 * ranks
+
+
+def small_schedule(yours: Config, here: Config) -> dict[str, Any]:
+    """Return the length of a run and of its learning rate's schedule, so that all of it happens
+    within the steps that are run. ``here`` has the small batch. The learning rate is one by which
+    a few steps show."""
+    training = yours.training
+    optimizer = yours.optimizer
+    sizes = BatchSizes(here.training.global_batch_size, here.training.rampup_batch_size)
+    in_samples = bool(
+        (training.train_samples and not training.epochs)
+        or optimizer.lr_decay_samples
+        or optimizer.lr_warmup_samples
+    )
+    length = sizes.samples(STEPS) if in_samples else STEPS
+    unit = "samples" if in_samples else "iters"
+    values: dict[str, Any] = {
+        "epochs": 0.0,
+        "train_samples": length if in_samples else 0,
+        "lr_warmup_fraction": 0.34 if optimizer.lr_warmup_fraction else 0.0,
+    }
+    whole = training.train_samples if in_samples else training.train_iters
+    decay = getattr(optimizer, f"lr_decay_{unit}")
+    for name in ("decay", "warmup", "wsd_decay"):
+        for each in ("iters", "samples"):
+            values[f"lr_{name}_{each}"] = 0
+    values[f"lr_decay_{unit}"] = (
+        0 if decay in (0, whole) else (length - length // STEPS if decay < whole else 2 * length)
+    )
+    for name in ("warmup", "wsd_decay"):
+        if getattr(optimizer, f"lr_{name}_{unit}"):
+            values[f"lr_{name}_{unit}"] = length // 3
+    if 0 < optimizer.lr < LEAST_LR:
+        values["lr"] = LEAST_LR
+        values["min_lr"] = optimizer.min_lr * LEAST_LR / optimizer.lr
+    return values
+
+
+def small_intervals(yours: Config) -> dict[str, Any]:
+    """Return what happens every so many steps, so that it happens within those that are run."""
+    training = yours.training
+    values: dict[str, Any] = {}
+    if training.eval_interval:
+        values["eval_interval"] = min(training.eval_interval, STEPS // 2)
+        values["eval_iters"] = min(training.eval_iters, 2)
+        shares = split_shares(yours.data.split)
+        if shares[1] < sum(shares) / 10:
+            values["split"] = SHORT_SPLIT
+    if training.check_weight_hash_across_dp_replicas_interval:
+        values["check_weight_hash_across_dp_replicas_interval"] = min(
+            training.check_weight_hash_across_dp_replicas_interval, 2
+        )
+    zenflow = yours.zenflow
+    if zenflow != ZenFlowConfig():
+        values |= _zenflow(zenflow)
+    return values
+
+
+def _zenflow(zenflow: ZenFlowConfig) -> dict[str, Any]:
+    """Windows of two steps, or of up to three, and a selection that is made anew."""
+    values: dict[str, Any] = {
+        "zenflow_update_interval_cap": min(zenflow.zenflow_update_interval_cap, 3),
+        "zenflow_full_warm_up_rounds": min(zenflow.zenflow_full_warm_up_rounds, 1),
+    }
+    if zenflow.zenflow_update_interval.isdecimal():
+        values["zenflow_update_interval"] = str(min(int(zenflow.zenflow_update_interval), 2))
+    if zenflow.zenflow_select_strategy != "auto":
+        values["zenflow_select_strategy"] = "step"
+        values["zenflow_select_interval"] = str(min(int(zenflow.zenflow_select_interval), 3))
+    return values
+
+
+def small_blend(paths: tuple[str, ...]) -> dict[str, Any]:
+    """Return the datasets of a blend under other names, with their weights; of one, none."""
+    blend = read_blend(paths)
+    names = PARTS[: len(blend.prefixes)]
+    if len(blend.prefixes) < 2:
+        return {"data_path": ()}
+    weights = blend.weights
+    if not weights:
+        return {"data_path": names}
+    pairs = zip(weights, names, strict=False)
+    return {"data_path": tuple(word for weight, name in pairs for word in (f"{weight:g}", name))}
