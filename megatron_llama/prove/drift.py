@@ -1,0 +1,461 @@
+"""Two runs of the same steps: is what lies between their curves rounding, or do they train
+something else?
+
+A bound on the difference cannot tell. Two right runs begin at the rounding of the machine, and
+training amplifies it: the losses of one model in two layouts may differ by 1e-8 in step 1 and by
+1e-2 after ten thousand steps. What tells is how the difference grows. Rounding grows with what it
+has grown to, and a few steps add little to it. A fault adds a difference of its own size at the
+step in which it acts: from then on, or in this step alone, the curves are further apart by a
+factor.
+
+**The statistic.** Let d(t) be the relative difference of a step, of losses or of gradient norms.
+The size of 1, 4 or 16 steps in a row is the median of their |d|, less what the printed digits hide.
+The level before them is the largest size of as many steps anywhere before, at least the size with
+which right runs begin in their dtype (``FLOORS``). The rise is the one divided by the other. It is
+a median because the gradient norm of single steps is fifty times as sensitive as that of others.
+``TAILS`` has the distribution of the largest rise in pairs of right runs, as
+``python -m tools.drift_rates`` has measured it: beyond its median the logarithm has an exponential
+tail. A rise is called a drift if its probability, times six for two quantities and three lengths,
+is below ``ALARM``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from megatron_llama.errors import DataError, counted
+from megatron_llama.prove.logs import LoggedStep, Number, RunLog, read_log
+
+Dtype = Literal["fp32", "tf32", "fp16", "bf16"]
+Quantity = Literal["loss", "gradient norm"]
+Verdict = Literal["rounding", "drift", "cannot say"]
+
+FLOORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "fp32": MappingProxyType({"loss": 3e-8, "gradient norm": 5e-7}),
+        "tf32": MappingProxyType({"loss": 4e-6, "gradient norm": 1.3e-4}),
+        "fp16": MappingProxyType({"loss": 4e-6, "gradient norm": 1.3e-4}),
+        "bf16": MappingProxyType({"loss": 3e-5, "gradient norm": 1e-3}),
+    }
+)
+"""The relative difference with which two right runs begin, by the type of their matrix products.
+tf32 has the mantissa of fp16."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The largest rise of a pair of right runs: half of the pairs have less than ``median``, and
+    beyond it the logarithm falls off with ``scale``."""
+
+    median: float
+    scale: float
+
+    def probability(self, rise: float) -> float:
+        """Return the share of pairs of right runs that have such a rise or a larger one."""
+        if rise <= self.median:
+            return 1.0
+        return 0.5 * math.exp(-math.log(rise / self.median) / self.scale)
+
+
+LENGTHS = (1, 4, 16)
+"""So many steps in a row are looked at together."""
+TAILS: Mapping[Quantity, tuple[Tail, ...]] = MappingProxyType(
+    {
+        "loss": (Tail(3.6, 0.53), Tail(2.7, 0.26), Tail(2.7, 0.37)),
+        "gradient norm": (Tail(5.6, 0.36), Tail(3.6, 0.70), Tail(2.3, 0.41)),
+    }
+)
+"""For each of ``LENGTHS``."""
+_MEASURED_STEPS = 160
+"""Of each of these pairs. A longer run has as many more chances of a large rise."""
+ALARM = 0.01
+"""The share of pairs of right runs in which a drift may be seen that is none."""
+_TESTS = 2 * len(LENGTHS)
+_BEGIN = 10
+"""Curves whose first common step is later have grown apart already; so many of their steps are
+needed to know how far."""
+_FEWEST = 3
+_COARSE = 1e-3
+"""Relative. Digits that hide more than this of a loss hide most faults."""
+_SHOWN = 3
+_RAREST = 1e-6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What lies between two curves in one step."""
+
+    iteration: int
+    loss: float | None
+    """Relative, the second run less the first. None where one has no finite loss."""
+    loss_hidden: float
+    """How much of it the digits of the logs can hide or feign, relative."""
+    grad_norm: float | None
+    norm_hidden: float
+    only_one: str = ""
+    """Which of the runs has no finite number there, where the other has one."""
+
+
+@dataclass(frozen=True)
+class Rise:
+    """Steps in a row in which the curves are further apart than before."""
+
+    quantity: Quantity
+    iteration: int
+    """The first of them that is as far apart as they are."""
+    steps: int
+    """1, 4 or 16: of a longer row the beginning is less sharp."""
+    size: float
+    """Their median. Infinite where one run has no finite number."""
+    before: float
+    """The level before them."""
+    probability: float
+    """The share of pairs of right runs in which such a rise, in any quantity, is seen."""
+
+    @property
+    def factor(self) -> float:
+        """By how much the curves are further apart than they ever were."""
+        return self.size / self.before
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What the comparison of two curves has found."""
+
+    verdict: Verdict
+    rises: tuple[Rise, ...]
+    """The drifts, first of all the one at which they begin. Empty without one."""
+    why: str
+    """A sentence or two."""
+    differences: tuple[Difference, ...]
+    seen_from: Mapping[str, float]
+    """By quantity, the relative difference in the first common step from which a drift would have
+    been seen."""
+    dtype: Dtype
+    notes: tuple[str, ...]
+
+
+def compare(one: RunLog, other: RunLog, *, dtype: Dtype) -> Drift:
+    """Compare two runs of the same steps, whose matrix products are of ``dtype``; of two types,
+    name the coarser one. Raises DataError if they have no step in common."""
+    notes = [f"{run.path}: {note}" for run in (one, other) for note in run.notes]
+    found = differences(one, other, notes)
+    return judge(found, dtype=dtype, notes=notes)
+
+
+def compare_logs(one: Path, other: Path, *, dtype: Dtype) -> Drift:
+    """Read two logs and compare them, as ``read_log`` and ``compare`` do."""
+    return compare(read_log(one), read_log(other), dtype=dtype)
+
+
+def differences(one: RunLog, other: RunLog, notes: list[str]) -> tuple[Difference, ...]:
+    """Return the steps that both logs have, first to last. Where one has the mean of an interval,
+    the losses of the other are averaged; ``notes`` gets what could not be compared."""
+    common = sorted(one.steps.keys() & other.steps.keys())
+    if not common:
+        ranges = (f"iterations {min(run.steps)} to {max(run.steps)}" for run in (one, other))
+        raise DataError(
+            f"{one.path} and {other.path}",
+            got=" and ".join(ranges),
+            expected="logs that have iterations in common",
+            do="start both from the same iteration, and log the same ones",
+        )
+    left_out = 0
+    found: list[Difference] = []
+    for iteration in common:
+        losses = _comparable(one.steps, other.steps, iteration)
+        left_out += losses is None
+        loss, loss_hidden, without = _relative(*(losses or (None, None)))
+        norms = (one.steps[iteration].grad_norm, other.steps[iteration].grad_norm)
+        norm, norm_hidden, _ = _relative(*norms)
+        only = "" if without is None else str((one, other)[without].path)
+        found.append(Difference(iteration, loss, loss_hidden, norm, norm_hidden, only))
+    if left_out:
+        notes.append(
+            f"the losses of {counted(left_out, 'iteration')} are left out: means over different "
+            "or unknown steps"
+        )
+    return tuple(found)
+
+
+def _comparable(
+    one: Mapping[int, LoggedStep], other: Mapping[int, LoggedStep], iteration: int
+) -> tuple[Number | None, Number | None] | None:
+    """The losses of both runs at an iteration, as means over the same steps; None if they cannot
+    be."""
+    lengths = (one[iteration].mean_of, other[iteration].mean_of)
+    if lengths[0] == lengths[1]:
+        return one[iteration].loss, other[iteration].loss
+    if 0 in lengths:
+        return None
+    length = max(lengths)
+    means = [_mean(run, iteration, length) for run in (one, other)]
+    if any(mean is None for mean in means):
+        return None
+    return means[0], means[1]
+
+
+def _mean(run: Mapping[int, LoggedStep], iteration: int, length: int) -> Number | None:
+    """The mean loss of the ``length`` steps that end with ``iteration``, if the log has all."""
+    if run[iteration].mean_of == length:
+        return run[iteration].loss
+    parts = [run.get(step) for step in range(iteration - length + 1, iteration + 1)]
+    losses = [step.loss for step in parts if step is not None and step.mean_of == 1 and step.loss]
+    if len(losses) < length:
+        return None
+    return Number(
+        statistics.fmean(loss.value for loss in losses),
+        statistics.fmean(loss.rounding for loss in losses),
+    )
+
+
+def _relative(one: Number | None, other: Number | None) -> tuple[float | None, float, int | None]:
+    """The relative difference, what the digits hide of it, and which of the two alone is not
+    finite. Numbers that neither log has, or that one log leaves out, are not compared."""
+    if one is None or other is None:
+        return None, 0.0, None
+    finite = [math.isfinite(number.value) for number in (one, other)]
+    if not all(finite):
+        return None, 0.0, finite.index(False) if any(finite) else None
+    scale = max(abs(one.value), abs(other.value))
+    if scale == 0.0:
+        return 0.0, 0.0, None
+    return (other.value - one.value) / scale, (one.rounding + other.rounding) / scale, None
+
+
+@dataclass(frozen=True)
+class _Point:
+    iteration: int
+    difference: float
+    hidden: float
+
+    @property
+    def at_most(self) -> float:
+        """How far apart the runs may have been."""
+        return max(abs(self.difference), self.hidden)
+
+    @property
+    def at_least(self) -> float:
+        """How far apart they were, whatever the digits hide."""
+        return max(abs(self.difference) - self.hidden, 0.0)
+
+
+def _curve(quantity: Quantity, found: Sequence[Difference]) -> list[_Point]:
+    """The steps of which both logs have the quantity."""
+    if quantity == "loss":
+        return [_Point(d.iteration, d.loss, d.loss_hidden) for d in found if d.loss is not None]
+    return [
+        _Point(d.iteration, d.grad_norm, d.norm_hidden) for d in found if d.grad_norm is not None
+    ]
+
+
+def judge(found: Sequence[Difference], *, dtype: Dtype, notes: Sequence[str] = ()) -> Drift:
+    """Return what the differences of steps, in their order, say."""
+    rises = [
+        Rise("loss", d.iteration, 1, math.inf, FLOORS[dtype]["loss"], 0.0)
+        for d in found
+        if d.only_one
+    ][:1]
+    seen_from: dict[str, float] = {}
+    for quantity, tails in TAILS.items():
+        floor = FLOORS[dtype][quantity]
+        curve = _curve(quantity, found)
+        rises += _rises(quantity, curve, floor)
+        if curve:
+            hidden = curve[0].hidden
+            seen_from[quantity] = _alarming(tails[0]) * max(floor, hidden) + hidden
+    rises.sort(key=lambda rise: (rise.iteration, rise.quantity != "loss"))
+    verdict, why = _verdict(found, rises, dtype)
+    return Drift(verdict, tuple(rises), why, tuple(found), seen_from, dtype, tuple(notes))
+
+
+def _alarming(tail: Tail) -> float:
+    """The rise whose probability is that of an alarm."""
+    return tail.median * math.exp(tail.scale * math.log(0.5 * _TESTS / ALARM))
+
+
+def _rises(quantity: Quantity, curve: Sequence[_Point], floor: float) -> list[Rise]:
+    """The rises of a curve that right runs do not have, those of single steps first. After one the
+    level is higher, so each is another one."""
+    # How far curves that begin late have grown apart is not known: their first steps say it.
+    begin = _BEGIN if curve and curve[0].iteration > _BEGIN else 0
+    tests = _TESTS * max(1.0, len(curve) / _MEASURED_STEPS)
+    found: list[Rise] = []
+    for steps, tail in zip(LENGTHS, TAILS[quantity], strict=True):
+        level = floor
+        passed = begin
+        for place in range(len(curve) - steps + 1):
+            level = max(level, _size_at_most(curve[max(0, place - steps) : place]))
+            if place < passed:
+                continue
+            row = curve[place : place + steps]
+            size = _size_at_least(row)
+            if tests * tail.probability(size / level) >= ALARM:
+                continue
+            passed = place + steps
+            if any(row[0].iteration <= rise.iteration <= row[-1].iteration for rise in found):
+                continue  # a shorter row has it, and says the step more sharply
+            first = next(point.iteration for point in row if point.at_least >= size)
+            # The first row that is too far apart has only some of the steps that are.
+            starts = range(place, min(place + steps, len(curve) - steps) + 1)
+            most = max(_size_at_least(curve[start : start + steps]) for start in starts)
+            probability = min(1.0, tests * tail.probability(most / level))
+            found.append(Rise(quantity, first, steps, most, level, probability))
+    return found
+
+
+def _size_at_most(row: Sequence[_Point]) -> float:
+    return statistics.median(point.at_most for point in row) if row else 0.0
+
+
+def _size_at_least(row: Sequence[_Point]) -> float:
+    return statistics.median(point.at_least for point in row)
+
+
+def largest_rises(quantity: Quantity, found: Sequence[Difference], floor: float) -> list[float]:
+    """Return the largest rise of a curve for each of ``LENGTHS``: that of which ``TAILS`` has the
+    distribution. 0 where the curve is too short."""
+    curve = _curve(quantity, found)
+    largest: list[float] = []
+    for steps in LENGTHS:
+        level = floor
+        rise = 0.0
+        for place in range(len(curve) - steps + 1):
+            level = max(level, _size_at_most(curve[max(0, place - steps) : place]))
+            rise = max(rise, _size_at_least(curve[place : place + steps]) / level)
+        largest.append(rise)
+    return largest
+
+
+def _verdict(
+    found: Sequence[Difference], rises: Sequence[Rise], dtype: Dtype
+) -> tuple[Verdict, str]:
+    losses = _curve("loss", found)
+    if rises:
+        return "drift", _drift(found, losses, rises)
+    if len(losses) < _FEWEST:
+        return "cannot say", (
+            f"{counted(len(losses), 'step')} can be compared; it takes {_FEWEST} at least"
+        )
+    hidden = statistics.median(point.hidden for point in losses)
+    if hidden > _COARSE:
+        return "cannot say", (
+            f"the digits of the logs hide differences up to {hidden:.0e}, and most faults with "
+            "them: compare log.jsonl or TensorBoard's events"
+        )
+    largest = max(losses, key=lambda point: point.at_most)
+    first = losses[0]
+    apart = f"the losses are at most {largest.at_most:.0e} apart (step {largest.iteration})"
+    if first.iteration > _BEGIN:
+        begun = max(point.at_most for point in losses[:_BEGIN])
+        if begun > _alarming(TAILS["loss"][0]) * FLOORS[dtype]["loss"]:
+            return "cannot say", (
+                f"the first common step is {first.iteration}, where the curves are {begun:.0e} "
+                "apart already: rounding may have grown to it, and a fault may have made it. "
+                f"They do not drift from there on. Compare from step 1"
+            )
+        return "rounding", f"{apart}, which is no more than right runs have in their first steps"
+    return "rounding", (f"{apart}, and nowhere do they part faster than rounding grows")
+
+
+def _drift(found: Sequence[Difference], losses: Sequence[_Point], rises: Sequence[Rise]) -> str:
+    """Where the drift begins, and what acts there."""
+    first = rises[0]
+    at = first.iteration
+    if math.isinf(first.size):
+        only = next(each.only_one for each in found if each.only_one)
+        return f"{only} has no finite loss in step {at}, where the other run has one"
+    alike = [point.iteration for point in losses if point.iteration < at]
+    if first.steps == LENGTHS[-1]:
+        # The beginning of a long row says nothing about what came first in a step.
+        return (
+            f"from about step {at} on the curves part faster than rounding grows; the update, the "
+            "gradients or the data differ there, if not by much"
+        )
+    if first.quantity == "gradient norm":
+        return (
+            "the losses of this step agree, its gradients do not: the backward pass, the reduction "
+            "of gradients, or the norm itself"
+        )
+    if at == 1:
+        return "from the first step on: the weights at the start, the data, or the forward pass"
+    if not alike:
+        return f"{at} is the first step that both logs have, so what differs may have begun before"
+    return (
+        f"up to step {alike[-1]} the losses agree: the update behind it differs, or the data or "
+        "the forward pass of this step"
+    )
+
+
+def lines(drift: Drift) -> Iterator[str]:
+    """Yield what a terminal shows: the verdict, the steps, how sure it is, and what was read."""
+    first = drift.rises[0] if drift.rises else None
+    title = drift.verdict if first is None else f"drift from step {first.iteration}"
+    steps = [difference.iteration for difference in drift.differences]
+    yield (
+        f"{title}: {drift.why} ({counted(len(steps), 'step')} compared, {steps[0]} to "
+        f"{steps[-1]}, {drift.dtype})"
+    )
+    for rise in drift.rises[:_SHOWN]:
+        row = f"for {rise.steps} steps in a row " if rise.steps > 1 else ""
+        yield (
+            f"  step {rise.iteration}: {rise.quantity} {rise.size:.1e} apart {row}"
+            f"({rise.before:.1e} at most before, {rise.factor:.0f} times); "
+            f"{_rarity(rise.probability)}"
+        )
+    if len(drift.rises) > _SHOWN:
+        yield f"  and {counted(len(drift.rises) - _SHOWN, 'later rise')}"
+    seen = ", ".join(f"{quantity} {size:.0e}" for quantity, size in drift.seen_from.items())
+    yield f"  in the first of these steps a drift is seen from: {seen}"
+    yield from (f"  {note}" for note in drift.notes)
+
+
+def _rarity(probability: float) -> str:
+    """How many pairs of right runs have such a rise. The tail is not believed beyond a million."""
+    if probability < _RAREST:
+        return f"fewer than 1 in {1 / _RAREST:,.0f} pairs of right runs has this"
+    return f"1 in {1 / probability:,.0f} pairs of right runs has this"
+
+
+def as_json(drift: Drift) -> dict[str, Any]:
+    """Return everything for programs: ``verdict``, ``why``, ``dtype``, ``from_step`` (or null),
+    ``rises`` (``quantity``, ``iteration``, ``steps``, ``size``, ``before``, ``factor``,
+    ``probability``; null where infinite), ``seen_from`` by quantity, ``compared`` (``iteration``,
+    ``loss``, ``loss_hidden``, ``grad_norm``, ``norm_hidden``) and ``notes``."""
+    return {
+        "version": 1,
+        "verdict": drift.verdict,
+        "why": drift.why,
+        "dtype": drift.dtype,
+        "from_step": drift.rises[0].iteration if drift.rises else None,
+        "rises": [
+            {
+                "quantity": rise.quantity,
+                "iteration": rise.iteration,
+                "steps": rise.steps,
+                "size": rise.size if math.isfinite(rise.size) else None,
+                "before": rise.before,
+                "factor": rise.factor if math.isfinite(rise.factor) else None,
+                "probability": rise.probability,
+            }
+            for rise in drift.rises
+        ],
+        "seen_from": dict(drift.seen_from),
+        "compared": [
+            {
+                "iteration": each.iteration,
+                "loss": each.loss,
+                "loss_hidden": each.loss_hidden,
+                "grad_norm": each.grad_norm,
+                "norm_hidden": each.norm_hidden,
+            }
+            for each in drift.differences
+        ],
+        "notes": list(drift.notes),
+    }

@@ -1,0 +1,172 @@
+"""Rounding is told from faults by how differences grow: in real pairs of short runs, and in curves made for one question each.
+``tools/drift_rates.py`` measures how often, over many runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.errors import DataError
+from megatron_llama.prove.drift import ALARM, Drift, Dtype, as_json, compare_logs, judge, lines
+from megatron_llama.prove.drift import Difference as D
+
+from tests.parallel.cases import Layout, trainer
+from tests.prove.test_logs import megatron, titan, write
+
+STEPS, FAULT = 12, 8
+HERE = Place(0, 1, 0)
+
+
+def curve(layout: Layout, fault_at: int = 0) -> list[tuple[float, float]]:
+    """Losses and norms of a real run. From ``fault_at`` on a microbatch is read twice, in the place of another one."""
+    run = trainer(HERE, replace(layout, steps=STEPS, layers=2))
+    found = []
+    for index in range(STEPS):
+        batches = run.batches(index)
+        if fault_at and index + 1 >= fault_at:
+            batches[-1] = batches[0]
+        loss = run.runtime.step(batches)
+        norm = run.optimizer.step(1e-3, clip=layout.clip).grad_norm
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def ours(folder: Path, numbers: Sequence[tuple[float, float]]) -> Path:
+    entries = [json.dumps({"iteration": i, "lm_loss": loss, "grad_norm": norm}) for i, (loss, norm) in enumerate(numbers, 1)]
+    return write(folder, entries, "log.jsonl")
+
+
+def printed(folder: Path, numbers: Sequence[tuple[float, float]]) -> Path:
+    """What Megatron prints of it."""
+    return write(folder, [megatron(i, f"{loss:.6E}", norm=f"{norm:.3f}") for i, (loss, norm) in enumerate(numbers, 1)])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_real_runs(tmp_path: Path, dtype: Dtype) -> None:
+    """Summing the gradients of four microbatches is rounding; reading one of them twice is not, and the step is named."""
+    bf16 = dtype == "bf16"
+    one, four = Layout(bf16=bf16), Layout(bf16=bf16, microbatches=4)
+    reference, right, wrong = curve(one), curve(four), curve(four, FAULT)
+    assert right != reference, "two layouts round alike, and nothing is shown"
+    for number, form in enumerate((ours, printed)):
+        logs = [form(tmp_path / f"{number}{name}", found) for name, found in (("a", reference), ("b", right), ("c", wrong))]
+        good, bad = compare_logs(logs[0], logs[1], dtype=dtype), compare_logs(logs[0], logs[2], dtype=dtype)
+        assert good.verdict == "rounding" and good.rises == (), (form, good)
+        assert bad.verdict == "drift" and bad.rises[0].iteration == FAULT and bad.rises[0].quantity == "loss", (form, bad.rises)
+        assert f"up to step {FAULT - 1} the losses agree" in bad.why
+    same = compare_logs(logs[0], logs[0], dtype=dtype)
+    assert same.verdict == "rounding" and "at most" in same.why
+
+
+def noisy(size: Callable[[int], float], *, steps: int = 200, seed: int = 1, norms: float = 20.0) -> list[D]:
+    """Differences whose spread at a step is ``size``, of norms so many times as much."""
+    chance = random.Random(seed)
+    return [D(i, chance.gauss(0, 1) * size(i), 1e-9, chance.gauss(0, 1) * size(i) * norms, 1e-9) for i in range(1, steps + 1)]
+
+
+def at(found: Drift) -> int | None:
+    return found.rises[0].iteration if found.rises else None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_growth_alone_is_no_drift(seed: int) -> None:
+    """A difference may grow by six orders of magnitude, and end far above any fixed bound."""
+    found = judge(noisy(lambda i: 1e-8 * math.exp(0.07 * i), seed=seed), dtype="fp32")
+    assert found.verdict == "rounding" and max(abs(d.loss or 0.0) for d in found.differences) > 1e-3, found.rises
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_that_parts_the_curves_is_found_below_any_fixed_bound(seed: int) -> None:
+    found = judge(noisy(lambda i: 1e-8 * (1000 if i >= 100 else 1), seed=seed), dtype="fp32")
+    assert max(abs(d.loss or 0.0) for d in found.differences) < 1e-4
+    assert found.verdict == "drift" and 100 <= (at(found) or 0) <= 102 and found.rises[0].probability < ALARM
+
+
+def test_one_bad_step_is_found_although_the_curves_come_back() -> None:
+    found = judge(noisy(lambda i: 1e-8 * (1e5 if i == 50 else 1)), dtype="fp32")
+    assert at(found) == 50 and {rise.iteration for rise in found.rises} == {50}
+
+
+def test_what_is_a_drift_in_fp32_may_be_rounding_in_bf16() -> None:
+    differences = noisy(lambda i: 1e-5)
+    assert judge(differences, dtype="bf16").verdict == "rounding"
+    assert at(judge(differences, dtype="fp32")) == 1
+
+
+def test_gradients_that_differ_under_equal_losses_are_named() -> None:
+    differences = [replace(d, grad_norm=0.1) if d.iteration >= 30 else d for d in noisy(lambda i: 1e-8)]
+    found = judge(differences, dtype="fp32")
+    assert (found.rises[0].quantity, at(found)) == ("gradient norm", 30) and "its gradients do not" in found.why
+
+
+def test_what_digits_may_hide_is_no_difference(tmp_path: Path) -> None:
+    """Two runs that are 1e-7 apart, printed with five digits: some steps round up in one and down in the other."""
+    chance = random.Random(3)
+    values = [5.0 - i / 50 + chance.gauss(0, 0.1) for i in range(100)]
+    a = write(tmp_path / "a", [titan(i, f"{value:8.4f}") for i, value in enumerate(values, 1)])
+    b = write(tmp_path / "b", [titan(i, f"{value * (1 + chance.gauss(0, 1e-5)):8.4f}") for i, value in enumerate(values, 1)])
+    found = compare_logs(a, b, dtype="fp32")
+    assert found.verdict == "rounding" and any(d.loss for d in found.differences)
+    assert found.seen_from["loss"] > 1e-4, "the digits are told"
+    c = write(tmp_path / "c", [titan(i, f"{value * (1.01 if i > 60 else 1):8.4f}") for i, value in enumerate(values, 1)])
+    assert at(compare_logs(a, c, dtype="fp32")) == 61
+
+
+def test_too_few_digits_or_steps_are_said() -> None:
+    coarse = [D(i, 0.0, 5e-3, None, 0.0) for i in range(1, 50)]
+    assert judge(coarse, dtype="bf16").verdict == "cannot say" and "digits" in judge(coarse, dtype="bf16").why
+    few = noisy(lambda i: 1e-8, steps=2)
+    assert judge(few, dtype="fp32").verdict == "cannot say" and "2 steps" in judge(few, dtype="fp32").why
+
+
+def test_logs_that_begin_late_are_judged_from_there_on() -> None:
+    """How far right runs have grown apart by then nobody knows; a fault after it shows all the same."""
+    far = [d for d in noisy(lambda i: 1e-3) if d.iteration > 100]
+    assert judge(far, dtype="fp32").verdict == "cannot say" and "first common step is 101" in judge(far, dtype="fp32").why
+    near = [d for d in noisy(lambda i: 1e-8) if d.iteration > 100]
+    assert judge(near, dtype="fp32").verdict == "rounding"
+    jump = [d for d in noisy(lambda i: 1e-3 * (1000 if i >= 150 else 1)) if d.iteration > 100]
+    assert at(judge(jump, dtype="fp32")) == 150
+
+
+def test_a_run_that_alone_has_no_finite_loss_drifts(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [megatron(i, "2.000000E+00") for i in range(1, 9)])
+    b = write(tmp_path / "b", [megatron(i, "nan" if i == 5 else "2.000000E+00") for i in range(1, 9)])
+    found = compare_logs(a, b, dtype="bf16")
+    assert at(found) == 5 and f"{b} has no finite loss in step 5" in found.why
+    json.dumps(as_json(found), allow_nan=False)
+    assert compare_logs(b, b, dtype="bf16").verdict == "rounding"
+
+
+def test_means_of_an_interval_are_compared_with_means(tmp_path: Path) -> None:
+    losses = [5 - i / 10 for i in range(1, 41)]
+    each = ours(tmp_path / "a", [(loss, 1.25) for loss in losses])
+    means = [megatron(i, f"{sum(losses[i - 10 : i]) / 10:.6E}") for i in (10, 20, 30, 40)]
+    found = compare_logs(each, write(tmp_path / "b", means), dtype="fp32")
+    assert found.verdict == "rounding" and [d.loss is not None for d in found.differences] == [True] * 4
+    # The same lines as the losses of single steps would be far off.
+    unknown = write(tmp_path / "c", [line.replace("grad norm", "other") for line in means[1:]])
+    partly = compare_logs(each, unknown, dtype="fp32")
+    assert [d.loss is not None for d in partly.differences] == [False, True, True]
+    assert any("the losses of 1 iteration are left out" in note for note in partly.notes)
+
+
+def test_logs_without_a_common_step_are_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [megatron(i, "2.0E+00") for i in (1, 2)])
+    b = write(tmp_path / "b", [megatron(i, "2.0E+00") for i in (3, 4)])
+    with pytest.raises(DataError, match="iterations 1 to 2 and iterations 3 to 4"):
+        compare_logs(a, b, dtype="bf16")
+
+
+def test_lines_say_step_factor_and_how_rare_it_is() -> None:
+    text = "\n".join(lines(judge(noisy(lambda i: 1e-8 * (1e6 if i >= 100 else 1)), dtype="fp32", notes=["a: went back"])))
+    assert text.startswith("drift from step 100: up to step 99 the losses agree") and "(200 steps compared, 1 to 200, fp32)" in text
+    assert "step 100: loss" in text and "times); fewer than 1 in 1,000,000 pairs of right runs has this" in text
+    assert text.endswith("  a: went back") and "in the first of these steps a drift is seen from: loss" in text
+    assert next(lines(judge(noisy(lambda i: 1e-8), dtype="fp32"))).startswith("rounding: the losses are at most")
