@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.prove.run import Tensors
 
 UPDATE_ROUNDINGS = 4.0
 """Moments and updates may be so many times as far from AdamW in fp64 as the last bits of the
 numbers that they are computed from."""
+CHANGE_BOUND = 1e-3
+"""Of the difference of two updates: an element whose gradient is all rounding makes a full step
+either way."""
+RATE_BOUND = 1e-12
+"""Rates are computed in fp64."""
 EPS = torch.finfo(torch.float32).eps
 TINY = torch.finfo(torch.float32).tiny
-
-Tensors = Mapping[str, Mapping[str, Tensor]]
-"""By HuggingFace's name, then ``master``, ``exp_avg`` and ``exp_avg_sq``; a tensor that is not
-trained has its master alone."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Allowed:
     """Losses and norms may also deviate by so many times what rounding was measured to change."""
     gradient_roundings: float
     """So may gradients of single tensors, some of which have a few elements."""
+    limit: float
+    """Whatever rounding was measured to change: losses, norms and the gradient of all tensors
+    together may not deviate by more."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,19 @@ class History:
 
 Rounding = tuple[History, History]
 """Two runs that differ by rounding alone, which is measured by them."""
-IN_FP32 = Allowed(loss=1e-6, norm=2e-5, gradient=2e-5, roundings=2.0, gradient_roundings=8.0)
+IN_FP32 = Allowed(
+    loss=1e-6, norm=2e-5, gradient=2e-5, roundings=2.0, gradient_roundings=8.0, limit=0.01
+)
 """Gradients of 3,000 tensors in fp32 were at most 1.8 times as far from one process as that is
 from fp64."""
+
+
+IN_BF16 = Allowed(
+    loss=1e-3, norm=1e-2, gradient=1e-2, roundings=4.0, gradient_roundings=4.0, limit=0.25
+)
+IN_FP16 = Allowed(
+    loss=1e-4, norm=1e-3, gradient=1e-3, roundings=4.0, gradient_roundings=4.0, limit=0.1
+)
 
 
 def gradients_of(
@@ -98,18 +113,17 @@ def gradients_of(
     found by itself, and does not make every gradient wrong."""
     beta = optimizer.adam_beta1
     found = []
-    before: Tensors = {}
+    before: Mapping[str, Tensor] = {}
     for state, norm in zip(states, grad_norms, strict=True):
         clipped_by = max(1.0, (norm + 1e-6) / optimizer.clip_grad) if optimizer.clip_grad else 1.0
         gradients = {}
-        for name, tensors in state.items():
-            if "exp_avg" in tensors:
-                moment = tensors["exp_avg"].double()
-                if name in before:
-                    moment -= beta * before[name]["exp_avg"].double()
-                gradients[name] = moment * (clipped_by / (1 - beta))
+        for name, moment in state.exp_avg.items():
+            gradient = moment.double()
+            if name in before:
+                gradient = gradient - beta * before[name].double()
+            gradients[name] = gradient * (clipped_by / (1 - beta))
         found.append(gradients)
-        before = state
+        before = state.exp_avg
     return tuple(found)
 
 
@@ -120,9 +134,18 @@ def relative(found: float, expected: float) -> float:
     return abs(found - expected) / abs(expected) if expected else math.inf
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The L2 norm of the difference, divided by that of ``expected``."""
-    return relative_norm(norm_of(found.double() - expected.double()), expected)
+def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """The L2 norm of the difference, divided by that of ``expected``, which counts as ``least`` at
+    least."""
+    difference = norm_of(found.double() - expected.double())
+    return _ratio(difference, max(norm_of(expected.double()), least))
+
+
+def _ratio(difference: float, whole: float) -> float:
+    """A quotient of norms; 0 of 0 is 0."""
+    if difference == 0.0:
+        return 0.0
+    return difference / whole if whole else math.inf
 
 
 def norm_of(tensor: Tensor) -> float:
@@ -131,49 +154,54 @@ def norm_of(tensor: Tensor) -> float:
     return found
 
 
-def relative_norm(difference: float, expected: Tensor) -> float:
-    """A norm, divided by that of a tensor. 0 of 0 is 0."""
-    if difference == 0.0:
-        return 0.0
-    whole = norm_of(expected.double())
-    return difference / whole if whole else math.inf
-
-
 def rows_of_histories(
     check: str, found: History, expected: History, rounded: Rounding, allowed: Allowed
 ) -> Iterator[Row]:
     """Compare a run with the one that it has to equal up to rounding."""
-    one, other = rounded
-    for what, floor, numbers in (
-        ("loss", allowed.loss, [run.losses for run in (found, expected, one, other)]),
-        ("gradient norm", allowed.norm, [run.grad_norms for run in (found, expected, one, other)]),
-    ):
-        for step, (here, there, left, right) in enumerate(zip(*numbers, strict=True), 1):
-            bound = max(floor, allowed.roundings * relative(left, right))
-            yield Row(check, what, relative(here, there), bound, step)
+    runs = (found, expected, *rounded)
+    losses = zip(*(run.losses for run in runs), strict=True)
+    for step, numbers in enumerate(losses, 1):
+        yield _number(check, "loss", allowed.loss, numbers, allowed, step)
+    norms = zip(*(run.grad_norms for run in runs), strict=True)
+    for step, numbers in enumerate(norms, 1):
+        yield _number(check, "gradient norm", allowed.norm, numbers, allowed, step)
     for step in sorted(found.validation_losses):
-        here, there, left, right = (
-            run.validation_losses[step] for run in (found, expected, one, other)
-        )
-        bound = max(allowed.loss, allowed.roundings * relative(left, right))
-        yield Row(check, "validation loss", relative(here, there), bound, step)
-    steps = [run.gradients for run in (found, expected, one, other)]
-    for step, gradients in enumerate(zip(*steps, strict=True), 1):
-        yield from _gradients(check, step, gradients, allowed)
+        evaluated = [run.validation_losses[step] for run in runs]
+        yield _number(check, "validation loss", allowed.loss, evaluated, allowed, step)
+    gradients = zip(*(run.gradients for run in runs), strict=True)
+    for step, of_runs in enumerate(gradients, 1):
+        yield from _gradients(check, step, of_runs, allowed)
+
+
+def _number(
+    check: str, what: str, floor: float, of_runs: Sequence[float], allowed: Allowed, step: int
+) -> Row:
+    found, expected, one, other = of_runs
+    bound = max(floor, allowed.roundings * relative(one, other))
+    return Row(check, what, relative(found, expected), min(bound, allowed.limit), step)
 
 
 def _gradients(
-    check: str, step: int, of: Sequence[Mapping[str, Tensor]], allowed: Allowed
+    check: str, step: int, of_runs: Sequence[Mapping[str, Tensor]], allowed: Allowed
 ) -> Iterator[Row]:
-    found, expected, one, other = of
+    found, expected, one, other = of_runs
+    names = sorted(found.keys() & expected.keys())
+    wholes = [torch.cat([run[name].flatten() for name in names]) for run in of_runs]
+    rounding = distance(wholes[2], wholes[3])
+    bound = max(allowed.gradient, allowed.gradient_roundings * rounding)
+    got = distance(wholes[0], wholes[1])
+    yield Row(check, "whole gradient", got, min(bound, allowed.limit), step)
+    # A tensor whose gradient is below the last bit of the whole one's has rounding alone.
+    least = EPS * norm_of(wholes[1])
     for name in sorted(found.keys() | expected.keys()):
-        if name not in found or name not in expected:
+        if name not in names:
             note = "it is not trained" if name in expected else "it is trained, and must not be"
             yield Row(check, "gradient", math.inf, allowed.gradient, step, name, note)
             continue
-        rounding = distance(one[name], other[name])
+        rounding = distance(one[name], other[name], least)
         bound = max(allowed.gradient, allowed.gradient_roundings * rounding)
-        yield Row(check, "gradient", distance(found[name], expected[name]), bound, step, name)
+        got = distance(found[name], expected[name], least)
+        yield Row(check, "gradient", got, bound, step, name)
 
 
 def rows_of_updates(
@@ -182,46 +210,42 @@ def rows_of_updates(
     start: Mapping[str, Tensor],
     optimizer: OptimizerConfig,
     rates: Sequence[float],
-    updates: Sequence[int],
+    changed: Sequence[bool],
 ) -> Iterator[Row]:
     """Compare each update with AdamW's, in fp64, of the moments and weights that the run itself has
     written.
 
     ``start`` has the weights before the first step; those that are not in it (low-rank additions)
     are compared from the second step on. ``rates`` are the learning rates of the steps,
-    ``updates`` how many steps have changed weights by then: with fp16 some change nothing."""
-    before: Tensors = {name: {"master": weight} for name, weight in start.items()}
-    counted = 0
-    for step, (state, rate, count) in enumerate(zip(states, rates, updates, strict=True), 1):
-        for name in sorted(state.keys() & before.keys()):
-            old, new = before[name], state[name]
-            if "exp_avg" not in new or count == counted:
-                same = all(torch.equal(old[kind].to(new[kind].dtype), new[kind]) for kind in old)
+    ``changed`` says in which steps weights change: with fp16 not in all."""
+    before = Tensors(start, {}, {}, {})
+    updates = 0
+    for step, (state, rate, changes) in enumerate(zip(states, rates, changed, strict=True), 1):
+        updates += changes
+        for name in sorted(state.master.keys() & before.master.keys()):
+            if name in state.exp_avg and changes:
+                yield _second_moment(check, step, name, before, state, optimizer)
+                yield _update(check, step, name, before, state, optimizer, rate, updates)
+            else:
+                old = before.master[name].to(state.master[name].dtype)
+                same = torch.equal(old, state.master[name])
                 note = "" if same else "it has changed in a step that must not change it"
                 yield Row(check, "unchanged weight", float(not same), 0.0, step, name, note)
-                continue
-            yield _second_moment(check, step, name, old, new, optimizer)
-            yield _update(check, step, name, old, new, optimizer, rate, count)
         before = state
-        counted = count
 
 
 def _second_moment(
-    check: str,
-    step: int,
-    name: str,
-    old: Mapping[str, Tensor],
-    new: Mapping[str, Tensor],
-    optimizer: OptimizerConfig,
+    check: str, step: int, name: str, old: Tensors, new: Tensors, optimizer: OptimizerConfig
 ) -> Row:
     """Compare the second moment with what follows from the gradient, which follows from the first
     moment."""
-    moment, square = new["exp_avg"].double(), new["exp_avg_sq"].double()
-    old_moment, old_square = (
-        old[kind].double() if kind in old else torch.zeros_like(moment)
-        for kind in ("exp_avg", "exp_avg_sq")
-    )
-    beta1, beta2 = optimizer.adam_beta1, optimizer.adam_beta2
+    moment = new.exp_avg[name].double()
+    square = new.exp_avg_sq[name].double()
+    zero = torch.zeros_like(moment)
+    old_moment = old.exp_avg.get(name, zero).double()
+    old_square = old.exp_avg_sq.get(name, zero).double()
+    beta1 = optimizer.adam_beta1
+    beta2 = optimizer.adam_beta2
     gradient = (moment - beta1 * old_moment) / (1 - beta1)
     expected = beta2 * old_square + (1 - beta2) * gradient.square()
     # Both moments are rounded to fp32, and the difference of two first moments is divided by a
@@ -229,30 +253,58 @@ def _second_moment(
     unsure = EPS * (moment.abs() + beta1 * old_moment.abs()) / (1 - beta1)
     allowed = EPS * (square + beta2 * old_square) + TINY
     allowed += (1 - beta2) * unsure * (2 * gradient.abs() + unsure)
-    deviation = norm_of(square - expected)
-    bound = relative_norm(UPDATE_ROUNDINGS * norm_of(allowed), expected)
-    return Row(check, "second moment", relative_norm(deviation, expected), bound, step, name)
+    bound = _ratio(UPDATE_ROUNDINGS * norm_of(allowed), norm_of(expected))
+    deviation = distance(square, expected)
+    return Row(check, "second moment", deviation, bound, step, name)
 
 
 def _update(
     check: str,
     step: int,
     name: str,
-    old: Mapping[str, Tensor],
-    new: Mapping[str, Tensor],
+    old: Tensors,
+    new: Tensors,
     optimizer: OptimizerConfig,
     rate: float,
-    count: int,
+    updates: int,
 ) -> Row:
-    weight = old["master"].double()
+    weight = old.master[name].double()
     decay = optimizer.weight_decay if weight.dim() > 1 else 0.0
-    first = new["exp_avg"].double() / (1 - optimizer.adam_beta1**count)
-    second = new["exp_avg_sq"].double() / (1 - optimizer.adam_beta2**count)
-    step_of_adam = first / (second.sqrt() + optimizer.adam_eps)
-    expected = -rate * (step_of_adam + decay * weight)
-    found = new["master"].double() - weight
-    allowed = EPS * (weight.abs() + rate * (step_of_adam.abs() + decay * weight.abs()))
-    bound = relative_norm(UPDATE_ROUNDINGS * norm_of(allowed), expected)
-    deviation = relative_norm(norm_of(found - expected), expected)
-    # Where nothing is to change there is nothing to be relative to.
-    return Row(check, "update", deviation, bound if rate else 0.0, step, name)
+    first = new.exp_avg[name].double() / (1 - optimizer.adam_beta1**updates)
+    second = new.exp_avg_sq[name].double() / (1 - optimizer.adam_beta2**updates)
+    direction = first / (second.sqrt() + optimizer.adam_eps)
+    expected = -rate * (direction + decay * weight)
+    found = new.master[name].double() - weight
+    allowed = EPS * (weight.abs() + rate * (direction.abs() + decay * weight.abs()))
+    # Where the rate is 0 nothing may change, and there is nothing to be relative to.
+    bound = _ratio(UPDATE_ROUNDINGS * norm_of(allowed), norm_of(expected)) if rate else 0.0
+    deviation = distance(found, expected)
+    return Row(check, "update", deviation, bound, step, name)
+
+
+def rows_of_changes(
+    check: str,
+    start: Mapping[str, Tensor],
+    found: Sequence[Tensors],
+    single: Sequence[Tensors],
+    exact: Sequence[Tensors],
+) -> Iterator[Row]:
+    """Compare what each step has changed of the weights with what one process has: for an update
+    rule that is not AdamW."""
+    before: Sequence[Mapping[str, Tensor]] = (start, start, start)
+    for step, states in enumerate(zip(found, single, exact, strict=True), 1):
+        masters = [state.master for state in states]
+        for name in sorted(masters[0].keys() & before[0].keys()):
+            here, there, true = (
+                master[name].double() - old[name].double()
+                for master, old in zip(masters, before, strict=True)
+            )
+            bound = max(CHANGE_BOUND, IN_FP32.gradient_roundings * distance(there, true))
+            yield Row(check, "update", distance(here, there), bound, step, name)
+        before = masters
+
+
+def rows_of_rates(check: str, found: Sequence[float], expected: Sequence[float]) -> Iterator[Row]:
+    """Compare the learning rates."""
+    for step, (here, there) in enumerate(zip(found, expected, strict=True), 1):
+        yield Row(check, "learning rate", relative(here, there), RATE_BOUND, step)

@@ -7,19 +7,23 @@ the conversations, as they were written."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config
+from megatron_llama.data.loader import Batch
+from megatron_llama.prove.case import Case
 from megatron_llama.prove.compare import Row
+from megatron_llama.prove.materials import Materials, Talk
 
 CHECK = "data"
-Microbatch = Mapping[str, Tensor]
-"""The tensors of one microbatch by the names of ``Batch``'s fields, [s, b] each."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class RankReads:
     """What one rank has read in one step."""
 
     data_rank: int
-    microbatches: tuple[Microbatch, ...]
+    microbatches: tuple[Batch, ...]
 
 
 Reads = Mapping[int, Sequence[RankReads]]
@@ -47,6 +51,22 @@ class Expected:
     """The number of each token's document within the sample; all 0 where attention crosses
     documents."""
 
+    @property
+    def window(self) -> tuple[int, ...]:
+        """Its tokens, the last label among them."""
+        return (*self.tokens, self.labels[-1])
+
+
+FIELDS: Mapping[str, Callable[[Expected], object]] = MappingProxyType(
+    {
+        "labels": attrgetter("labels"),
+        "loss mask": attrgetter("counts"),
+        "positions": attrgetter("positions"),
+        "documents": attrgetter("documents"),
+    }
+)
+"""What of a sample follows from its tokens, by what the rows call it."""
+
 
 @dataclass(frozen=True)
 class Read:
@@ -57,6 +77,55 @@ class Read:
     """Its place in the global batch."""
     data_rank: int
     found: Expected
+
+
+def rows_of_data(reads: Reads, config: Config, materials: Materials, case: Case) -> Iterator[Row]:
+    """Compare what a run has read with what was written for it."""
+    yield from rows_of_reads(reads, config)
+    if case.sft:
+        talks: Sequence[Talk] = materials.talks
+        if not materials.valid_talks:
+            talks = _training_share(talks, config)
+        # A built-in template has made the tokens, so they are not known.
+        if all(talk.ids for talk in talks):
+            yield from rows_of_examples(reads, _examples(talks, config, case))
+        return
+    if config.data.megatron_data_order:
+        yield from rows_without_order(reads, config, materials.eod)
+        return
+    prefixes = read_blend(config.data.data_path).prefixes
+    parts = [
+        stream_samples(_training_share(documents, config), config, materials.eod)
+        for documents in materials.documents.values()
+    ]
+    in_order = config.data.data_order == "sequential" and len(prefixes) == 1
+    again = len(prefixes) - len(parts)
+    yield from rows_of_stream(reads, parts, in_order=in_order, again=again)
+
+
+T = TypeVar("T")
+
+
+def _training_share(everything: Sequence[T], config: Config) -> Sequence[T]:
+    weights = [float(weight) for weight in config.data.split.split(",")]
+    return everything[: round(len(everything) * weights[0] / sum(weights))]
+
+
+def _examples(talks: Sequence[Talk], config: Config, case: Case) -> tuple[Expected, ...]:
+    """The conversations that are trained, as --loss-on and --on-long-sample say."""
+    length = config.training.seq_length
+    loss_on = case.options.get("loss_on", "assistant")
+    found = []
+    for talk in talks:
+        if case.options.get("on_long_sample") == "drop" and len(talk.ids) > length + 1:
+            continue
+        last = max(talk.answers)
+        answers = [
+            loss_on == "all" or (answer == last if loss_on == "last" else answer > 0)
+            for answer in talk.answers
+        ]
+        found.append(example_of(talk.ids, answers, length))
+    return tuple(found)
 
 
 def stream_samples(
@@ -111,9 +180,7 @@ def rows_of_reads(reads: Reads, config: Config) -> Iterator[Row]:
             if not _same(read, other):
                 wrong = wrong or f"rank {rank} has read others than rank 0 of its data rank"
         yield Row(CHECK, "ranks alike", float(bool(wrong)), 0.0, step, note=wrong)
-        found = sum(
-            batch["tokens"].shape[1] for read in first.values() for batch in read.microbatches
-        )
+        found = sum(batch.tokens.shape[1] for read in first.values() for batch in read.microbatches)
         wanted = sizes.places(consumed)
         note = "" if found == wanted else f"{found} samples instead of {wanted}"
         yield Row(CHECK, "batch size", abs(found - wanted) / wanted, 0.0, step, note=note)
@@ -123,9 +190,13 @@ def rows_of_reads(reads: Reads, config: Config) -> Iterator[Row]:
 def _same(read: RankReads, other: RankReads) -> bool:
     if len(read.microbatches) != len(other.microbatches):
         return False
+    tensors = [
+        (one.tensors(), two.tensors())
+        for one, two in zip(read.microbatches, other.microbatches, strict=True)
+    ]
     return all(
         one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-        for one, two in zip(read.microbatches, other.microbatches, strict=True)
+        for one, two in tensors
     )
 
 
@@ -143,67 +214,71 @@ def samples_of(reads: Reads) -> Iterator[Read]:
                     place += 1
 
 
-def _rows_of(batch: Microbatch) -> Iterator[Expected]:
-    length, samples = batch["tokens"].shape
-    plain = torch.arange(length).unsqueeze(-1).expand(length, samples)
+def _rows_of(batch: Batch) -> Iterator[Expected]:
+    length, samples = batch.tokens.shape
+    mask, positions, documents = batch.loss_mask, batch.position_ids, batch.document_ids
+    places = torch.arange(length).unsqueeze(-1).expand(length, samples)
     columns = (
-        batch["tokens"],
-        batch["labels"],
-        batch.get("loss_mask", torch.ones(length, samples)) > 0,
-        batch.get("position_ids", plain),
-        batch.get("document_ids", torch.zeros(length, samples, dtype=torch.int32)),
+        batch.tokens,
+        batch.labels,
+        torch.ones(length, samples, dtype=torch.bool) if mask is None else mask > 0,
+        places if positions is None else positions,
+        torch.zeros(length, samples) if documents is None else documents,
     )
     for sample in range(samples):
         yield Expected(*(tuple(column[:, sample].tolist()) for column in columns))
 
 
 def rows_of_stream(
-    reads: Reads, parts: Sequence[Sequence[Expected]], *, in_order: bool
+    reads: Reads, parts: Sequence[Sequence[Expected]], *, in_order: bool = False, again: int = 0
 ) -> Iterator[Row]:
     """Compare each sample with those that were written, by its tokens. ``parts``: the samples of
-    each dataset. ``in_order``: the run reads them from the first to the last."""
-    known = {sample.tokens: sample for part in parts for sample in part}
+    each dataset. ``in_order``: the run reads them from the first to the last. ``again``: how many
+    datasets stand in the blend a second time."""
+    by_window = {sample.window: sample for part in parts for sample in part}
+    by_tokens = {sample.tokens: sample for part in parts for sample in part}
     times: Counter[tuple[int, ...]] = Counter()
     place = 0
     for step, read_in_step in _by_step(reads):
-        wrong = dict.fromkeys(("samples", "labels", "loss mask", "positions", "documents"), "")
+        wrong = dict.fromkeys(("samples", *FIELDS), "")
         if in_order:
             wrong["order"] = ""
         for read in read_in_step:
-            sample = known.get(read.found.tokens)
             where = f"data rank {read.data_rank}, sample {read.place} of the step"
+            # With wrong labels the last one is wrong, too.
+            sample = by_window.get(read.found.window, by_tokens.get(read.found.tokens))
             if sample is None:
                 wrong["samples"] = wrong["samples"] or f"{where}: no such text was written"
                 continue
-            times[sample.tokens] += 1
-            for name in ("labels", "loss mask", "positions", "documents"):
-                if _field(read.found, name) != _field(sample, name):
+            times[sample.window] += 1
+            for name, field in FIELDS.items():
+                if field(read.found) != field(sample):
                     wrong[name] = wrong[name] or where
-            if in_order and sample != parts[0][place % len(parts[0])]:
+            if in_order and sample.window != parts[0][place % len(parts[0])].window:
                 wrong["order"] = wrong["order"] or where
             place += 1
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
     for number, part in enumerate(parts):
-        yield _once([sample.tokens for sample in part], times, f"dataset {number}")
+        windows = [sample.window for sample in part]
+        yield _once(windows, times, f"dataset {number}", again)
 
 
 def rows_without_order(reads: Reads, config: Config, eod: int) -> Iterator[Row]:
     """Compare each sample with what follows from its own tokens, and see that none comes twice:
     for an order of documents that is not rebuilt here."""
-    seen: Counter[tuple[int, ...]] = Counter()
+    seen: set[tuple[int, ...]] = set()
     for step, read_in_step in _by_step(reads):
-        wrong = dict.fromkeys(("labels", "loss mask", "positions", "documents", "read once"), "")
+        wrong = dict.fromkeys((*FIELDS, "read once"), "")
         for read in read_in_step:
             where = f"data rank {read.data_rank}, sample {read.place} of the step"
-            window = (*read.found.tokens, read.found.labels[-1])
-            expected = expected_of(window, config, eod)
-            for name in ("labels", "loss mask", "positions", "documents"):
-                if _field(read.found, name) != _field(expected, name):
+            expected = expected_of(read.found.window, config, eod)
+            for name, field in FIELDS.items():
+                if field(read.found) != field(expected):
                     wrong[name] = wrong[name] or where
-            seen[window] += 1
-            if seen[window] > 1:
+            if read.found.window in seen:
                 wrong["read once"] = wrong["read once"] or f"{where} was read before"
+            seen.add(read.found.window)
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
 
@@ -211,29 +286,26 @@ def rows_without_order(reads: Reads, config: Config, eod: int) -> Iterator[Row]:
 def rows_of_examples(reads: Reads, examples: Sequence[Expected]) -> Iterator[Row]:
     """Compare each example of each sample with the conversation that has its tokens. What follows
     the last one is padding, of which nothing may count."""
-    known = {(*example.tokens, example.labels[-1]): example for example in examples}
+    by_window = {example.window: example for example in examples}
+    by_tokens = {example.tokens: example for example in examples}
     times: Counter[tuple[int, ...]] = Counter()
     for step, read_in_step in _by_step(reads):
-        wrong = dict.fromkeys(("examples", "loss mask", "positions"), "")
+        wrong = dict.fromkeys(("examples", "labels", "loss mask", "positions"), "")
         for read in read_in_step:
             where = f"data rank {read.data_rank}, sample {read.place} of the step"
             for part in _documents_of(read.found):
-                key = (*part.tokens, part.labels[-1])
-                example = known.get(key)
+                example = by_window.get(part.window, by_tokens.get(part.tokens))
                 if example is None:
                     if any(part.counts):
                         wrong["examples"] = wrong["examples"] or f"{where}: no such conversation"
                     continue
-                times[key] += 1
-                if part.labels != example.labels:
-                    wrong["examples"] = wrong["examples"] or f"{where}: its labels are others"
-                if part.counts != example.counts:
-                    wrong["loss mask"] = wrong["loss mask"] or where
-                if part.positions != example.positions:
-                    wrong["positions"] = wrong["positions"] or where
+                times[example.window] += 1
+                for name in ("labels", "loss mask", "positions"):
+                    if FIELDS[name](part) != FIELDS[name](example):
+                        wrong[name] = wrong[name] or where
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
-    yield _once(list(known), times, "the conversations")
+    yield _once([example.window for example in examples], times, "the conversations")
 
 
 def _documents_of(sample: Expected) -> Iterator[Expected]:
@@ -258,23 +330,16 @@ def _by_step(reads: Reads) -> Iterator[tuple[int, list[Read]]]:
     yield from found.items()
 
 
-def _field(sample: Expected, name: str) -> tuple[object, ...]:
-    values: dict[str, tuple[object, ...]] = {
-        "labels": sample.labels,
-        "loss mask": sample.counts,
-        "positions": sample.positions,
-        "documents": sample.documents,
-    }
-    return values[name]
-
-
-def _once(keys: Sequence[tuple[int, ...]], times: Counter[tuple[int, ...]], of: str) -> Row:
+def _once(
+    keys: Sequence[tuple[int, ...]], times: Counter[tuple[int, ...]], of: str, again: int = 0
+) -> Row:
     """Whether a pass over the samples ends before one of them comes again: how often they were
-    read differs by one at most. Equal samples are counted together."""
+    read differs by one at most, by more where ``again`` other passes go over the same samples.
+    Equal samples are counted together."""
     written = Counter(keys)
     read = sum(times[key] for key in written)
-    least = read // len(keys)
-    most = -(-read // len(keys))
+    least = read // len(keys) - again
+    most = -(-read // len(keys)) + again
     for key, copies in written.items():
         if not least * copies <= times[key] <= most * copies:
             note = (

@@ -13,8 +13,15 @@ from megatron_llama.prove.compare import Row
 ORDER_OF_KINDS = (
     "the run",
     *("ranks alike", "batch size", "samples", "order", "examples", "labels", "loss mask"),
-    *("positions", "documents", "read once", "loss", "gradient", "gradient norm"),
-    *("second moment", "update", "unchanged weight", "validation loss"),
+    *("positions", "documents", "read once", "learning rate", "loss", "gradient"),
+    *(
+        "whole gradient",
+        "gradient norm",
+        "second moment",
+        "update",
+        "unchanged weight",
+        "validation loss",
+    ),
 )
 """What of a step comes before what: a loss that differs makes the gradients differ, and these the
 norm. Kinds that are not listed come last."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.config.schema import (
     Config,
@@ -25,6 +26,7 @@ from megatron_llama.config.schema import (
     ParallelConfig,
     ZenFlowConfig,
 )
+from megatron_llama.data.loader import Batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import Rectangle, adapter_shapes
 from megatron_llama.prove.case import Case
@@ -137,26 +139,29 @@ class Sequences:
     """[n, s] fp32, 0 where a label does not count."""
 
 
-def sequences(microbatches: Iterable[Mapping[str, Tensor]]) -> Sequences:
+def sequences(microbatches: Iterable[Batch]) -> Sequences:
     """Cut the samples of a step into their documents. Those of which nothing counts are left out:
     nobody sees them."""
-    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, ...]] = []
     for batch in microbatches:
-        tokens, labels = batch["tokens"].t(), batch["labels"].t()
-        weights = batch["loss_mask"].t() if "loss_mask" in batch else torch.ones(tokens.shape)
-        positions = (
-            batch["position_ids"].t()
-            if "position_ids" in batch
-            else torch.arange(tokens.shape[1]).expand(tokens.shape)
+        length, samples = batch.tokens.shape
+        positions = torch.arange(length).unsqueeze(-1).expand(length, samples)
+        columns = (
+            batch.tokens,
+            batch.labels,
+            positions if batch.position_ids is None else batch.position_ids,
+            torch.ones(length, samples) if batch.loss_mask is None else batch.loss_mask,
         )
-        documents = batch.get("document_ids")
-        for row in range(len(tokens)):
-            sizes = [tokens.shape[1]]
-            if documents is not None:
-                sizes = torch.unique_consecutive(documents[:, row], return_counts=True)[1].tolist()
-            columns = (torch.split(one[row], sizes) for one in (tokens, labels, positions, weights))
-            parts += [part for part in zip(*columns, strict=True) if bool(part[3].any())]
-    padded = [nn.utils.rnn.pad_sequence(list(column), True) for column in zip(*parts, strict=True)]
+        for sample in range(samples):
+            sizes = [length]
+            if batch.document_ids is not None:
+                ids = batch.document_ids[:, sample]
+                sizes = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
+            documents = zip(
+                *(torch.split(column[:, sample], sizes) for column in columns), strict=True
+            )
+            parts += [part for part in documents if bool(part[3].any())]
+    padded = [pad_sequence(list(column), batch_first=True) for column in zip(*parts, strict=True)]
     return Sequences(*padded)
 
 
@@ -178,14 +183,10 @@ def not_in_transformers(case: Case, config: Config) -> str:
 
 
 def train_transformers(
-    folder: Path,
-    config: Config,
-    batches: Sequence[Sequence[Mapping[str, Tensor]]],
-    rates: Sequence[float],
-) -> tuple[History, Mapping[str, Tensor]]:
+    folder: Path, config: Config, batches: Sequence[Sequence[Batch]], rates: Sequence[float]
+) -> History:
     """Train transformers' model of a folder with torch's AdamW and ``clip_grad_norm_``, in fp32 on
-    these microbatches of each step. Returns its history and the trained tensors by
-    HuggingFace's names."""
+    these microbatches of each step."""
     model, trained = _model(folder, config)
     optimizer = config.optimizer
     matrices = [parameter for parameter in trained.values() if parameter.dim() > 1]
@@ -219,9 +220,8 @@ def train_transformers(
         for group in adamw.param_groups:
             group["lr"] = rate
         adamw.step()
-        losses.append(float(loss))
-    weights = {name: parameter.detach() for name, parameter in trained.items()}
-    return History(tuple(losses), tuple(norms), tuple(gradients), {}), weights
+        losses.append(float(loss.detach()))
+    return History(tuple(losses), tuple(norms), tuple(gradients), {})
 
 
 def _loss(model: nn.Module, batch: Sequences, z_weight: float) -> tuple[Tensor, Tensor]:
@@ -246,7 +246,9 @@ def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Par
     """transformers' model of a folder, and the parameters that are trained, by HuggingFace's
     names."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     attention = "eager" if config.model.attn_logit_softcapping else "sdpa"
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=attention, local_files_only=True

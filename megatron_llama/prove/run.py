@@ -18,6 +18,7 @@ from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.checkpoint.chunks import Region, RegionLoadPlanner, is_state, state_key
 from megatron_llama.checkpoint.native import MOMENTS
 from megatron_llama.checkpoint.storage import ChunkReader, read_metadata
+from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.loop.callbacks import Callback, Run, Step
@@ -57,6 +58,8 @@ class RankRecord:
     """By iteration; 0: before the first step."""
     start_seconds: float
     """Until the first step began."""
+    config: Config
+    """With everything decided."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ class Trained:
     export: Path | None
     """The HuggingFace folder that the run has written at its end; None if it stopped before."""
     seconds: float
+
+    @property
+    def config(self) -> Config:
+        """The configuration with everything decided."""
+        return self.ranks[0].config
 
     @property
     def iterations(self) -> tuple[int, ...]:
@@ -187,11 +195,13 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self._at = time.monotonic()
+        self._config = Config()
         self._start_seconds = 0.0
         self._steps: list[StepRecord] = []
         self._validation_losses: dict[int, float] = {}
 
     def on_start(self, run: Run) -> None:
+        self._config = run.config
         self._start_seconds = self._since()
 
     def on_step(self, run: Run, step: Step) -> None:
@@ -212,7 +222,9 @@ class Recorder(Callback):
 
     def record(self) -> RankRecord:
         """What was seen."""
-        return RankRecord(tuple(self._steps), self._validation_losses, self._start_seconds)
+        return RankRecord(
+            tuple(self._steps), self._validation_losses, self._start_seconds, self._config
+        )
 
     def _since(self) -> float:
         before = self._at
