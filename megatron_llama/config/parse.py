@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -100,16 +101,26 @@ def options_of(sections: Sequence[type[Any]]) -> dict[str, Option]:
     section."""
     table: dict[str, Option] = {}
     for section in sections:
-        kinds = get_type_hints(section)
-        for item in fields(section):
-            assert item.name not in table and item.name != "config", (
-                f"option {item.name} is defined twice"
+        for option in _own_options(section):  # type: ignore[arg-type]
+            assert option.name not in table and option.name != "config", (
+                f"option {option.name} is defined twice"
             )
-            default = (
-                item.default_factory() if item.default_factory is not MISSING else item.default
-            )
-            table[item.name] = Option(item.name, section, kinds[item.name], default)
+            table[option.name] = option
     return table
+
+
+@cache  # `prove --fuzz` reads thousands of command lines, and annotations are slow to evaluate
+def _own_options(section: type[Any]) -> tuple[Option, ...]:
+    kinds = get_type_hints(section)
+    return tuple(
+        Option(
+            item.name,
+            section,
+            kinds[item.name],
+            item.default_factory() if item.default_factory is not MISSING else item.default,
+        )
+        for item in fields(section)
+    )
 
 
 def differences(instances: Iterable[Any]) -> dict[str, Any]:
@@ -653,7 +664,7 @@ def _separated(item: _Given, kind: Any, raw: Any) -> str | None:
     if get_origin(kind) is not tuple:
         return None
     words = re.split(r"[,;\s]+", " ".join(raw) if isinstance(raw, list) else str(raw))
-    if len(words) < 2:
+    if len(words) < 2 or words == raw:
         return None
     if item.is_flag:
         return f"separate them by spaces: {item.where} {' '.join(words)}"

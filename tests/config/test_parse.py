@@ -257,6 +257,7 @@ def test_several_integers(tmp_path: Path) -> None:
     for text in ("3,1", "3 1", "'3, 1'"):
         [problem] = refusal("--config", yaml_file(tmp_path, f"pipeline_layer_split: {text}\n"))
         assert problem.endswith("; write [3, 1]")
+    assert refusal("--pipeline-layer-split", "3", "x") == [f"--pipeline-layer-split: got 3 x, {expected}; correct the value"]
 
 
 def test_several_patterns(tmp_path: Path) -> None:

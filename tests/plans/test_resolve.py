@@ -7,7 +7,7 @@ import pytest
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.hf import hf_config_from_model
 from megatron_llama.config.megatron_names import MEGATRON
-from megatron_llama.config.parse import parse
+from megatron_llama.config.parse import flag, options_of, parse
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
@@ -435,3 +435,18 @@ def test_other_shapes_than_the_folder_has_are_refused(tmp_path: Path) -> None:
 
 def test_an_interval_without_a_folder_is_a_warning() -> None:
     assert check(config_of(save_interval=5), 1).warnings == ("--save-interval 5 without --save: nothing will be saved",)
+
+
+@pytest.mark.parametrize("name", [name for name, option in options_of(config_sections()).items() if option.kind in (int, float)])
+def test_a_negative_number_is_named_once_where_it_is_wrong(name: str) -> None:
+    named = [line for line in problems(config_of(**{name: -1}), 1) if line.startswith(f"{flag(name)}: ")]
+    assert len(named) == (name not in ("profile_step_end",))  # nothing is traced
+
+
+def test_a_negative_share_of_warm_up_is_not_a_second_length() -> None:
+    assert len(problems(config_of(lr_warmup_fraction=-1.0, lr_warmup_iters=2), 1)) == 1
+
+
+def test_layers_that_slide_are_named_as_they_are_written() -> None:
+    (problem,) = problems(config_of(layer_types=("sliding_attention",) * 4, model_type="gemma3_text"), 1)
+    assert problem.startswith("--layer-types: got sliding_attention sliding_attention sliding_attention sliding_attention, expected a ")

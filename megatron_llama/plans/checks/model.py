@@ -93,12 +93,15 @@ def _kind_problems(model: ModelConfig) -> Iterator[str]:
     elif SLIDING in model.layer_types and not model.sliding_window:
         expected = "a window for the layers that slide"
         do = "give --sliding-window N"
-        yield describe("--layer-types", got=model.layer_types, expected=expected, do=do)
+        got = " ".join(model.layer_types)
+        yield describe("--layer-types", got=got, expected=expected, do=do)
 
 
 def _rotary_problems(model: ModelConfig) -> Iterator[str]:
     rotated = int(model.head_dim * model.partial_rotary_factor)
-    if model.head_dim > 0 and (rotated % 2 or not 0 < rotated <= model.head_dim):
+    # A share that is not positive is named by ranges.py.
+    fits = rotated % 2 == 0 and 0 < rotated <= model.head_dim
+    if model.head_dim > 0 and model.partial_rotary_factor > 0 and not fits:
         do = "choose another --partial-rotary-factor"
         expected = f"an even number of dims up to head_dim {model.head_dim}"
         got = f"{model.partial_rotary_factor}, {rotated} dims"

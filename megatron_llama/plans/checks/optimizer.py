@@ -56,7 +56,7 @@ def _decay_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Ite
     unit = "samples" if given["samples"] else "iters"
     whole, warmup, last = (getattr(optimizer, name) for name in named[unit])
     share = optimizer.lr_warmup_fraction
-    if share and (warmup or share >= 1):
+    if share > 0 and (warmup or share >= 1):
         got = f"{share}{f' with --lr-warmup-{unit} {warmup}' if warmup else ''}"
         do = "give one length of the warm-up, and 0 for the other"
         yield describe(
