@@ -15,11 +15,12 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.model.llama import Positions, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.plans.buckets import BucketKind
+from megatron_llama.prove.draw import DOUBLINGS, EACH_SCHEDULE, SCHEDULES, THREE_AXES
 from tools.parity import markdown_of_drawn, rows
 
 from tests.harness import Cluster
 from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES, Layout, Record, Reference, Trainer, merged, train, trainer
-from tests.parallel.draw import COUNT, DOUBLINGS, EACH_SCHEDULE, SCHEDULES, SEED, STEPS, THREE_AXES, alone, axes, draw
+from tests.parallel.draw import COUNT, SEED, STEPS, alone, axes, draw
 
 DRAWN = draw()
 FEWER = 12

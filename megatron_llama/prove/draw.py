@@ -1,0 +1,598 @@
+"""Draws configurations from a seed: a sample of everything that can be combined, with a floor under
+what is easily missed.
+
+What may be combined is not written here again. A case begins with a layout and a family; then
+options are added one after the other, and what the product's own checks refuse beside those before
+it is left out. So a new option of the schema needs a line here and no rules. Some cases keep a
+wrong value, to see how it is refused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args, get_origin
+
+from megatron_llama.api.common.options import read_options
+from megatron_llama.config.families import FAMILIES
+from megatron_llama.config.parse import options_of
+from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS
+from megatron_llama.config.schema import Config, PipelineSchedule
+from megatron_llama.config.windows import FULL, SLIDING
+from megatron_llama.errors import UserError
+from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.plans.params import PROJECTIONS
+from megatron_llama.plans.schedule import ScheduleError, placement_of
+from megatron_llama.prove.case import STEPS, Case
+from megatron_llama.prove.given import EXAMPLES, PRETRAIN, SECTIONS, read_given
+from megatron_llama.prove.rules import LEFT_OUT
+from megatron_llama.sft.repair import Repair
+
+T = TypeVar("T")
+Options = dict[str, Any]
+Topic = Callable[[random.Random, Case], Options]
+"""Draws options that belong together, for a case that has others already."""
+
+DOUBLINGS = 3
+"""At most 2**3 processes."""
+WORLD_SIZE = "world_size"
+"""With the options of a topic that changes the number of processes, that number."""
+GLOBAL_BATCH_SIZE = 8
+SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
+DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+LAYERS = (4, 6, 8, 12, 16, 24)
+BUCKETS = (1, 3_000, 20_000, 1_000_000)
+
+OF, THREE_AXES, EACH_SCHEDULE, EACH_FAMILY = 64, 20, 8, 4
+"""At least so many of 64 cases have three or more axes above 1, at least so many with a pipeline
+run each schedule, and at least so many are of each family."""
+THREE = "three axes"
+MOST_TOPICS = 18
+"""Options and groups of options that are tried beside layout and family."""
+ODD = 0.2
+"""Share of the cases with an axis of three."""
+OF_FAMILY = 0.4
+"""Share of the cases that have an option, of those that only some families have."""
+WRONG = 0.15
+"""Share of the cases that have a wrong value."""
+TUNED = 0.25
+"""Share of the cases that are tuned on conversations."""
+
+
+def draw(seed: int, count: int) -> tuple[Case, ...]:
+    """``count`` cases, always the same for a seed; some of them the product refuses. Of fewer than
+    64 the floors are smaller in proportion."""
+    chance = random.Random(seed)
+    spread = with_floors(
+        lambda: _spread(chance),
+        traits,
+        lambda case: refusal(case) is None,
+        floors(count, by_family=True),
+        count,
+    )
+    defaults = {name: option.default for name, option in options_of(SECTIONS).items()}
+    cases = []
+    for number, one in enumerate(spread):
+        case = _furnished(chance, one)
+        options = {name: v for name, v in case.options.items() if v != defaults[name]}
+        cases.append(replace(case, name=f"drawn {number} of seed {seed}", options=options))
+    return tuple(cases)
+
+
+def floors(count: int, *, by_family: bool = False) -> tuple[Counter[str], ...]:
+    """How often each trait has to be among ``count`` drawn ones."""
+    families = tuple(FAMILIES) * (count * EACH_FAMILY // OF)
+    return (
+        Counter({THREE: count * THREE_AXES // OF}),
+        Counter(SCHEDULES * (count * EACH_SCHEDULE // OF)),
+        *([Counter(families)] if by_family else []),
+    )
+
+
+def traits(case: Case) -> tuple[str, ...]:
+    """What a case counts for in each floor."""
+    schedule = str(case.options["pipeline_schedule"]) if axis_sizes(case)["pp"] > 1 else ""
+    above = sum(size > 1 for size in axis_sizes(case).values())
+    return THREE if above >= 3 else "", schedule, str(case.options["model_type"])
+
+
+def axis_sizes(case: Case) -> dict[str, int]:
+    """The sizes of tp, cp, pp and dp."""
+    found = {axis: case.options.get(name, 1) for axis, name in AXES.items()}
+    # A case that is refused may have any value here.
+    sizes = {a: size if isinstance(size, int) and size > 0 else 1 for a, size in found.items()}
+    return sizes | {"dp": case.world_size // math.prod(sizes.values())}
+
+
+AXES: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+    }
+)
+"""The options of the axes; dp is what is left of the processes."""
+
+
+def with_floors(
+    candidate: Callable[[], T | None],
+    traits_of: Callable[[T], Sequence[str]],
+    runs: Callable[[T], bool],
+    wanted: Sequence[Counter[str]],
+    count: int,
+) -> list[T]:
+    """Draw ``count`` different candidates that can run (None: that one is drawn anew), among which
+    each trait is as often as is ``wanted``. ``traits_of`` gives one trait for each floor."""
+    chosen: list[T] = []
+    left = [Counter(floor) for floor in wanted]
+    while len(chosen) < count:
+        one = candidate()
+        if one is None or one in chosen:
+            continue
+        missing = list(zip(left, traits_of(one), strict=True))
+        # The last places are kept for what is missing. Each can serve all floors, so all are
+        # always reached.
+        places = count - len(chosen)
+        if all(floor.total() < places or floor[trait] for floor, trait in missing) and runs(one):
+            chosen.append(one)
+            for floor, trait in missing:
+                floor[trait] -= min(1, floor[trait])
+    return chosen
+
+
+def configured(case: Case) -> Config:
+    """The configuration of a case, as ``prove`` reads it. Raises UserError."""
+    return read_given(read_options(None, case.options, SECTIONS), case.world_size).resolved
+
+
+def refusal(case: Case) -> UserError | None:
+    """Why the product refuses the case before it starts a process; None if it does not."""
+    try:
+        configured(case)
+    except UserError as error:
+        return error
+    return None
+
+
+# Layouts
+
+
+def layout(chance: random.Random) -> tuple[Options, int]:
+    """Draw how a model of 4 heads is spread over up to 8 processes: the options, and the number of
+    processes. Not all of it can run; raises ScheduleError where the pipeline has no stages."""
+    doublings = chance.randint(0, DOUBLINGS)
+    pp = 2**doublings
+    left = DOUBLINGS - doublings
+    sizes: dict[str, int] = {}
+    for axis in chance.sample(("tp", "cp", "dp"), 3):
+        doublings = chance.randint(0, min(2, left))
+        sizes[axis] = 2**doublings
+        left -= doublings
+    options: Options = {AXES[axis]: sizes[axis] for axis in ("tp", "cp")} | {AXES["pp"]: pp}
+    options["virtual_pipeline_model_parallel_size"] = chance.choice((1, 2, 3)) if pp > 1 else 1
+    options["sequence_parallel"] = sizes["tp"] > 1 and chance.random() < 0.5
+    options["cp_comm_type"] = (
+        chance.choice(("all_gather", "ring")) if sizes["cp"] > 1 else "all_gather"
+    )
+    options["data_parallel_sharding_strategy"] = chance.choice(STRATEGIES)
+    microbatches = chance.choice((1, 2, 4, 8))
+    # A global batch that is too small leaves microbatches without samples, which is refused.
+    options["micro_batch_size"] = GLOBAL_BATCH_SIZE // (sizes["dp"] * microbatches)
+    options["global_batch_size"] = GLOBAL_BATCH_SIZE
+    options["pipeline_schedule"] = chance.choice(SCHEDULES) if pp > 1 else "1f1b"
+    options["num_key_value_heads"] = chance.choice((4, 2, 1))
+    options["recompute_granularity"] = chance.choice(("none", "selective", "full"))
+    options["tie_word_embeddings"] = chance.random() < 0.5
+    options |= dict.fromkeys(DOCUMENTS, chance.random() < 0.5)
+    options["reduce_bucket_size"] = chance.choice(BUCKETS)
+    options |= _sharding(chance, options, sizes["dp"] * sizes["cp"]) | _stages(chance, options)
+    return options, pp * sizes["tp"] * sizes["cp"] * sizes["dp"]
+
+
+def _sharding(chance: random.Random, options: Mapping[str, Any], ranks: int) -> Options:
+    """How parameters and gradients are buffered, and whether shards are replicated."""
+    strategy = options["data_parallel_sharding_strategy"]
+    if strategy == NO_SHARD:
+        return {}
+    slots = "default"
+    if strategy == BY_TRAFFIC[-1]:  # parameters too
+        slots = chance.choice(("default", "2", "2", "3", "all"))
+    sizes = [size for size in (1, 2) if size < ranks]
+    return {
+        "param_slots": slots,
+        "grad_slots": chance.choice((1, 2, 3)),
+        "data_parallel_shard_size": chance.choice(sizes) if sizes and chance.random() < 0.3 else 0,
+        "prefetch_bytes": chance.choice((0, 0, 60_000)),
+    }
+
+
+def _stage_count(options: Mapping[str, Any]) -> int:
+    virtual = options["virtual_pipeline_model_parallel_size"]
+    return len(placement_of(options["pipeline_schedule"], options[AXES["pp"]], virtual))
+
+
+def _stages(chance: random.Random, options: Mapping[str, Any]) -> Options:
+    """Give every stage some blocks: equal shares, or a split at random."""
+    stages = _stage_count(options)
+    layers = chance.choice([count for count in LAYERS if stages <= count <= stages + 4])
+    if stages == 1 or chance.random() < 0.5:
+        return {"num_hidden_layers": layers}
+    cuts = [0, *sorted(chance.sample(range(1, layers), stages - 1)), layers]
+    split = tuple(stop - start for start, stop in itertools.pairwise(cuts))
+    return {"num_hidden_layers": layers, "pipeline_layer_split": split}
+
+
+# Everything else
+
+
+def _spread(chance: random.Random) -> Case | None:
+    """Draw a case with layout, family and sizes. None: its pipeline has no stages."""
+    try:
+        options, world_size = layout(chance)
+    except ScheduleError:
+        return None
+    sft = chance.random() < TUNED
+    case = Case("", options | _model(chance), world_size, sft)
+    if chance.random() < ODD:
+        more = _three(chance, case)
+        case = replace(case, world_size=more.pop(WORLD_SIZE), options={**case.options, **more})
+    names = case.options.keys() - (STREAMS if sft else ())
+    kept = {name: value for name, value in case.options.items() if name in names and value != ()}
+    return replace(case, options=kept)
+
+
+def _furnished(chance: random.Random, case: Case) -> Case:
+    """The case with some of all other options; those that not every family has come more often."""
+    own = (*FAMILIES[str(case.options["model_type"])].fields, "windows")
+    names = [name for name in own if chance.random() < OF_FAMILY]
+    for name in [*names, *chance.sample(sorted(TOPICS), chance.randint(0, MOST_TOPICS))]:
+        if name not in (STREAMS if case.sft else EXAMPLES):
+            case = _with(case, TOPICS[name](chance, case)) or case
+    return _spoiled(chance, case) if chance.random() < WRONG else case
+
+
+def _with(case: Case, more: Options) -> Case | None:
+    """The case with ``more`` options; None if the product refuses it then. A case that raises any
+    other error is kept: that is what is looked for."""
+    world_size = more.pop(WORLD_SIZE, case.world_size)
+    # An empty list says what leaving the option out says.
+    options = {name: value for name, value in {**case.options, **more}.items() if value != ()}
+    added = replace(case, options=options, world_size=world_size)
+    try:
+        return None if refusal(added) else added
+    except Exception:
+        return added
+
+
+def _spoiled(chance: random.Random, case: Case) -> Case:
+    """The case with a wrong value of one option, if the product takes none of three for right."""
+    known = options_of(SECTIONS if case.sft else PRETRAIN)
+    for name in chance.sample(sorted(known.keys() - LEFT_OUT.keys()), 3):
+        spoiled = replace(case, options={**case.options, name: _wrong(chance, known[name].kind)})
+        if _with(spoiled, {}) is None:
+            return spoiled
+    return case
+
+
+def _wrong(chance: random.Random, kind: Any) -> object:
+    """A value that is wrong for most options of a kind."""
+    numbers = (-1, 0, 3, 97)
+    if kind in (int, int | None):
+        return chance.choice(numbers)
+    if kind is float:
+        return chance.choice((-1.0, 0.0, 1.5, 1e30))
+    if get_origin(kind) is tuple:
+        return tuple(chance.choices(numbers, k=chance.randint(0, 3)))
+    return chance.choice((*numbers, "none of these"))
+
+
+def _model(chance: random.Random) -> Options:
+    """The family, and sizes for the 4 heads of a layout."""
+    return {
+        "model_type": chance.choice(tuple(FAMILIES)),
+        "num_attention_heads": 4,
+        "head_dim": chance.choice((8, 12, 16, 24)),
+        "hidden_size": chance.choice((32, 48, 64)),
+        "intermediate_size": chance.choice((64, 88, 160)),
+        "vocab_size": chance.choice((260, 300, 384, 511, 600)),
+        "seq_length": chance.choice((16, 32, 48)),
+    }
+
+
+VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        # model
+        "max_position_embeddings": (8, 64),
+        "rms_norm_eps": (1e-6, 1e-3),
+        "rope_theta": (100.0, 1e6),
+        "initializer_range": (0.005, 0.1),
+        "attention_bias": (True,),
+        "add_qkv_bias": (True, False),
+        "mlp_bias": (True,),
+        "qk_norm": ("none", "head", "projection"),
+        "norm_position": ("before", "after", "both"),
+        "apply_layernorm_1p": (True, False),
+        "hidden_act": ("silu", "gelu_pytorch_tanh"),
+        "embedding_multiplier": (2.5,),
+        "query_pre_attn_scalar": (5.0, 20.0),
+        "attn_logit_softcapping": (3.0, 0.0),
+        "final_logit_softcapping": (4.0, 0.0),
+        "partial_rotary_factor": (0.25, 0.5),
+        "rope_local_base_freq": (50.0,),
+        "make_vocab_size_divisible_by": (1, 8, 100),
+        # parallel
+        "exchange_chunk_bytes": (64, 1_000, 4_096),
+        "recompute_num_layers": ("0", "1", "2", "auto"),
+        "grad_reduce_in_bf16": (True,),
+        "high_priority_stream_groups": (("none",), ("dp", "pp")),
+        "nccl_pp_max_ctas": (0, 1),
+        # training
+        "z_loss_weight": (1e-3, 0.1),
+        "seed": (7,),
+        "bf16": (True,),
+        "fp64": (True,),
+        "attention_backend": ("flash", "fused"),
+        "deterministic_mode": (True,),
+        "on_bad_step": ("skip", "rollback"),
+        "check_weight_hash_across_dp_replicas_interval": (1, 3),
+        # optimizer
+        "lr": (1e-4, 1e-2),
+        "min_lr": (1e-5,),
+        "weight_decay": (0.0, 0.3),
+        "adam_beta1": (0.0, 0.5),
+        "adam_beta2": (0.9, 0.95),
+        "adam_eps": (1e-15, 1e-3),
+        "clip_grad": (0.0, 0.05, 1e9),
+        # data
+        "split": ("80,20,0", "50,30,20", "100,0,0"),
+        "data_order": ("sequential",),
+        "megatron_data_order": (True,),
+        **dict.fromkeys(DOCUMENTS, (True, False)),
+        # examples
+        "chat_template": ("plain", "chatml", "llama2", "llama3"),
+        "loss_on": ("last", "all"),
+        "on_bad_sample": ("drop",),
+        "on_long_sample": ("drop",),
+        "packing": (True, True, True),
+        "neftune_noise_alpha": (5.0,),
+    }
+)
+"""Options that are drawn one by one, and what they are set to."""
+STREAMS = frozenset(("data_path", "megatron_data_order", *DOCUMENTS))
+"""Options and topics of token streams, which ``sft`` does not read."""
+
+
+def _heads(chance: random.Random, case: Case) -> Options:
+    heads = 8
+    return {"num_attention_heads": heads, "num_key_value_heads": chance.choice((1, 2, 4, 8))}
+
+
+def _three(chance: random.Random, case: Case) -> Options:
+    """An axis of 3, and perhaps one of 2 beside it: sizes that are no power of two."""
+    three, two = chance.sample(sorted(axis_sizes(case)), 2)
+    sizes = dict.fromkeys(axis_sizes(case), 1) | {three: 3, two: chance.choice((1, 2, 2))}
+    micro = chance.choice((1, 2))
+    return {
+        **{AXES[axis]: sizes[axis] for axis in AXES},
+        WORLD_SIZE: math.prod(sizes.values()),
+        "num_attention_heads": 6,
+        "num_key_value_heads": chance.choice((1, 2, 3, 6)),
+        "intermediate_size": 96,
+        "seq_length": 36,
+        "micro_batch_size": micro,
+        "global_batch_size": micro * sizes["dp"] * chance.choice((1, 2, 3)),
+        "data_parallel_shard_size": 0,
+        **_blocks(chance, {**case.options, AXES["pp"]: sizes["pp"]}),
+    }
+
+
+def _blocks(chance: random.Random, options: Mapping[str, Any], ends: int = 0) -> Options:
+    """Equal shares of blocks for a pipeline; embedding and head count as ``ends`` of them."""
+    stages = _stage_count(options)
+    return {"num_hidden_layers": 2 * stages - ends, "pipeline_layer_split": ()}
+
+
+def _ends(chance: random.Random, case: Case) -> Options:
+    """The embedding, the head or both count as blocks of their stages."""
+    embedding, loss = chance.choice(((True, False), (False, True), (True, True)))
+    return {
+        "account_for_embedding_in_pipeline_split": embedding,
+        "account_for_loss_in_pipeline_split": loss,
+        **_blocks(chance, case.options, embedding + loss),
+    }
+
+
+def _buffers(chance: random.Random, case: Case) -> Options:
+    """What is decided by the memory that there is."""
+    slots = {"param_slots": "auto", "data_parallel_sharding_strategy": "optim_grads_params"}
+    return chance.choice(({"data_parallel_sharding_strategy": "auto"}, slots))
+
+
+def _rope(chance: random.Random, case: Case) -> Options:
+    """A rotary scaling, whose numbers change frequencies and positions of a short text."""
+    head_dim = int(str(case.options["head_dim"]))
+    partial = float(str(case.options.get("partial_rotary_factor", 1.0)))
+    pairs = int(head_dim * partial) // 2
+    numbers: Mapping[str, object] = {
+        "factor": chance.choice((2.0, 8.0)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        ORIGINAL: chance.choice((8, 20, 64)),
+        "attention_factor": 1.3,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.1,
+        "truncate": False,
+        "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [2.0 + 0.7 * pair for pair in range(pairs)],
+    }
+    kind = chance.choice([kind for kind in ROPE_FIELDS if kind != "default"])
+    known = ROPE_FIELDS[kind]
+    chosen = [*known.needed, *(name for name in known.optional if chance.random() < 0.3)]
+    return {"rope_scaling": {"rope_type": kind, **{name: numbers[name] for name in chosen}}}
+
+
+def _windows(chance: random.Random, case: Case) -> Options:
+    """A window that is shorter than the samples, in all layers or in some."""
+    layers = int(str(case.options["num_hidden_layers"]))
+    types = chance.choices((FULL, SLIDING), k=layers) if chance.random() < 0.6 else ()
+    return {"sliding_window": chance.choice((2, 5, 11)), "layer_types": tuple(types)}
+
+
+def _batches(chance: random.Random, case: Case) -> Options:
+    """Another number of samples in a step, which may grow."""
+    dp = axis_sizes(case)["dp"]
+    micro = chance.choice((1, 2, 3))
+    microbatches = chance.choice((2, 3, 4, 5))
+    full = micro * dp * microbatches
+    options: Options = {"micro_batch_size": micro, "global_batch_size": full}
+    if chance.random() < 0.5:
+        start = micro * dp * chance.randint(1, microbatches)
+        options["rampup_batch_size"] = (start, micro * dp, chance.choice((1, 2, 3)) * full)
+    return options
+
+
+def _half(chance: random.Random, case: Case) -> Options:
+    """float16; at the highest scale the first steps overflow and are skipped."""
+    return {
+        "fp16": True,
+        "initial_loss_scale": chance.choice((1024.0, 65536.0, 2.0**32)),
+        "min_loss_scale": chance.choice((1.0, 16.0)),
+        "loss_scale_window": chance.choice((1, 2, 1000)),
+        "hysteresis": chance.choice((1, 2)),
+    }
+
+
+def _spikes(chance: random.Random, case: Case) -> Options:
+    return {
+        "on_bad_step": chance.choice(("skip", "rollback")),
+        "loss_spike_factor": chance.choice((1.01, 1.5, 3.0)),
+        "loss_spike_window": chance.choice((1, 2, 3)),
+        "max_bad_steps": chance.choice((5, 10)),
+    }
+
+
+def _evaluation(chance: random.Random, case: Case) -> Options:
+    return {
+        "eval_interval": chance.choice((1, 2, 4)),
+        "eval_iters": chance.choice((0, 1, 2)),
+        "split": chance.choice(("80,20,0", "50,30,20")),
+    }
+
+
+def _schedule(chance: random.Random, case: Case) -> Options:
+    """How the learning rate rises and falls, in iterations, in samples or in a share."""
+    style = chance.choice(("constant", "linear", "cosine", "WSD"))
+    options: Options = {"lr_decay_style": style}
+    if style == "WSD":
+        options["lr_wsd_decay_style"] = chance.choice(
+            ("exponential", "linear", "cosine", "minus_sqrt")
+        )
+    unit, one = chance.choice((("iters", 1), ("samples", options_batch(case))))
+    if unit == "samples":
+        options["train_samples"] = 2 * STEPS * one
+    whole = chance.choice((4, STEPS, 2 * STEPS))
+    options[f"lr_decay_{unit}"] = whole * one
+    if chance.random() < 0.5:
+        options[f"lr_warmup_{unit}"] = chance.choice((1, 2)) * one
+    else:
+        options["lr_warmup_fraction"] = chance.choice((0.2, 0.5))
+    if style == "WSD":
+        options[f"lr_wsd_decay_{unit}"] = chance.choice((1, 2)) * one
+    return options
+
+
+def options_batch(case: Case) -> int:
+    """Samples of a step."""
+    return int(str(case.options["global_batch_size"]))
+
+
+def _length(chance: random.Random, case: Case) -> Options:
+    """A run whose length is given in samples or in passes over them."""
+    samples = {"train_samples": options_batch(case) * chance.choice((STEPS, 2 * STEPS)) + 1}
+    return chance.choice((samples, {"epochs": chance.choice((0.5, 2.0, 20.0))}))
+
+
+def _freeze(chance: random.Random, case: Case) -> Options:
+    patterns = ("model.embed_tokens.*", "*.layers.0.*", "*.mlp.*", "*.self_attn.*", "*norm*")
+    return {"freeze": tuple(chance.sample((*patterns, "lm_head.*"), chance.randint(1, 3)))}
+
+
+def _offload(chance: random.Random, case: Case) -> Options:
+    return {
+        "optimizer_offload": "exact",
+        "optimizer_offload_fraction": chance.choice((1.0, 0.5, 0.0)),
+        "offload_speculative": chance.random() < 0.5,
+        "speculation_bytes": chance.choice((0, 20_000, 4_294_967_296)),
+    }
+
+
+def _zenflow(chance: random.Random, case: Case) -> Options:
+    return {
+        "optimizer_offload": "zenflow",
+        "optimizer_offload_fraction": chance.choice((1.0, 0.5)),
+        "zenflow_topk_ratio": chance.choice((0.1, 0.5, 1.0)),
+        "zenflow_select_strategy": chance.choice(("auto", "step", "epoch")),
+        "zenflow_select_interval": chance.choice(("auto", "1", "4")),
+        "zenflow_update_interval": chance.choice(("auto", "1", "2", "4")),
+        "zenflow_update_interval_cap": chance.choice((2, 16)),
+        "zenflow_full_warm_up_rounds": chance.choice((0, 2)),
+        "zenflow_overlap_step": chance.random() < 0.5,
+    }
+
+
+def _lora(chance: random.Random, case: Case) -> Options:
+    targets = chance.sample(PROJECTIONS, chance.randint(1, len(PROJECTIONS)))
+    return {
+        "lora_rank": chance.choice((1, 2, 5)),
+        "lora_alpha": chance.choice((4.0, 16.0)),
+        "lora_dropout": chance.choice((0.0, 0.0, 0.0, 0.1)),
+        "lora_target_modules": PROJECTIONS if chance.random() < 0.5 else tuple(targets),
+    }
+
+
+def _blend(chance: random.Random, case: Case) -> Options:
+    """Several datasets. Whoever runs the case writes them."""
+    return {
+        "data_path": chance.choice((("a", "b"), ("0.7", "a", "0.3", "b"), ("2", "a", "1", "b")))
+    }
+
+
+def _repairs(chance: random.Random, case: Case) -> Options:
+    known = get_args(Repair)
+    return {"repair_conversations": tuple(chance.sample(known, chance.randint(1, len(known))))}
+
+
+def _single(name: str) -> Topic:
+    return lambda chance, case: {name: chance.choice(VALUES[name])}
+
+
+TOPICS: Mapping[str, Topic] = MappingProxyType(
+    {name: _single(name) for name in VALUES}
+    | {
+        "heads": _heads,
+        "ends as blocks": _ends,
+        "buffers by memory": _buffers,
+        "rotary scaling": _rope,
+        "windows": _windows,
+        "batches": _batches,
+        "fp16": _half,
+        "spikes": _spikes,
+        "evaluation": _evaluation,
+        "learning rate": _schedule,
+        "length": _length,
+        "freeze": _freeze,
+        "offload": _offload,
+        "zenflow": _zenflow,
+        "lora": _lora,
+        "data_path": _blend,
+        "repair_conversations": _repairs,
+    }
+)
+"""What is drawn beside layout and family, each for itself."""

@@ -1,0 +1,238 @@
+"""Proves configurations that are drawn from a seed, and makes those that fail small.
+
+Each case stands for itself: what one of them does changes nothing for the next, and 300 cases of
+one seed can as well be 50 of each of six."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import MODEL_SIZES
+from megatron_llama.errors import UserError
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.draw import AXES, axis_sizes, draw
+from megatron_llama.prove.given import EXAMPLES
+
+Verdict = Literal["refused", "equal", "failed"]
+AXIS_NAMES = (*AXES, "dp")
+SIZES = (*MODEL_SIZES, "vocab_size", "seq_length", *AXES.values())
+"""Options that are made smaller rather than left out."""
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+MOST_RUNS = 40
+"""Runs that making one case small may take."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a case."""
+
+    verdict: Verdict
+    reason: str = ""
+    """The error with which it was refused, or what does not hold."""
+    kind: str = ""
+    """What two cases have in common that fail for the same reason, as far as can be told."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A drawn case, and what became of it."""
+
+    case: Case
+    finding: Finding
+    smallest: Case | None
+    """Of a case that failed: the smallest that still fails so."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of all cases."""
+
+    seed: int
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Cases by verdict."""
+        return Counter(outcome.finding.verdict for outcome in self.outcomes)
+
+    @property
+    def holds(self) -> bool:
+        """Whether none failed."""
+        return self.counts.get("failed", 0) == 0
+
+
+Judge = Callable[[Case], Finding]
+"""Runs a case and says what became of it. It may raise: then the case has failed."""
+
+
+def fuzz(
+    judge: Judge,
+    seed: int,
+    count: int,
+    *,
+    say: Callable[[str], None] = print,
+    runs: int = MOST_RUNS,
+) -> Report:
+    """Draw ``count`` cases from ``seed`` and have each judged. One that fails is made small, with
+    so many ``runs`` at most, and the command that runs it alone is said."""
+    outcomes: list[Outcome] = []
+    for case in draw(seed, count):
+        began = time.monotonic()
+        finding = judged(judge, case)
+        small = None
+        if finding.verdict == "failed":
+            small = smallest(case, judge, finding.kind, runs=runs)
+        outcome = Outcome(case, finding, small, time.monotonic() - began)
+        outcomes.append(outcome)
+        for line in _lines(outcome, len(outcomes), count):
+            say(line)
+    report = Report(seed, tuple(outcomes))
+    told = ", ".join(f"{report.counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)
+    say(f"{count} configurations drawn from seed {seed}: {told}")
+    return report
+
+
+def judged(judge: Judge, case: Case) -> Finding:
+    """What became of a case. A refusal is a UserError; any other error is a failure."""
+    try:
+        return judge(case)
+    except UserError as error:
+        return Finding("refused", str(error))
+    except Exception as error:
+        return Finding("failed", traceback.format_exc(), type(error).__name__)
+
+
+def smallest(case: Case, judge: Judge, kind: str, *, runs: int = MOST_RUNS) -> Case:
+    """The smallest case that was found to fail for the same reason: options are left out, many at
+    once and then one by one, axes and sizes made smaller. Of the simpler cases at most ``runs`` are
+    judged; those that are refused cost no run, and do not count."""
+    left = runs
+
+    def fails(simpler: Case) -> bool:
+        nonlocal left
+        if left == 0:
+            return False
+        finding = judged(judge, simpler)
+        left -= finding.verdict != "refused"
+        return finding.verdict == "failed" and finding.kind == kind
+
+    before = None
+    while case != before:
+        before = case
+        case = _with_fewer_options(case, fails)
+        for simplify in (_untuned, *map(_fewer_ranks, AXIS_NAMES), *map(_smaller, SMALLER)):
+            case = next(filter(fails, simplify(case)), case)
+    return case
+
+
+def _with_fewer_options(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """Leave out as many options as can be: all, halves, quarters, ... of them at once."""
+    names = [name for name in case.options if name not in SIZES]
+    size = len(names)
+    while size:
+        first = 0
+        while first < len(names):
+            part = names[first : first + size]
+            options = {name: value for name, value in case.options.items() if name not in part}
+            simpler = replace(case, options=options)
+            if fails(simpler):
+                case = simpler
+                names = [name for name in names if name not in part]
+            else:
+                first += size
+        size //= 2
+    return case
+
+
+Simplify = Callable[[Case], Iterator[Case]]
+"""Yields cases that are simpler in one way, the simplest first."""
+
+
+def _untuned(case: Case) -> Iterator[Case]:
+    if case.sft:
+        options = {n: value for n, value in case.options.items() if n not in EXAMPLES}
+        yield replace(case, options=options, sft=False)
+
+
+def _fewer_ranks(axis: str) -> Simplify:
+    def simpler(case: Case) -> Iterator[Case]:
+        ranks = axis_sizes(case)[axis]
+        for fewer in (n for n in range(1, ranks) if ranks % n == 0):
+            options = {**case.options, **({AXES[axis]: fewer} if axis in AXES else {})}
+            yield replace(case, options=options, world_size=case.world_size * fewer // ranks)
+
+    return simpler
+
+
+def _smaller(name: str) -> Simplify:
+    def simpler(case: Case) -> Iterator[Case]:
+        for value in SMALLER[name]:
+            if value < int(str(case.options.get(name, 0))):
+                yield replace(case, options={**case.options, name: value})
+
+    return simpler
+
+
+SMALLER: Mapping[str, Sequence[int]] = MappingProxyType(
+    {
+        "num_hidden_layers": (1, 2, 3, 4, 6, 8, 12),
+        "num_attention_heads": (2, 4),
+        "num_key_value_heads": (1, 2),
+        "hidden_size": (32,),
+        "intermediate_size": (64,),
+        "head_dim": (8,),
+        "seq_length": (16,),
+        "micro_batch_size": (1,),
+        "global_batch_size": (1, 2, 4),
+        "vocab_size": (300,),
+    }
+)
+"""Values of sizes that are tried instead of larger ones."""
+
+
+def command_line(case: Case) -> str:
+    """The command that proves the case alone."""
+    words = ["--world-size", str(case.world_size)]
+    for name, value in given_options(case).items():
+        words += _words(name, value)
+    return f"python -m megatron_llama prove {shlex.join(words)}"
+
+
+def given_options(case: Case) -> Mapping[str, object]:
+    """The options of a case as they are given: one of ``sft`` says that it is a run of ``sft``."""
+    named = not case.sft or case.options.keys() & EXAMPLES
+    return case.options if named else {**case.options, "loss_on": "assistant"}
+
+
+def _words(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [flag(name) if value else flag(f"no_{name}")]
+    if isinstance(value, Mapping):
+        return [flag(name), json.dumps(value)]
+    if isinstance(value, tuple | list):
+        return [flag(name), *map(str, value)]
+    return [flag(name), str(value)]
+
+
+def _lines(outcome: Outcome, number: int, count: int) -> Iterator[str]:
+    """What is said of a case."""
+    case = outcome.case
+    axes = " ".join(f"{axis}{size}" for axis, size in axis_sizes(case).items() if size > 1)
+    kind = f"{'sft ' * case.sft}{case.options.get('model_type', 'llama')}"
+    said = f"{number:4} of {count}  {outcome.finding.verdict:8} {kind} {axes or 'one process'}"
+    yield f"{said}, {len(case.options)} options ({outcome.seconds:.1f} s)"
+    for line in outcome.finding.reason.splitlines():
+        yield f"      {line}"
+    if outcome.smallest is not None:
+        yield "      the smallest that fails so:"
+        yield f"      {command_line(outcome.smallest)}"
