@@ -7,6 +7,7 @@ of the trainer has read it, so that what the trainer reads can be compared with 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,8 @@ def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
     """Write what a run of ``steps`` steps needs into ``folder``. Raises ConfigError for a case that
     no run can have."""
     prefixes = _prefixes(case)
-    parsed = parsed_options(case, train_iters=steps, **_data(case, prefixes))
+    length = {} if case.options.get("train_samples") else {"train_iters": steps, "epochs": 0.0}
+    parsed = parsed_options(case, **length, **_data(case, prefixes))
     vocab_size = parsed.get(ModelConfig).vocab_size
     config = check(assemble(parsed), case.world_size).config
     words = _text()
@@ -129,7 +131,10 @@ def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
         "eos_token_id": eod,
     }
     materials = Materials(options, hf, tokenizer_folder, vocab_size, eod)
-    writer = _Writer(folder, library, words, config)
+    # Of a run of several passes so much that the steps go beyond the first.
+    passes = parsed_options(case).get(TrainingConfig).epochs or 1.0
+    samples = math.ceil(SPARE * steps * config.training.global_batch_size / passes)
+    writer = _Writer(folder, library, words, config, samples)
     if not case.sft:
         documents = writer.documents(prefixes, tokenizer_folder)
         own = _data(case, {prefix: str(folder / name) for prefix, name in prefixes.items()})
@@ -240,8 +245,10 @@ class _Writer:
     """Writes text in pieces of drawn lengths, one after the other."""
 
     def __init__(
-        self, folder: Path, library: Library, words: Sequence[str], config: Config
+        self, folder: Path, library: Library, words: Sequence[str], config: Config, samples: int
     ) -> None:
+        """``samples``: how many of them there are to train on, at least."""
+        self._samples = samples
         self._folder = folder
         self._library = library
         self._words = cycle(words)
@@ -264,13 +271,12 @@ class _Writer:
             weights[prefix] += weight
         length = self._training.seq_length
         share = float(SPLIT.partition(",")[0]) / 100
-        samples = _samples(self._training)
         loaded = load_tokenizer(tokenizer)
         size = self._library.get_vocab_size()
         found = {}
         for prefix, name in prefixes.items():
             part = weights[name] / sum(weights.values())
-            wanted = (SPARE * samples * part + 4) * length / share
+            wanted = (self._samples * part + 4) * length / share
             documents: list[tuple[int, ...]] = []
             while sum(map(len, documents)) < wanted:
                 documents.append(self._document(length))
@@ -299,7 +305,7 @@ class _Writer:
     def talks(self, name: str, sft: SFTConfig, *, built_in: bool, valid: bool) -> tuple[Talk, ...]:
         """Write a file of examples that is enough for the run, or for its evaluations."""
         length = self._training.seq_length
-        wanted = SPARE * (self._training.global_batch_size if valid else _samples(self._training))
+        wanted = 2 * self._training.global_batch_size if valid else self._samples
         style = "messages" if sft.data_format == "auto" else sft.data_format
         talks: list[Talk] = []
         tokens = 0
@@ -360,11 +366,6 @@ class _Writer:
 
     def _take(self, words: int) -> str:
         return " ".join(islice(self._words, words))
-
-
-def _samples(training: TrainingConfig) -> int:
-    """The samples of a run, a batch that grows counted in full."""
-    return training.train_iters * training.global_batch_size
 
 
 def _record(talk: Talk, style: str) -> dict[str, object]:

@@ -245,8 +245,10 @@ def _serve(connection: Connection, store_port: int, rank: int, accelerators: boo
     if not accelerators:
         hide_accelerators()
     store = TCPStore("127.0.0.1", store_port, is_master=False)
-    gc.freeze()  # what was imported need not be looked at again by each collection
     while True:
+        # What was imported need not be looked at again by each collection: that is half of the time
+        # in which a small run starts. A run of the trainer undoes it at its end.
+        gc.freeze()
         try:
             succeeded, answer = _attempt(connection.recv_bytes(), store)
             connection.send_bytes(answer)

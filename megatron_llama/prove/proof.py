@@ -22,6 +22,7 @@ from megatron_llama.prove.compare import (
     rows_of_rates,
     rows_of_updates,
 )
+from megatron_llama.prove.export_check import rows_of_export
 from megatron_llama.prove.locate import Location, first_wrong, locate
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import (
@@ -30,6 +31,7 @@ from megatron_llama.prove.reference import (
     one_process,
     train_transformers,
 )
+from megatron_llama.prove.resume import rows_of_reshard, rows_of_resume
 from megatron_llama.prove.run import Trained
 from megatron_llama.prove.runs import Runs, rates_of, reads_of
 
@@ -256,11 +258,22 @@ def _data(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     yield from data_check.rows_of_data(reads_of(found), found.config, materials, case)
 
 
+def _export(runs: Runs, case: Case, until: int) -> Iterator[Row]:
+    """What a whole run has exported against its last checkpoint."""
+    found = runs.trained(case)
+    if found.export is None:
+        raise NotComparedError("the run exports at its end, which is further than it was run")
+    yield from rows_of_export(found, runs.materials(case))
+
+
 CHECK_OF: Mapping[str, Check] = MappingProxyType(
     {
         "one process": _one_process,
         "transformers": _transformers,
         "precision": _precision,
+        "resume": rows_of_resume,
+        "reshard": rows_of_reshard,
+        "export": _export,
         "data": _data,
     }
 )

@@ -29,6 +29,8 @@ from megatron_llama.prove.pool import WorkerPool
 OUTPUT = "output"
 """Folder of what the ranks of a run have printed."""
 SAVED, EXPORTED = "saved", "exported"
+LENGTHS = ("train_samples", "epochs")
+"""Options that say how long a run is, instead of --train-iters."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,13 @@ class StepRecord:
 class RankRecord:
     """What a rank saw of a run."""
 
+    config: Config
+    """The configuration with everything decided."""
     steps: tuple[StepRecord, ...]
     validation_losses: Mapping[int, float]
     """By iteration; 0: before the first step."""
     start_seconds: float
     """Until the first step began."""
-    config: Config
-    """With everything decided."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,6 @@ def run(
     options: dict[str, object] = {
         **case.options,
         **materials.options,
-        "train_iters": steps,
         "save": str(folder / SAVED),
         "save_interval": save_interval,
         "log_interval": 1,
@@ -151,10 +152,14 @@ def run(
     if start is not None:
         del options["init_from_hf"]
         options["load"] = str(start)
-    if until is not None and until < steps:
-        options["exit_interval"] = until
-    else:
-        options["export_hf"] = str(folder / EXPORTED)
+    # A case may say how long its run is, by which its learning rates go.
+    own_length = any(case.options.get(name) for name in LENGTHS)
+    if not own_length:
+        options["train_iters"] = steps
+    last = steps if until is None else until
+    if own_length or last < steps:
+        options["exit_interval"] = last
+    options["export_hf"] = str(folder / EXPORTED)
     case_here = Case(case.name, options, case.world_size, case.sft)
     ranks = pool.run(case.world_size, _train, case_here, timeout=timeout, output=folder / OUTPUT)
     saved = {
@@ -173,9 +178,8 @@ def run(
 def _train(place: Place, case: Case) -> RankRecord:
     """Be a rank of a run."""
     recorder = Recorder()
-    parsed = parsed_options(case)
-    run_training(
-        parsed,
+    result = run_training(
+        parsed_options(case),
         open_example_inputs if case.sft else open_stream_inputs,
         callbacks=[recorder],
         needs_data=not case.sft,
@@ -187,7 +191,7 @@ def _train(place: Place, case: Case) -> RankRecord:
             joined=place.world_size > 1,
         ),
     )
-    return recorder.record()
+    return recorder.record(result.config)
 
 
 class Recorder(Callback):
@@ -195,13 +199,11 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self._at = time.monotonic()
-        self._config = Config()
         self._start_seconds = 0.0
         self._steps: list[StepRecord] = []
         self._validation_losses: dict[int, float] = {}
 
     def on_start(self, run: Run) -> None:
-        self._config = run.config
         self._start_seconds = self._since()
 
     def on_step(self, run: Run, step: Step) -> None:
@@ -220,11 +222,10 @@ class Recorder(Callback):
     def on_evaluation(self, run: Run, loss: float) -> None:
         self._validation_losses[run.iteration] = loss
 
-    def record(self) -> RankRecord:
-        """What was seen."""
-        return RankRecord(
-            tuple(self._steps), self._validation_losses, self._start_seconds, self._config
-        )
+    def record(self, config: Config) -> RankRecord:
+        """What was seen of a run with this configuration."""
+        steps = tuple(self._steps)
+        return RankRecord(config, steps, self._validation_losses, self._start_seconds)
 
     def _since(self) -> float:
         before = self._at

@@ -64,7 +64,15 @@ class Runs:
             raise found
         return found
 
-    def _train(self, case: Case, until: int) -> Trained | Exception:
+    def gone_on(self, case: Case, begun: Trained, at: int) -> Trained:
+        """A run that goes on from step ``at`` of another one, to its last step, as a case that
+        may have another layout. Raises WorkerError and ConfigError."""
+        found = self._train(case, begun.iterations[-1], begun.checkpoints[at])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _train(self, case: Case, until: int, start: Path | None = None) -> Trained | Exception:
         began = time.monotonic()
         folder = self.folder / f"run-{next(self._numbers)}"
         try:
@@ -73,6 +81,7 @@ class Runs:
                 case,
                 folder,
                 self.materials(case),
+                start=start,
                 steps=self.steps,
                 until=until,
                 timeout=TIMEOUT,

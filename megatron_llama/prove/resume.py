@@ -1,0 +1,196 @@
+"""Whether a run goes on where it was: in its own layout with the same bits, in another one and in
+one process up to rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_llama.config.schema import Config
+from megatron_llama.errors import UserError
+from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.compare import (
+    IN_FP32,
+    History,
+    Row,
+    distance,
+    gradients_of,
+    relative,
+    rows_of_histories,
+)
+from megatron_llama.prove.materials import parsed_options
+from megatron_llama.prove.reference import in_fp32, one_process
+from megatron_llama.prove.run import LENGTHS, Tensors, Trained
+from megatron_llama.prove.runs import Runs
+
+RESUME, RESHARD = "resume", "reshard"
+LAYOUTS: tuple[Mapping[str, object], ...] = (
+    {
+        "pipeline_model_parallel_size": 2,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "reduce_bucket_size": 3000,
+    },
+    {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "data_parallel_sharding_strategy": "optim_grads",
+    },
+    {"data_parallel_sharding_strategy": "optim_grads_params", "reduce_bucket_size": 3000},
+    {"tensor_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+)
+"""In which a run goes on: the first that the case can have and that cuts the model otherwise."""
+RANKS = (4, 2)
+
+
+def middle(trained: Trained) -> int:
+    """The step after which a run is interrupted."""
+    return trained.iterations[-1] // 2
+
+
+def rows_of_resume(runs: Runs, case: Case, until: int) -> Iterator[Row]:
+    """Go on from the middle of a run, in its own layout and precision, and compare everything with
+    the run that nobody interrupted: to the bit. The run has its first ``until`` steps, or more; 0:
+    all. Raises WorkerError and ConfigError."""
+    trained = runs.trained(case, until)
+    at = middle(trained)
+    again = runs.gone_on(case, trained, at)
+    whole = {step.iteration: step for step in trained.ranks[0].steps}
+    for step in again.ranks[0].steps:
+        here, there = step.iteration, whole[step.iteration]
+        for what, found, expected in (
+            ("loss", step.loss, there.loss),
+            ("gradient norm", step.grad_norm, there.grad_norm),
+            ("learning rate", step.lr, there.lr),
+        ):
+            yield Row(RESUME, what, relative(found, expected), 0.0, here)
+    for here, loss in again.validation_losses.items():
+        if here > at:
+            expected = trained.validation_losses.get(here, math.nan)
+            yield Row(RESUME, "validation loss", relative(loss, expected), 0.0, here)
+    if again.iterations != trained.iterations[trained.iterations.index(at) + 1 :]:
+        note = f"steps {again.iterations} instead of those after {at} of {trained.iterations}"
+        yield Row(RESUME, "the run", math.inf, 0.0, note=note)
+        return
+    expected_states = dict(zip(trained.iterations, runs.states(trained), strict=True))
+    for here, found_state in zip(again.iterations, runs.states(again), strict=True):
+        yield from _same_bits(here, found_state, expected_states[here])
+
+
+def _same_bits(step: int, found: Tensors, expected: Tensors) -> Iterator[Row]:
+    for what, ours, theirs in (
+        ("weight", found.master, expected.master),
+        ("first moment", found.exp_avg, expected.exp_avg),
+        ("second moment", found.exp_avg_sq, expected.exp_avg_sq),
+        ("optimizer's state", found.other, expected.other),
+    ):
+        for name in sorted(ours.keys() | theirs.keys()):
+            if name not in ours or name not in theirs:
+                yield Row(RESUME, what, math.inf, 0.0, step, name, "only one of the runs has it")
+            else:
+                yield Row(RESUME, what, _unequal(ours[name], theirs[name]), 0.0, step, name)
+
+
+def _unequal(found: Tensor, expected: Tensor) -> float:
+    """0 for the same bits, else how far apart they are."""
+    if found.dtype == expected.dtype and torch.equal(found, expected):
+        return 0.0
+    return distance(found, expected) or math.inf
+
+
+def other_layout(case: Case) -> Case | None:
+    """The case in another layout of at most four processes; None if it can have no other."""
+    single = one_process(case)
+    training = _resolved(case).training
+    for ranks in RANKS:
+        for layout in LAYOUTS:
+            axes = {name for name in layout if name.endswith("_parallel_size")}
+            if any(case.options.get(name, 1) == layout[name] for name in axes):
+                continue
+            options = {
+                **single.options,
+                **layout,
+                "micro_batch_size": 1,
+                "global_batch_size": training.global_batch_size,
+            }
+            other = replace(
+                case, name=f"{case.name}, in another layout", options=options, world_size=ranks
+            )
+            try:
+                _resolved(other)
+            except UserError:
+                continue
+            return other
+    return None
+
+
+def _resolved(case: Case) -> Config:
+    """The configuration of a case with data that nobody opens. Raises ConfigError."""
+    more: dict[str, object] = {"train_data" if case.sft else "data_path": ("text",)}
+    if not any(case.options.get(name) for name in LENGTHS):
+        more["train_iters"] = 1
+    return check(assemble(parsed_options(case, **more)), case.world_size).config
+
+
+def rows_of_reshard(runs: Runs, case: Case, until: int) -> Iterator[Row]:
+    """Go on from the middle of a run, in fp32, in one process and in another layout, and compare
+    both with the run that nobody interrupted, within the rounding that one process in fp64
+    measures. The run has its first ``until`` steps, or more; 0: all. Raises WorkerError and
+    ConfigError."""
+    plain = in_fp32(case)
+    trained = runs.trained(plain, until)
+    single = runs.trained(one_process(plain), until)
+    exact = runs.trained(one_process(plain, fp64=True), until)
+    last = trained.iterations[-1]
+    at = middle(trained)
+    expected, alone, true = (
+        _after(at, run, dict(zip(run.iterations, runs.states(run), strict=True)), last)
+        for run in (trained, single, exact)
+    )
+    other = other_layout(plain)
+    for layout in (one_process(plain), *([other] if other else [])):
+        again = runs.gone_on(layout, trained, at)
+        states = dict(zip(again.iterations, runs.states(again), strict=True))
+        states[at] = runs.states(trained)[trained.iterations.index(at)]
+        found = _after(at, again, states, last)
+        for row in rows_of_histories(RESHARD, found, expected, (alone, true), IN_FP32):
+            # Steps of histories count from 1, those of evaluations are what they are.
+            step = row.step
+            if step is not None and row.what != "validation loss":
+                step += at
+            note = f"going on in {_named(layout)}{': ' if row.note else ''}{row.note}"
+            yield replace(row, step=step, note=note)
+
+
+def _named(case: Case) -> str:
+    if case.world_size == 1:
+        return "one process"
+    axes = {"tensor_model": "tp", "pipeline_model": "pp", "context": "cp"}
+    sizes = [
+        f"{short}{case.options[f'{axis}_parallel_size']}"
+        for axis, short in axes.items()
+        if case.options.get(f"{axis}_parallel_size", 1) != 1
+    ]
+    strategy = case.options.get("data_parallel_sharding_strategy", "optim")
+    return f"{case.world_size} processes ({' '.join([*sizes, str(strategy)])})"
+
+
+def _after(at: int, trained: Trained, saved: Mapping[int, Tensors], last: int) -> History:
+    """What a run has come to in its steps after ``at`` and up to ``last``, which have left the
+    states ``saved``."""
+    steps = [step for step in trained.ranks[0].steps if at < step.iteration <= last]
+    norms = [step.grad_norm for step in steps]
+    states = [saved[at], *(saved[step.iteration] for step in steps)]
+    # The first one would be the gradient of all steps before: it belongs to none.
+    gradients = gradients_of(states, trained.config.optimizer, [0.0, *norms])[1:]
+    return History(
+        tuple(step.loss for step in steps),
+        tuple(norms),
+        gradients,
+        {step: loss for step, loss in trained.validation_losses.items() if at < step <= last},
+    )
