@@ -141,6 +141,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             ("action", "file"),
             "--model NAME --gpus N [--option value ...]",
         ),
+        "prove": Command(
+            "prove",
+            "prove",
+            "commands.prove:SECTIONS",
+            "Show on this machine, before a cluster is booked, that a run computes what it should.",
+            words="--config FILE.yaml [any option of pretrain or sft] [--option value ...]",
+        ),
         "env": Command(
             "env",
             "env",

@@ -9,7 +9,6 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.api.common.examples import loss_parts
 from megatron_llama.commands.sft import refuse
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import DataError, describe
@@ -55,6 +54,7 @@ def data(parsed: Parsed) -> int:
             )
         )
     refuse(wrong)
+    from megatron_llama.api.common.examples import loss_parts
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.records import example_files
     from megatron_llama.tokenizer.load import load_tokenizer

@@ -11,8 +11,16 @@ from megatron_llama.api.common.loaded import loaded_model
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import LLAMA_VOCABULARY
-from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig, ModelConfig
-from megatron_llama.errors import ConfigError
+from megatron_llama.config.schema import (
+    CheckpointConfig,
+    Config,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megatron_llama.errors import ConfigError, counted
 from megatron_llama.loop.start import find_start
 from megatron_llama.loop.vocabulary import find_vocabulary
 from megatron_llama.plans.resolve import assemble, check
@@ -39,6 +47,26 @@ class Given:
     world: World
     notes: tuple[Note, ...]
     """What was left open and has been decided."""
+
+
+def processes_of(parsed: Parsed, asked: int) -> tuple[int, str]:
+    """Return the processes of the run, and a sentence if nobody says how many there are: ``asked``,
+    else those of the YAML's launch block, else enough for two data-parallel ranks, where a step has
+    samples for them."""
+    launch = parsed.get(LaunchConfig)
+    if asked or launch.nodes * launch.gpus_per_node:
+        return asked or launch.nodes * launch.gpus_per_node, ""
+    parallel = parsed.get(ParallelConfig)
+    training = parsed.get(TrainingConfig)
+    one = (
+        parallel.tensor_model_parallel_size
+        * parallel.context_parallel_size
+        * parallel.pipeline_model_parallel_size
+    )
+    shared = training.global_batch_size % (2 * training.micro_batch_size) == 0
+    world_size = one * 2 if shared else one
+    said = "--world-size is not given, and there is no launch: block"
+    return world_size, f"note: {said}: taken for {counted(world_size, 'process', 'processes')}"
 
 
 def read_given(parsed: Parsed, world_size: int) -> Given:

@@ -26,7 +26,7 @@ _KEPT = (
     "zenflow_topk_ratio zenflow_overlap_step lora_dropout lora_target_modules "
     # what is read
     "data_order megatron_data_order reset_position_ids reset_attention_mask eod_mask_loss "
-    "chat_template loss_on repair_conversations on_bad_sample on_long_sample packing "
+    "data_format chat_template loss_on repair_conversations on_bad_sample on_long_sample packing "
     "neftune_noise_alpha"
 )
 KEPT = frozenset(_KEPT.split())
@@ -71,7 +71,6 @@ SCALED: Mapping[str, str] = MappingProxyType(
         "check_weight_hash_across_dp_replicas_interval": "within the steps that are run",
         "eval_interval": "within the steps that are run",
         "eval_iters": "some batches tell as much",
-        "split": "the text that is read here is short",
         "lr": "so that a few steps change the weights by more than rounding",
         "min_lr": "in the same proportion to lr",
         **dict.fromkeys(
@@ -98,6 +97,7 @@ SCALED: Mapping[str, str] = MappingProxyType(
         "lora_rank": "no rule depends on it",
         "lora_alpha": "in the same proportion to lora_rank",
         "data_path": "as many datasets, of the text that is read here",
+        "valid_data": "a file of its own, as yours",
     }
 )
 """Options whose values shrink, and why what is seen here is what would be seen with yours."""
@@ -112,7 +112,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "preset": "it stands for the fields of the model",
         **dict.fromkeys(("bos_token_id", "eos_token_id"), _DATA),
         **dict.fromkeys(("tokenizer_model", "tokenizer_type"), _DATA),
-        **dict.fromkeys(("train_data", "valid_data", "data_format", "on_changed_data"), _DATA),
+        **dict.fromkeys(("train_data", "split", "on_changed_data"), _DATA),
         **dict.fromkeys(("load", "finetune", "load_optim", "init_from_hf"), _START),
         **dict.fromkeys(("ignore_hf_config_fields", "resize_embeddings"), _START),
         **dict.fromkeys(("save", "save_interval", "save_first_step", "save_retain"), _PATHS),

@@ -16,13 +16,13 @@ from typing import Any
 
 from megatron_llama.api.common.options import read_options
 from megatron_llama.config.families import FAMILIES
-from megatron_llama.config.parse import Parsed, differences, flag, options_of
+from megatron_llama.config.parse import Parsed, differences, flag
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.resolve import assemble, check, resolve
 from megatron_llama.prove.case import STEPS, Case, Note
-from megatron_llama.prove.given import EXAMPLES, PRETRAIN, SECTIONS, Given, read_given
-from megatron_llama.prove.rules import KEPT, LEFT_OUT, SCALED
+from megatron_llama.prove.given import PRETRAIN, SECTIONS, Given, read_given
+from megatron_llama.prove.rules import LEFT_OUT, SCALED
 from megatron_llama.prove.small_model import (
     blocks_here,
     is_small,
@@ -67,15 +67,16 @@ def shrink(parsed: Parsed, world_size: int, ranks: int) -> tuple[Case, ...]:
 
 
 def _case(given: Given, here: World) -> Case:
-    yours = given.resolved
     small = _small(given, here)
     examples = _small_examples(given.examples)
     options = _options(small, examples if given.sft else SFTConfig())
     _require_valid(options, here.world_size, sft=given.sft)
-    whole = len(here.above_one) == len(given.world.above_one)
     notes = [*given.notes, *_world_notes(given.world, here)]
-    notes += _option_notes(yours, resolve(small, here.world_size), options)
-    return Case(AS_GIVEN if whole else str(here), options, here.world_size, given.sft, tuple(notes))
+    after = _values(resolve(small, here.world_size), examples)
+    notes += _option_notes(_values(given.resolved, given.examples), after, options)
+    scaled = any(note.yours != note.here for note in notes)
+    name = str(here) if scaled else AS_GIVEN
+    return Case(name, options, here.world_size, given.sft, tuple(notes))
 
 
 def _small(given: Given, here: World) -> Config:
@@ -89,16 +90,15 @@ def _small(given: Given, here: World) -> Config:
         small = _with(small, _sizes(given, here))
         buffers = small_buffers(yours, world, resolve(small, here.world_size), here)
         small = _with(small, buffers)
-    epochs = bool(yours.training.epochs) and not keeps_sizes
-    if epochs or yours.training.train_iters > STEPS:
+    # Without a share for validation there are no evaluations, whatever their interval.
+    small = _with(small, {"eval_interval": yours.training.eval_interval})
+    if yours.training.epochs or yours.training.train_iters > STEPS:
         if keeps_sizes and yours.training.rampup_batch_size:
             start, increment, samples = yours.training.rampup_batch_size
             soon = (start, increment, min(samples, yours.training.global_batch_size))
             small = _with(small, {"rampup_batch_size": soon})
         small = _with(small, small_schedule(yours, small) | small_intervals(yours))
-    if yours.data.data_path:
-        small = _with(small, small_blend(yours.data.data_path))
-    return small
+    return _with(small, small_blend(yours.data.data_path))
 
 
 def _sizes(given: Given, here: World) -> dict[str, Any]:
@@ -129,9 +129,11 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
 
 
 def _small_examples(examples: SFTConfig) -> SFTConfig:
-    """The options of sft, without a template that is a file."""
-    known = examples.chat_template in BUILT_IN
-    return examples if known else replace(examples, chat_template=None)
+    """The options of sft, without a template that is a file, and with one other name for files of
+    an evaluation."""
+    if examples.chat_template not in BUILT_IN:
+        examples = replace(examples, chat_template=None)
+    return replace(examples, valid_data=("valid",)) if examples.valid_data else examples
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:
@@ -181,24 +183,25 @@ def _world_notes(yours: World, here: World) -> Iterator[Note]:
         yield Note("axes seen together", str(yours), str(here), why)
 
 
-def _option_notes(yours: Config, here: Config, options: Mapping[str, object]) -> Iterator[Note]:
+def _option_notes(
+    before: Mapping[str, Any], after: Mapping[str, Any], options: Mapping[str, object]
+) -> Iterator[Note]:
     """Options that were scaled, and then those that were kept."""
-    before = _values(yours)
-    after = _values(here)
     for name, why in SCALED.items():
         if before[name] != after[name]:
             yield Note(flag(name), _shown(before[name]), _shown(after[name]), why)
     for name in options:
-        if name in EXAMPLES or (before[name] == after[name] and name in KEPT | SCALED.keys()):
+        if before[name] == after[name]:
             value = _shown(options[name])
             yield Note(flag(name), value, value, "")
 
 
-def _values(config: Config) -> dict[str, Any]:
+def _values(config: Config, examples: SFTConfig) -> dict[str, Any]:
     """All options by their names."""
-    sections = [getattr(config, item.name) for item in fields(Config)]
-    names = options_of([type(section) for section in sections])
-    return {n: getattr(section, n) for section in sections for n in names if hasattr(section, n)}
+    sections = [examples, *(getattr(config, item.name) for item in fields(Config))]
+    values = {name: value for section in sections for name, value in vars(section).items()}
+    # That one dataset has another name here is nothing to be told.
+    return values | small_blend(config.data.data_path)
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,6 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config, ZenFlowConfig
 from megatron_llama.plans.buckets import parameter_slots, rank_bucket_plan, strategy_named
-from megatron_llama.plans.checks.run import split_shares
 from megatron_llama.plans.params import parameter_count, partition_of
 from megatron_llama.plans.schedule import placement_of
 from megatron_llama.prove.case import STEPS
@@ -23,7 +22,6 @@ CONVERSATION = 128
 """Tokens of a sample of conversations."""
 LEAST_LR = 1e-3
 """With less, a few steps change weights around 0.1 by little more than their rounding in bf16."""
-SHORT_SPLIT = "80,20,0"
 MESSAGES = 4
 """Buckets of a small model whose large one has several, about."""
 PARTS = ("a", "b", "c")
@@ -221,9 +219,6 @@ def small_intervals(yours: Config) -> dict[str, Any]:
     if training.eval_interval:
         values["eval_interval"] = min(training.eval_interval, STEPS // 2)
         values["eval_iters"] = min(training.eval_iters, 2)
-        shares = split_shares(yours.data.split)
-        if shares[1] < sum(shares) / 10:
-            values["split"] = SHORT_SPLIT
     if training.check_weight_hash_across_dp_replicas_interval:
         values["check_weight_hash_across_dp_replicas_interval"] = min(
             training.check_weight_hash_across_dp_replicas_interval, 2

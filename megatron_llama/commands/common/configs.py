@@ -215,5 +215,20 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class ProveConfig:
+    """What is proven, on how many processes of this machine, and how long it may take."""
+
+    world_size: int = 0
+    """Processes of the run. 0: the `launch:` block of the YAML, else two data-parallel ranks."""
+    ranks: int = 8
+    """Most processes here. Axes that do not fit into them together are shown in turn."""
+    budget: str = "3m"
+    """How long it may take, about: `90s`, `3m`, `1h`. Checks for which no time is left are listed
+    as not run."""
+    output: str | None = None
+    """Folder for `prove.json` and `prove.html`. Default: what is printed is all."""
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """This command has no options."""

@@ -1,0 +1,142 @@
+"""``prove``: a configuration, made small, against one process and HuggingFace, on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import wrap
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from megatron_llama.api.common.configs import AutoParallelConfig
+from megatron_llama.commands.common.configs import ProveConfig
+from megatron_llama.commands.common.plan_outputs import write_text
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.parse import Parsed
+from megatron_llama.distributed.launcher import place_from_environment
+from megatron_llama.errors import ClusterError, ConfigError, counted
+from megatron_llama.sft.sft_config import SFTConfig
+
+if TYPE_CHECKING:
+    from megatron_llama.prove.case import Case
+    from megatron_llama.prove.proof import Proof
+
+SECTIONS = (ProveConfig, SFTConfig, *config_sections(), AutoParallelConfig)
+SECONDS: Mapping[str, int] = MappingProxyType({"s": 1, "m": 60, "h": 3600})
+WIDTH = 100
+
+
+def prove(parsed: Parsed) -> int:
+    """Print what was scaled and what was compared. Returns 0 if everything holds that was compared,
+    1 if something differs."""
+    from megatron_llama.prove.given import processes_of
+    from megatron_llama.prove.pool import WorkerPool
+    from megatron_llama.prove.proof import prove_case
+    from megatron_llama.prove.report import lines
+    from megatron_llama.prove.shrink import shrink
+
+    options = parsed.get(ProveConfig)
+    _require_one_process()
+    budget = _seconds(options.budget)
+    folder = _output(options.output)
+    world_size, assumed = processes_of(parsed, options.world_size)
+    cases = shrink(parsed, world_size, options.ranks)
+    if assumed:
+        print(assumed)
+    ends = time.monotonic() + budget
+    proofs: list[Proof] = []
+    with WorkerPool() as pool, tempfile.TemporaryDirectory(prefix="prove-") as runs:
+        for number, case in enumerate(cases):
+            for line in told(case, world_size):
+                print(line)
+            print(flush=True)
+            left = (ends - time.monotonic()) / (len(cases) - number)
+            proofs.append(prove_case(pool, case, Path(runs) / str(number), left))
+            for line in lines(proofs[-1]):
+                print(line)
+            print(flush=True)
+    if folder is not None:
+        _write(proofs, folder)
+    print(verdict(proofs))
+    return 0 if all(proof.holds for proof in proofs) else 1
+
+
+def told(case: Case, world_size: int) -> Iterator[str]:
+    """Yield what is run instead of the user's configuration: what was scaled, and why that shows
+    the same; then, in short, what was kept."""
+    scaled = [note for note in case.notes if note.yours != note.here]
+    here = counted(case.world_size, "process", "processes")
+    kind = "sft" if case.sft else "pretrain"
+    if not scaled:
+        yield f"{case.name}: {kind} on {here}, nothing scaled"
+        return
+    yield f"{case.name}: {kind}, {world_size} processes shown on {here}"
+    rows = [("option", "yours", "here"), *((note.option, note.yours, note.here) for note in scaled)]
+    widths = [max(len(row[place]) for row in rows) for place in range(3)]
+    for row, why in zip(rows, ["why that suffices", *(note.why for note in scaled)], strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield f"  {'  '.join([*cells, why])}"
+    kept = [f"{note.option} {note.here}" for note in case.notes if note.yours == note.here]
+    if kept:
+        text = f"kept: {', '.join(kept)}"
+        yield from wrap(
+            text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        )
+
+
+def verdict(proofs: Sequence[Proof]) -> str:
+    """The last line: whether everything holds that was compared."""
+    failed = [proof.case.name for proof in proofs if not proof.holds]
+    if failed:
+        return f"DIFFERS: {', '.join(failed)}"
+    missing = [check for proof in proofs for check in proof.checks if check.not_run]
+    more = f"; {counted(len(missing), 'check was', 'checks were')} not run" if missing else ""
+    return f"holds: everything that was compared{more}"
+
+
+def _require_one_process() -> None:
+    """Refuse a launcher: the processes are started here."""
+    place = place_from_environment()
+    if place.world_size > 1:
+        raise ClusterError(
+            "prove",
+            got=f"{place.world_size} processes that torchrun or srun started",
+            expected="one, which starts the others",
+            do="start it without them; --world-size says how many processes the run has",
+        )
+
+
+def _seconds(text: str) -> float:
+    """Read ``90s``, ``3m`` or ``1h``. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if found is None or float(found[1]) == 0:
+        expected = "a number of seconds, minutes or hours, such as 90s, 3m or 1h"
+        raise ConfigError("--budget", got=text, expected=expected, do="correct it")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def _output(path: str | None) -> Path | None:
+    """The folder to write into, which is made now: not after minutes it turns out that it cannot
+    be. Raises ConfigError."""
+    if path is None:
+        return None
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expected = "a folder that can be made"
+        raise ConfigError("--output", got=error, expected=expected, do="check the path") from None
+    return folder
+
+
+def _write(proofs: Sequence[Proof], folder: Path) -> None:
+    """Write what was found for programs and for a browser."""
+    from megatron_llama.prove.report import as_json, page
+
+    write_text("--output", str(folder / "prove.json"), json.dumps(as_json(proofs), indent=1) + "\n")
+    write_text("--output", str(folder / "prove.html"), page(proofs, "prove"))
+    print(f"written: {folder / 'prove.json'}, {folder / 'prove.html'}")

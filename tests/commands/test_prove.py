@@ -1,0 +1,109 @@
+"""The command ``prove``: what it prints, writes and returns. What it compares is the subject of ``tests/prove``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from megatron_llama.cli import main
+from megatron_llama.prove import proof
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.compare import Row
+from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.prove.proof import CheckResult, Proof
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SEVENTY = ("prove", "--config", str(EXAMPLES / "llama3_70b.yaml"))
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, float]]:
+    """What would be proven, and in how much time: a check holds, the second one is not run, and with --seed 7 the third differs."""
+    asked: list[tuple[Case, float]] = []
+
+    def prove_case(pool: WorkerPool, case: Case, folder: Path, budget: float) -> Proof:
+        asked.append((case, budget))
+        got = math.nan if case.options.get("seed") == 7 else 1e-9
+        checks = (
+            CheckResult("one process", (Row("one process", "loss", 1e-9, 1e-6, step=1),), 1.0),
+            CheckResult("transformers", (), 0.0, not_run="transformers is not installed"),
+            CheckResult("data", (Row("data", "samples", got, 1e-6),), 1.0),
+        )
+        return Proof(case, checks, None, 2.0)
+
+    monkeypatch.setattr(proof, "prove_case", prove_case)
+    return asked
+
+
+def said(capsys: pytest.CaptureFixture[str], argv: Sequence[str]) -> tuple[int, str, str]:
+    """Exit status, output, errors."""
+    status = main(argv)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_what_is_scaled_is_told_before_what_was_found(
+    proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, out, err = said(capsys, [*SEVENTY, "--budget", "1m", "--output", str(tmp_path / "a" / "b")])
+    ((case, budget),) = proven
+    assert (status, err) == (0, "") and case.world_size == 8 and 50 < budget <= 60
+    lines = out.splitlines()
+    assert lines[0] == "tp 2 pp 2 dp 2: pretrain, 512 processes shown on 8 processes"
+    assert lines[1].split() == ["option", "yours", "here", "why", "that", "suffices"]
+    assert any(line.split()[:3] == ["--num-hidden-layers", "80", "4"] for line in lines)
+    assert "  kept: --rope-theta 500000" in out and "--data-path" not in out
+    assert out.index("kept:") < out.index("loss") < out.index("not run: transformers is not installed")
+    assert lines[-1] == "holds: everything that was compared; 1 check was not run"
+    written = json.loads((tmp_path / "a" / "b" / "prove.json").read_text())
+    assert written["holds"] and "prove.html" in {path.name for path in (tmp_path / "a" / "b").iterdir()}
+
+
+def test_a_difference_is_the_exit_status(proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = said(capsys, [*SEVENTY, "--seed", "7"])
+    assert status == 1 and out.splitlines()[-1] == "DIFFERS: tp 2 pp 2 dp 2"
+
+
+def test_axes_that_do_not_fit_share_the_time(proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = said(capsys, [*SEVENTY, "--ranks", "4", "--budget", "1h"])
+    assert status == 0 and [case.name for case, _ in proven] == ["tp 2 pp 2", "tp 2 dp 2", "pp 2 dp 2"]
+    assert 1100 < proven[0][1] <= 1200 and "axes seen together" in out
+
+
+def test_processes_that_nobody_names(proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]) -> None:
+    guide = ["prove", "--config", str(EXAMPLES / "guide.yaml"), "--tensor-model-parallel-size", "2"]
+    status, out, _ = said(capsys, guide)
+    assert status == 0 and out.startswith("note: --world-size is not given, and there is no launch: block: taken for 4 processes\n")
+    status, out, _ = said(capsys, [*guide, "--world-size", "2", "--packing"])
+    assert status == 0 and proven[1][0].world_size == 2 and proven[1][0].sft and out.startswith("tp 2: sft, 2 processes")
+
+
+WRONG = [
+    (["prove", "--config", "absent.yaml"], "absent.yaml"),
+    (["prove"], "model: got no hidden_size"),
+    ([*SEVENTY, "--dry-run"], "--dry-run: got an unknown flag"),
+    ([*SEVENTY, "--ranks", "1"], "--ranks: got 1, expected 2 or more"),
+    ([*SEVENTY, "--budget", "3"], "--budget: got 3, expected a number of seconds, minutes or hours"),
+    ([*SEVENTY, "--budget", "0m"], "--budget: got 0m"),
+    ([*SEVENTY, "--world-size", "100"], "processes: got 100, expected a multiple of"),
+    ([*SEVENTY, "--output", str(EXAMPLES / "llama3_70b.yaml")], "--output: got "),
+    ([*SEVENTY, "--auto-parallel"], "--auto-parallel: got true"),
+]
+
+
+@pytest.mark.parametrize(("argv", "says"), WRONG, ids=[says for _, says in WRONG])
+def test_what_is_wrong_is_refused_before_anything_runs(
+    argv: list[str], says: str, proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = said(capsys, argv)
+    assert (status, proven) == (2, []) and says in err and "Traceback" not in err + out
+
+
+def test_it_starts_its_processes_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    status, _, err = said(capsys, SEVENTY)
+    assert status == 1 and "prove: got 8 processes that torchrun or srun started, expected one" in err
