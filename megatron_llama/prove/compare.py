@@ -97,11 +97,13 @@ from fp64."""
 
 
 IN_BF16 = Allowed(
-    loss=1e-3, norm=1e-2, gradient=1e-2, roundings=4.0, gradient_roundings=4.0, limit=0.25
+    loss=1e-3, norm=1e-2, gradient=2e-2, roundings=4.0, gradient_roundings=6.0, limit=0.3
 )
 IN_FP16 = Allowed(
-    loss=1e-4, norm=1e-3, gradient=1e-3, roundings=4.0, gradient_roundings=4.0, limit=0.1
+    loss=1e-4, norm=1e-3, gradient=2e-3, roundings=4.0, gradient_roundings=6.0, limit=0.1
 )
+"""One number may by chance be near that of fp32, so there are floors. Gradients of single tensors
+were at most 1.5 times as far from fp32 as those of one process in the same precision."""
 
 
 def gradients_of(

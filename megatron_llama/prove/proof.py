@@ -29,6 +29,7 @@ from megatron_llama.prove.reference import (
     in_fp32,
     not_in_transformers,
     one_process,
+    steady,
     train_transformers,
 )
 from megatron_llama.prove.resume import rows_of_reshard, rows_of_resume
@@ -125,6 +126,7 @@ def prove_case(
     What is written goes into ``folder``. ``axes``: a case that does not hold is run again without
     each of its axes. Raises ConfigError for a case that cannot run at all."""
     began = time.monotonic()
+    case = steady(case)
     runs = Runs(pool, folder, steps=steps)
     runs.materials(case)
     results: list[CheckResult] = []

@@ -29,15 +29,33 @@ from megatron_llama.config.schema import (
 from megatron_llama.data.loader import Batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import Rectangle, adapter_shapes
-from megatron_llama.prove.case import Case
+from megatron_llama.prove.case import Case, Note
 from megatron_llama.prove.compare import History
 
 DTYPES = ("bf16", "fp16", "fp64")
+ADAM_EPS = 1e-6
+"""A thousand times the rounding of a gradient's elements in fp32, a thousandth of the elements."""
 SPREAD = {field.name for field in fields(ParallelConfig)} | {"micro_batch_size"}
 """Options that say how a run is spread, not what it computes."""
 OFFLOAD = {field.name for field in fields(OffloadConfig)} | {
     field.name for field in fields(ZenFlowConfig)
 }
+
+
+def steady(case: Case) -> Case:
+    """The case with an epsilon of Adam that is above what rounding makes of a gradient.
+
+    With a smaller one an element whose gradient is all rounding makes a full step either way, after
+    which two runs that are both right differ a thousand times more than by rounding: a bound would
+    have to allow that."""
+    given = case.options.get("adam_eps", OptimizerConfig().adam_eps)
+    assert isinstance(given, float)
+    if given >= ADAM_EPS:
+        return case
+    why = "an element whose gradient is all rounding would make a full step, in any run"
+    note = Note("--adam-eps", f"{given:g}", f"{ADAM_EPS:g}", why)
+    options = {**case.options, "adam_eps": ADAM_EPS}
+    return replace(case, options=options, notes=(*case.notes, note))
 
 
 def in_fp32(case: Case) -> Case:
