@@ -26,6 +26,7 @@ from megatron_llama.prove.export_check import rows_of_export
 from megatron_llama.prove.locate import Location, first_wrong, locate
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import (
+    NotComparedError,
     in_fp32,
     not_in_transformers,
     one_process,
@@ -40,10 +41,6 @@ CHECKS = ("one process", "transformers", "precision", "resume", "reshard", "expo
 """In the order in which they run."""
 THE_RUN = "the run"
 """What a row is about that says that a run ended with an error."""
-
-
-class NotComparedError(Exception):
-    """A check has nothing to compare a case with. The message is the reason."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ OFFLOAD = {field.name for field in fields(OffloadConfig)} | {
 }
 
 
+class NotComparedError(Exception):
+    """A check has nothing to compare a case with. The message is the reason."""
+
+
 def steady(case: Case) -> Case:
     """The case with an epsilon of Adam that is above what rounding makes of a gradient.
 
@@ -268,9 +272,14 @@ def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Par
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     attention = "eager" if config.model.attn_logit_softcapping else "sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=attention, local_files_only=True
-    )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attention, local_files_only=True
+        )
+    except Exception as error:  # its checks of a configuration raise many kinds
+        said = str(error).strip().splitlines()
+        reason = said[-1].strip() if said else type(error).__name__
+        raise NotComparedError(f"transformers refuses the model: {reason}") from error
     model = model.float().train()
     if config.lora.lora_rank:
         model, named = _with_adapters(model, config)

@@ -1,0 +1,147 @@
+"""Gradients and updates are read from what torch's own AdamW leaves, and what is wrong by more than rounding does not hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.prove.compare import IN_FP32, History, Row, gradients_of, rows_of_histories, rows_of_rates, rows_of_updates
+from megatron_llama.prove.run import Tensors
+from torch import Tensor
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0, adam_eps=1e-6)
+RATES = (0.0, 1e-2, 5e-3, 2e-3)
+MATRIX, VECTOR, FROZEN = "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
+SHAPES = {MATRIX: (24, 16), VECTOR: (16,)}
+
+
+def drawn_gradients(steps: int = len(RATES)) -> list[dict[str, Tensor]]:
+    chance = torch.Generator().manual_seed(7)
+    return [{name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()} for _ in range(steps)]
+
+
+def train(
+    options: OptimizerConfig, rates: Sequence[float], *, decay_vectors: bool = False
+) -> tuple[list[Tensors], dict[str, Tensor], list[float]]:
+    """States, first weights and norms of torch's AdamW with torch's clipping."""
+    weights = {name: torch.nn.Parameter(gradient / 10) for name, gradient in drawn_gradients(1)[0].items()}
+    start = {name: weight.detach().clone() for name, weight in weights.items()} | {FROZEN: torch.ones(3, 3)}
+    groups = [
+        {"params": [weights[MATRIX]], "weight_decay": options.weight_decay},
+        {"params": [weights[VECTOR]], "weight_decay": options.weight_decay if decay_vectors else 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps)
+    states, norms = [], []
+    for rate, gradients in zip(rates, drawn_gradients(len(rates)), strict=True):
+        for name, weight in weights.items():
+            weight.grad = gradients[name].clone()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), options.clip_grad)))
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+        moments = {
+            kind: {name: adamw.state[weight][kind].clone() for name, weight in weights.items()} for kind in ("exp_avg", "exp_avg_sq")
+        }
+        masters = {name: weight.detach().clone() for name, weight in weights.items()} | {FROZEN: torch.ones(3, 3)}
+        states.append(Tensors(masters, moments["exp_avg"], moments["exp_avg_sq"], {}))
+    return states, start, norms
+
+
+def wrong_kinds(rows: Sequence[Row]) -> set[tuple[str, str | None]]:
+    return {(row.what, row.tensor) for row in rows if not row.holds}
+
+
+def test_gradients_are_those_before_clipping() -> None:
+    states, _, norms = train(OPTIMIZER, RATES)
+    assert min(norms) > 2, "everything is clipped"
+    for found, expected in zip(gradients_of(states, OPTIMIZER, norms), drawn_gradients(), strict=True):
+        assert found.keys() == SHAPES.keys(), "a frozen weight has none"
+        for name, gradient in found.items():
+            assert float((gradient - expected[name]).norm() / expected[name].norm()) < 5e-6
+
+
+def test_updates_of_torch_hold_with_room() -> None:
+    states, start, _ = train(OPTIMIZER, RATES)
+    rows = list(rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4))
+    assert {row.what for row in rows} == {"second moment", "update", "unchanged weight"}
+    assert {row.step for row in rows} == {1, 2, 3, 4}
+    assert all(row.holds and row.got <= row.bound / 4 for row in rows), max(rows, key=lambda row: row.got - row.bound)
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "expected"),
+    [
+        (replace(OPTIMIZER, weight_decay=0.11), RATES, {("update", MATRIX)}),
+        (replace(OPTIMIZER, adam_eps=1e-4), RATES, {("update", MATRIX), ("update", VECTOR)}),
+        (replace(OPTIMIZER, adam_beta2=0.998), RATES, {(what, name) for what in ("second moment", "update") for name in SHAPES}),
+        (OPTIMIZER, (0.0, 1.001e-2, 5e-3, 2e-3), {("update", MATRIX), ("update", VECTOR)}),
+        (OPTIMIZER, (1e-5, 1e-2, 5e-3, 2e-3), {("update", MATRIX), ("update", VECTOR)}),
+    ],
+    ids=["weight decay", "epsilon", "second beta", "rate", "rate of 0"],
+)
+def test_another_update_does_not_hold(options: OptimizerConfig, rates: Sequence[float], expected: set[tuple[str, str]]) -> None:
+    states, start, _ = train(options, rates)
+    rows = list(rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4))
+    assert wrong_kinds(rows) == expected
+
+
+def test_decay_of_vectors_does_not_hold() -> None:
+    states, start, _ = train(OPTIMIZER, RATES, decay_vectors=True)
+    assert wrong_kinds(list(rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4))) == {("update", VECTOR)}
+
+
+def test_a_weight_that_must_stay_and_changes_does_not_hold() -> None:
+    states, start, _ = train(OPTIMIZER, RATES)
+    states[2] = replace(states[2], master={**states[2].master, FROZEN: torch.full((3, 3), 1 + 2e-7)})
+    rows = [row for row in rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4) if not row.holds]
+    assert {(row.what, row.tensor, row.step) for row in rows} == {("unchanged weight", FROZEN, step) for step in (3, 4)}
+
+
+def test_a_step_that_is_left_out_changes_nothing_and_does_not_count() -> None:
+    states, start, _ = train(OPTIMIZER, RATES[1:])
+    with_one_left_out = [states[0], states[0], *states[1:]]
+    rates = (RATES[1], 7.0, *RATES[2:])
+    changed = [True, False, True, True]
+    assert wrong_kinds(list(rows_of_updates("precision", with_one_left_out, start, OPTIMIZER, rates, changed))) == set()
+    assert wrong_kinds(list(rows_of_updates("precision", with_one_left_out, start, OPTIMIZER, rates, [True] * 4)))
+
+
+def history(scale: float = 1.0, *, of: str = "", loss: float = 2.0) -> History:
+    gradients = drawn_gradients(1)[0]
+    scaled = {name: gradient.double() * (scale if name == of else 1.0) for name, gradient in gradients.items()}
+    return History((loss,), (3.0,), (scaled,), {1: loss})
+
+
+def test_one_wrong_tensor_is_named_by_what_rounding_is_measured_to_be() -> None:
+    alone, exact = history(), history(1 + 1e-5, of=VECTOR)
+    near = list(rows_of_histories("one process", history(1 + 7e-5, of=VECTOR), alone, (alone, exact), IN_FP32))
+    assert wrong_kinds([row for row in near if row.what == "gradient"]) == set()
+    far = list(rows_of_histories("one process", history(1 + 9e-5, of=VECTOR), alone, (alone, exact), IN_FP32))
+    assert wrong_kinds([row for row in far if row.what == "gradient"]) == {("gradient", VECTOR)}
+    other = list(rows_of_histories("one process", history(1 + 7e-5, of=MATRIX), alone, (alone, exact), IN_FP32))
+    assert ("gradient", MATRIX) in wrong_kinds(other), "its own rounding is nothing"
+
+
+def test_losses_have_a_floor_and_a_limit() -> None:
+    alone = history()
+    assert not wrong_kinds(list(rows_of_histories("one process", history(loss=2.0 + 1.9e-6), alone, (alone, alone), IN_FP32)))
+    wrong = list(rows_of_histories("one process", history(loss=2.0 + 2.1e-6), alone, (alone, alone), IN_FP32))
+    assert wrong_kinds(wrong) == {("loss", None), ("validation loss", None)}
+    # One process is as wrong as the run: the rounding that it measures allows no more than the limit.
+    broken = list(rows_of_histories("precision", history(loss=2.1), alone, (history(loss=2.1), alone), IN_FP32))
+    assert ("loss", None) in wrong_kinds(broken)
+
+
+def test_a_tensor_that_only_one_trains_does_not_hold() -> None:
+    alone = history()
+    fewer = replace(alone, gradients=({MATRIX: alone.gradients[0][MATRIX]},))
+    assert wrong_kinds(list(rows_of_histories("one process", fewer, alone, (alone, alone), IN_FP32))) == {("gradient", VECTOR)}
+
+
+def test_what_is_no_number_does_not_hold() -> None:
+    assert not Row("one process", "loss", math.nan, 1.0).holds
+    assert [row.holds for row in rows_of_rates("one process", (1e-3, 1e-3, math.nan), (1e-3, 1.1e-3, 1e-3))] == [True, False, False]
