@@ -18,7 +18,7 @@ from megatron_llama.prove.pool import WorkerError, WorkerPool, be_patient
 
 __all__ = ["PRELOAD", "Cluster", "WorkerError", "be_patient"]
 
-PRELOAD = ["megatron_llama.model.init", "megatron_llama.engine.build", "megatron_llama.pipeline.runtime", "tests.harness"]
+PRELOAD = ["megatron_llama.prove.run", "tests.harness"]
 """Imported once, by the server that the workers are forked from."""
 SMALL_JOB = 2
 """Processes."""

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from megatron_llama.distributed.launcher import Place, hide_accelerators
 from megatron_llama.distributed.mesh import meet_on_loopback
 
-PRELOAD = ("megatron_llama.api.train", "megatron_llama.prove.pool")
+PRELOAD = ("megatron_llama.prove.run",)
 """Imported once, by the server that the workers are forked from."""
 GRACE_SECONDS = 10.0
 """After one worker failed, its peers lose their connections and fail too; those that do not are

@@ -1,0 +1,167 @@
+"""What prove trains on is what it has written, its runs are recorded to the bit, and its pool ends as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from megatron_llama.checkpoint.native import MOMENTS
+from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.export_check import rows_of_export
+from megatron_llama.prove.materials import Materials, make_materials
+from megatron_llama.prove.pool import WorkerError, WorkerPool
+from megatron_llama.prove.resume import other_layout
+from megatron_llama.prove.run import Trained, run, states
+from megatron_llama.sft.chat import ChatTokenizer
+from megatron_llama.sft.dataset import read_examples
+from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.tokenizer.load import load_tokenizer
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.product import log, state
+from tests.harness import Cluster
+
+MODEL: Mapping[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 280,
+    "seq_length": 24,
+    "global_batch_size": 4,
+    "lr": 1e-3,
+    "eval_interval": 2,
+    "eval_iters": 1,
+}
+BLEND = Case("blend", {**MODEL, "data_path": ("0.7", "web", "0.3", "code"), "lora_rank": 2, "bf16": True}, 2)
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    return make_materials(BLEND, tmp_path_factory.mktemp("materials"), steps=4)
+
+
+@pytest.fixture(scope="module")
+def trained(cluster: Cluster, materials: Materials, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two ranks, four steps."""
+    return run(cluster, BLEND, tmp_path_factory.mktemp("trained"), materials, steps=4)
+
+
+def test_a_blend_is_as_it_was_written(materials: Materials, tmp_path: Path) -> None:
+    again = make_materials(BLEND, tmp_path, steps=4)
+    for (prefix, documents), other in zip(materials.documents.items(), again.documents, strict=True):
+        assert again.documents[other] == documents
+        assert Path(f"{prefix}.bin").read_bytes() == Path(f"{other}.bin").read_bytes()
+        dataset = IndexedDataset(prefix)
+        written = [id for document in documents for id in document]
+        assert dataset.tokens(0, dataset.num_tokens).tolist() == written
+        assert dataset.lengths.tolist() == list(map(len, documents)) and min(map(len, documents)) < 8
+    sizes = [sum(map(len, documents)) for documents in materials.documents.values()]
+    assert 1.5 < sizes[0] / sizes[1] < 7 / 3, "each has a little more than its share"
+    assert materials.vocab_size == MODEL["vocab_size"] == materials.eod + 1
+    ids = {id for documents in materials.documents.values() for document in documents for id in document}
+    assert len(ids & set(range(materials.vocab_size * 3 // 4, materials.vocab_size))) > 20, "the last of four shards is used"
+
+
+@pytest.mark.parametrize("style", ["messages", "sharegpt", "alpaca", "prompt", "text"])
+def test_conversations_have_the_tokens_and_answers_that_are_known_of_them(style: str, tmp_path: Path) -> None:
+    case = Case(style, {**MODEL, "data_format": style, "packing": True}, 1, sft=True)
+    written = make_materials(case, tmp_path, steps=2)
+    options = SFTConfig(data_format=style)  # type: ignore[arg-type]
+    tokenizer = ChatTokenizer(load_tokenizer(written.tokenizer))
+    read = read_examples([tmp_path / "train.jsonl"], tokenizer, options, seq_length=1000)
+    assert not read.problems and len(read) > 10
+    assert [tuple(ids.tolist()) for ids in read.ids] == [talk.ids for talk in written.talks]
+    # Nothing predicts the first token.
+    answers = [[answer > 0 for answer in talk.answers[1:]] for talk in written.talks]
+    assert [mask[1:].tolist() for mask in read.loss_mask] == answers
+
+
+def test_a_run_is_recorded_to_the_bit(trained: Trained, materials: Materials) -> None:
+    folder = trained.checkpoints[1].parent
+    steps = [line for line in log(folder) if "lm_loss" in line]
+    assert [line["lm_loss"] for line in steps] == list(trained.losses)
+    assert [line["grad_norm"] for line in steps] == list(trained.grad_norms)
+    assert trained.validation_losses.keys() == {0, 2, 4} and list(trained.checkpoints) == [1, 2, 3, 4]
+    read = states(trained.checkpoints[4])
+    saved = state(trained.checkpoints[4])
+    moments = {f"optimizer.{kind}.{name}": tensor for kind in MOMENTS for name, tensor in getattr(read, kind).items()}
+    every = dict(read.master) | moments
+    assert every.keys() == saved.keys() and all(torch.equal(every[name], saved[name].to(every[name].dtype)) for name in saved)
+    assert read.exp_avg.keys() == {name for name in read.master if ".lora_" in name} and len(read.exp_avg) == 28
+    # Two ranks, a sample in each microbatch: the two halves of four samples.
+    rows = [[batch.tokens[:, 0].tolist() for batch in record.steps[0].batches] for record in trained.ranks]
+    assert [len(row) for row in rows] == [2, 2] and len({tuple(row) for rank in rows for row in rank}) == 4
+
+
+def test_a_run_stops_and_goes_on_where_it_is_told_to(cluster: Cluster, trained: Trained, materials: Materials, tmp_path: Path) -> None:
+    start = trained.checkpoints[1]
+    found = run(cluster, BLEND, tmp_path, materials, start=start, steps=4, until=3)
+    assert found.iterations == (2, 3) and found.export is None
+    assert found.losses == trained.losses[1:3], "learning rates are those of the whole run"
+
+
+def test_an_export_is_compared_with_the_checkpoint(trained: Trained, materials: Materials) -> None:
+    rows = list(rows_of_export(trained, materials))
+    assert all(row.holds for row in rows) and {row.what for row in rows} == {"weight", "config.json", "logits"}
+    assert trained.export is not None
+    weights, config = trained.export / "model.safetensors", trained.export / "config.json"
+    tensors = load_file(weights)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: states(trained.checkpoints[4]).master[name].bfloat16()}, weights, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.1}))
+    wrong = [row for row in rows_of_export(trained, materials) if not row.holds]
+    assert [(row.what, row.tensor) for row in wrong] == [("weight", name), ("config.json", None), ("logits", None)]
+    assert "rms_norm_eps: 0.1 instead of 1e-05" in wrong[1].note
+
+
+def test_the_other_layout_cuts_the_model_otherwise() -> None:
+    tensor = other_layout(Case("tp2", {**MODEL, "micro_batch_size": 1, "tensor_model_parallel_size": 2}, 2))
+    pipeline = other_layout(Case("pp2", {**MODEL, "micro_batch_size": 1, "pipeline_model_parallel_size": 2}, 4))
+    assert tensor is not None and tensor.options["pipeline_model_parallel_size"] == 2 and tensor.world_size == 4
+    assert pipeline is not None and pipeline.options["tensor_model_parallel_size"] == 2
+    assert other_layout(Case("one sample", {**MODEL, "global_batch_size": 1, "num_attention_heads": 1, "num_hidden_layers": 1}, 1)) is None
+
+
+def says_and_fails(place: Place) -> None:
+    print(f"rank {place.rank} was here")
+    os.write(2, b"and a library said this\n")
+    if place.rank == 1:
+        os._exit(3)
+    raise LookupError("moon")
+
+
+def test_what_a_rank_printed_last_follows_its_error(cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerError) as caught:
+        cluster.run(2, says_and_fails, output=tmp_path / "said")
+    assert "LookupError: moon\n" in caught.value.errors[0] and "rank 0 was here\nand a library said this" in caught.value.errors[0]
+    assert "died with exit code 3" in caught.value.errors[1] and "a library said this" in caught.value.errors[1]
+    assert "was here" not in capfd.readouterr().out
+
+
+def interrupts(place: Place, parent: int, folder: Path) -> None:
+    (folder / str(place.rank)).write_text(str(os.getpid()))
+    if place.rank == 0:
+        os.kill(parent, signal.SIGINT)
+    Event().wait()
+
+
+def rank_of(place: Place) -> int:
+    return place.rank
+
+
+def test_control_c_ends_what_the_workers_do(tmp_path: Path) -> None:
+    with WorkerPool() as pool:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(1, interrupts, os.getpid(), tmp_path)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "0").read_text()), 0)
+        assert pool.run(1, rank_of) == [0]
