@@ -142,7 +142,8 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
         return replace(
             case,
             name=f"{case.name}, without {', '.join(off)}",
-            options={**options, **off},
+            # Options take one value at least: what has none is left out.
+            options={name: value for name, value in {**options, **off}.items() if value != ()},
             world_size=case.world_size // shrunk,
         )
 
