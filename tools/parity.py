@@ -5,6 +5,7 @@ torch's AdamW.
     python tools/parity.py --random [--seed N] [--count N]
     python tools/parity.py --modules [--only WORD ...]
     python tools/parity.py --families [--only WORD ...]
+    python tools/parity.py --faults [--only WORD ...]
 
 The first: twenty fp32 steps of a small LLaMA on English text, the same that
 tests/parallel/test_parity.py checks. The second: five steps of layouts drawn at random, as in
@@ -12,15 +13,18 @@ tests/parallel/test_random.py, against one process. The third: twenty fp32 steps
 HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's DistributedDataParallel
 and AdamW, as in tests/sharding/test_parity.py. The fourth: twenty fp32 steps of every family of
 models in eighteen layouts, of which tests/families/test_parity.py trains some; ``--only "qwen2 "``
-takes one family. A few minutes each on two cores, and of the fourth for each family. Deviations are
-the largest relative ones over all steps. Exit status 1 when one exceeds its bound.
+takes one family. The fifth: what ``prove`` says of every seeded fault of tests/prove/faults.py. A
+few minutes each on two cores, and of the fourth for each family. Deviations are the largest
+relative ones over all steps. Exit status 1 when one exceeds its bound, or when a fault is not
+found.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import torch
 
+from megatron_llama.prove.case import STEPS
+from megatron_llama.prove.proof import Proof, prove_case
 from tests import harness
 from tests.families import twins
 from tests.harness import Cluster
@@ -42,6 +48,7 @@ from tests.parallel.cases import (
     train,
 )
 from tests.parallel.draw import COUNT, SEED, alone, draw
+from tests.prove.faults import CATALOGUE, Fault, faulty
 from tests.sharding.training import Run, Trained, ddp, differences, sharded
 from tests.sharding.training import layouts as module_layouts
 
@@ -178,6 +185,41 @@ def _exact(cell: tuple[float, float]) -> str:
     return ", ".join("0" if value == 0 else f"{value:.1e}" for value in cell)
 
 
+PROOF_SECONDS = 600.0
+"""What a proof of a fault may take."""
+
+
+def faults(only: Iterable[str]) -> Iterator[tuple[Fault, Proof]]:
+    """Prove the case of each fault, with the fault in the package."""
+    with Cluster() as cluster, tempfile.TemporaryDirectory() as folder:
+        for number, fault in enumerate(CATALOGUE):
+            if all(word in fault.name for word in only):
+                place = Path(folder, str(number))
+                place.mkdir()
+                pool = faulty(cluster, fault)
+                yield fault, prove_case(pool, fault.case, place, PROOF_SECONDS, steps=STEPS)
+
+
+def line_of_fault(fault: Fault, proof: Proof) -> str:
+    """What a fault does, what it is modelled on, and what a proof says of it."""
+    found_by = ", ".join(check.name for check in proof.checks if not check.holds) or "NOT FOUND"
+    first, axes = "-", "-"
+    if proof.location is not None:
+        row = proof.location.row
+        tensor = "" if row.tensor is None else f" of `{row.tensor}`"
+        step = "" if row.step is None else f", step {row.step}"
+        first = f"{row.what}{tensor}{step}: {row.got:.1e}"
+        axes = ", ".join(proof.location.named) or "-"
+    what = f"{fault.name} | {fault.does} | [{fault.issue}]({fault.link})"
+    return f"| {what} | {found_by} | {first} | {axes} |"
+
+
+HEAD_OF_FAULTS = (
+    "| fault | what goes wrong | modelled on | found by | first number that is wrong | "
+    "gone without |\n| --- | --- | --- | --- | --- | --- |"
+)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -190,7 +232,8 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="WORD",
-        help="layouts (with --modules: models and ways) whose name contains all these words",
+        help="layouts (with --modules: models and ways, with --faults: faults) whose name contains "
+        "all these words",
     )
     parser.add_argument(
         "--random", action="store_true", help="draw layouts instead of taking the fixed ones"
@@ -200,6 +243,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--families", action="store_true", help="models of all families, against transformers"
+    )
+    parser.add_argument(
+        "--faults", action="store_true", help="faults that are put into the package, by prove"
     )
     parser.add_argument(
         "--seed",
@@ -225,6 +271,13 @@ def main() -> int:
         print(markdown_of_modules(found))
         held = (loss <= LOSS_BOUND and norm <= NORM_BOUND for loss, norm in found.values())
         return 0 if found and all(held) else 1
+    if options.faults:
+        print(HEAD_OF_FAULTS, flush=True)
+        missed = 0
+        for fault, proof in faults(options.only):
+            print(line_of_fault(fault, proof), flush=True)
+            missed += proof.holds
+        return 1 if missed else 0
     compare_with: Callable[[Cluster, Any], Reference] = alone if options.random else reference
     layouts: Sequence[Any] = draw(options.seed, options.count) if options.random else LAYOUTS
     if options.families:

@@ -1,0 +1,679 @@
+"""Seeded faults: what has gone wrong in trainers like this one, put into this one.
+
+Each fault is a patch of the running package, of the size that the mistake itself has, applied where the ranks run and taken back
+afterwards. It crashes nothing and says nothing: only a comparison finds it. ``CATALOGUE`` says of each which public issue it is modelled
+on, in which small case it shows, and what a proof has to name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron_llama import training
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.conversion.hf import writer
+from megatron_llama.data.loader import Batch, BatchLoader
+from megatron_llama.distributed.comm import autograd
+from megatron_llama.distributed.comm.collectives import DONE, Pending
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine import build as engine_build
+from megatron_llama.engine import optimizer as engine
+from megatron_llama.engine.gradients import GradientBuckets, _Exchanges
+from megatron_llama.engine.offload.exact import ExactOffload
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult, Transport
+from megatron_llama.engine.parameters import ParameterBuckets
+from megatron_llama.model import init, llama
+from megatron_llama.model.llama import Positions, Stage
+from megatron_llama.nn import context, loss, ops, rotary
+from megatron_llama.nn.attention import ScoreRule
+from megatron_llama.nn.context import local_sequence
+from megatron_llama.nn.embedding import _Lookup
+from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
+from megatron_llama.pipeline import runtime
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.plans import params
+from megatron_llama.plans.params import LORA_A, ParamSpec, Rectangle, Shapes
+from megatron_llama.plans.zigzag import zigzag_chunks
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.sft.dataset import ExampleSamples
+from torch import Tensor
+
+Patch = Callable[[], AbstractContextManager[object]]
+
+
+def norms_not_summed() -> AbstractContextManager[object]:
+    """Each tp rank keeps the gradient of norms through its own part of the sequence."""
+    correct = Shapes._norm
+    return patch.object(Shapes, "_norm", lambda *args: replace(correct(*args), partial_grad=False))
+
+
+def head_norms_not_summed() -> AbstractContextManager[object]:
+    """Each tp rank keeps the gradient of the norms of queries and keys through its own heads."""
+    correct = Shapes._head_norms
+    return patch.object(Shapes, "_head_norms", lambda *args: tuple(replace(spec, partial_grad=False) for spec in correct(*args)))
+
+
+def shared_heads_not_summed() -> AbstractContextManager[object]:
+    """Each copy of a key/value head keeps the gradient through its own queries."""
+    correct = Shapes._attention_inputs
+
+    def inputs(shapes: Shapes, prefix: str) -> tuple[ParamSpec, ...]:
+        return tuple(replace(spec, partial_grad=False) for spec in correct(shapes, prefix))
+
+    return patch.object(Shapes, "_attention_inputs", inputs)
+
+
+def clip_counts_copies() -> AbstractContextManager[object]:
+    """The gradient norm counts what several tp ranks hold once for each of them."""
+    correct = OverlappedDistributedOptimizer._take_squared_norm
+
+    def take(self: OverlappedDistributedOptimizer, bucket: int) -> Tensor:
+        squared_norm = correct(self, bucket)
+        tied = self.bucket_plan.buckets[bucket].kind.tied
+        if not self._axes.replica.rank and not (tied and self.mesh.embedding.rank):
+            self._squared_norms[bucket] = squared_norm
+        return squared_norm
+
+    return patch.object(OverlappedDistributedOptimizer, "_take_squared_norm", take)
+
+
+def bias_on_every_rank() -> AbstractContextManager[object]:
+    """Each tp rank adds the bias of a row-parallel layer before the sum over tp."""
+
+    def forward(self: RowLinear, x: Any) -> Tensor:
+        out = plain_linear(x, self.weight, self.tp)
+        if self.bias is not None:
+            out = _AddBias.apply(out, self.bias)  # type: ignore[no-untyped-call]
+        return autograd.scatter_sequence(out, self.tp) if self.sequence_parallel else autograd.reduce(out, self.tp)
+
+    return patch.object(RowLinear, "forward", forward)
+
+
+def logits_of_other_ranks() -> AbstractContextManager[object]:
+    """The logits of a token get a gradient only on the tp rank that has its label."""
+    correct = loss._vocab_parallel
+
+    def vocab_parallel(rows: Tensor, labels: Tensor, chunks: list[slice], tp: Any, valid: int, weights: Tensor | None, *z: float) -> Tensor:
+        losses = correct(rows, labels, chunks, tp, valid, weights, *z)
+        if weights is not None:
+            rows[labels // rows.shape[1] != tp.rank] = 0.0
+        return losses
+
+    return patch.object(loss, "_vocab_parallel", vocab_parallel)
+
+
+def tokens_of_other_ranks() -> AbstractContextManager[object]:
+    """Tokens whose embedding another tp rank holds add their gradient to the first row of this one."""
+    correct = _Lookup.backward
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        local, _ = ctx.saved_tensors
+        return correct(_Saved(ctx, (local, None)), grad)
+
+    return patch.object(_Lookup, "backward", staticmethod(backward))
+
+
+class _Saved:
+    """The context of a backward pass, with other saved tensors."""
+
+    def __init__(self, ctx: Any, tensors: tuple[Tensor | None, ...]) -> None:
+        self._ctx = ctx
+        self.saved_tensors = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def padding_of_the_vocabulary() -> AbstractContextManager[object]:
+    """Rows that pad the vocabulary, to a multiple that depends on tp, take part in the softmax."""
+    correct = runtime.cross_entropy
+
+    def cross_entropy(logits: Tensor, labels: Tensor, tp: Any, vocab_size: int, **options: Any) -> Tensor:
+        return correct(logits, labels, tp, logits.shape[-1] * tp.size, **options)
+
+    return patch.object(runtime, "cross_entropy", cross_entropy)
+
+
+def low_rank_halves_not_summed() -> AbstractContextManager[object]:
+    """The half of a low-rank addition that all tp ranks hold keeps this rank's gradient."""
+    correct = params._adapter
+
+    def adapter(*args: Any, **options: Any) -> tuple[ParamSpec, ...]:
+        return tuple(replace(spec, partial_grad=False) for spec in correct(*args, **options))
+
+    return patch.object(params, "_adapter", adapter)
+
+
+def low_rank_spread_of_a_shard() -> AbstractContextManager[object]:
+    """The first half of a low-rank addition is drawn with the spread that suits the inputs of one tp rank."""
+    correct = init.WithAdapters.__call__
+
+    def write(self: init.WithAdapters, rectangle: Rectangle, out: Tensor) -> None:
+        correct(self, rectangle, out)
+        if f".{LORA_A}." in rectangle.name:
+            out.mul_((rectangle.shape[1] / rectangle.size[1]) ** 0.5)
+
+    return patch.object(init.WithAdapters, "__call__", write)
+
+
+def positions_in_rank_order() -> AbstractContextManager[object]:
+    """Rotary positions are those of one consecutive part of the sequence for each cp rank, but the parts are zig-zag."""
+    correct = Stage.positions
+
+    def positions(self: Stage, length: int, device: torch.device, position_ids: Tensor | None = None, *others: Any) -> Positions:
+        cp = self.mesh.cp
+        if cp.size > 1:
+            own = local_sequence(torch.arange(length), cp)
+            position_ids = torch.zeros(length, 1, dtype=torch.int64)
+            position_ids[own, 0] = torch.arange(len(own)) + cp.rank * len(own)
+        return correct(self, length, device, position_ids, *others)
+
+    return patch.object(Stage, "positions", positions)
+
+
+def documents_forgotten() -> AbstractContextManager[object]:
+    """Under context parallelism attention crosses documents."""
+    return patch.object(context._Sequence, "_ids", lambda *args: None)
+
+
+def labels_shifted_after_the_split() -> AbstractContextManager[object]:
+    """Each cp rank shifts the tokens of its own two chunks: one label of each rank is another token, and one is lost."""
+    correct = PipelineRuntime.step
+
+    def step(self: PipelineRuntime, batches: Sequence[Batch]) -> Tensor:
+        return correct(self, [_shifted_by_rank(batch, self.mesh.cp.size) for batch in batches])
+
+    return patch.object(PipelineRuntime, "step", step)
+
+
+def _shifted_by_rank(batch: Batch, size: int) -> Batch:
+    if size == 1:
+        return batch
+    chunk = len(batch.tokens) // (2 * size)
+    labels = batch.labels.clone()
+    mask = torch.ones(labels.shape) if batch.loss_mask is None else batch.loss_mask.clone()
+    for rank in range(size):
+        own = torch.cat([torch.arange(part * chunk, (part + 1) * chunk) for part in zigzag_chunks(rank, size)])
+        labels[own[:-1]] = batch.tokens[own[1:]]
+        mask[own[-1]] = 0.0
+    return replace(batch, labels=labels, loss_mask=mask)
+
+
+def tied_ends_not_summed() -> AbstractContextManager[object]:
+    """Embedding and head, which are one tensor, each keep the gradient of their own end of the pipeline."""
+
+    def all_reduce(tensor: Tensor, axis: Any) -> Pending:
+        return DONE
+
+    return patch.object(engine, "all_reduce", all_reduce)
+
+
+def virtual_stages_rank_by_rank() -> AbstractContextManager[object]:
+    """Virtual stages get their layers as if those of a rank followed each other (two ranks)."""
+    correct = params.split_layers
+
+    def split_layers(layers: int, stages: int, **options: Any) -> tuple[range, ...]:
+        right = correct(layers, stages, **options)
+        return right if stages < 4 else tuple(right[(stage % 2) * (stages // 2) + stage // 2] for stage in range(stages))
+
+    return patch.object(params, "split_layers", split_layers)
+
+
+def recomputed_from_the_layer_before() -> AbstractContextManager[object]:
+    """Backward computes each layer again from the input of the layer before it."""
+    correct = llama.recomputed
+    inputs: list[Tensor] = []
+
+    def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Tensor:
+        before = inputs.pop() if inputs and inputs[-1].shape == x.shape else x.detach()
+        inputs[:] = [x.detach()]
+        first = [True]
+
+        def from_before(x: Tensor) -> Tensor:
+            value = x if first else before + (x - x.detach())
+            first.clear()
+            return function(value)
+
+        return correct(from_before, x, **options)
+
+    return patch.object(llama, "recomputed", recomputed)
+
+
+def divided_by_ranks_again() -> AbstractContextManager[object]:
+    """The sum over data-parallel ranks is divided by their number, which the loss has been already."""
+    correct = GradientBuckets._complete
+
+    def complete(self: GradientBuckets, bucket: int) -> None:
+        self.shards[bucket].div_(self.bucket_plan.shards)
+        correct(self, bucket)
+
+    return patch.object(GradientBuckets, "_complete", complete)
+
+
+def weights_of_the_step_before() -> AbstractContextManager[object]:
+    """What is gathered last comes before the others have updated it: their part of the weights is a step old."""
+    correct = ParameterBuckets._wait
+
+    def wait(self: ParameterBuckets, slot: Any) -> None:
+        bucket, _ = self._in_flight[slot]
+        correct(self, slot)
+        if bucket != self.bucket_plan.forward_order[-1]:
+            return
+        whole = self.unsharded[bucket]
+        own = self.bucket_plan.shard(bucket, self._axis.rank)
+        received = whole.clone()
+        before = self.__dict__.get("before", received)
+        whole.copy_(before)
+        whole[own] = received[own]
+        self.__dict__["before"] = received
+
+    return patch.object(ParameterBuckets, "_wait", wait)
+
+
+def sent_in_bf16() -> AbstractContextManager[object]:
+    """Gradients cross the wire in bfloat16, which nobody has asked for."""
+
+    def transport(**options: Any) -> Transport:
+        return Transport(**options | {"wire": torch.bfloat16})
+
+    return patch.object(engine_build, "Transport", transport)
+
+
+def norm_of_the_own_shard() -> AbstractContextManager[object]:
+    """Each data-parallel rank clips by the norm of its own shard."""
+
+    def grad_norm(self: OverlappedDistributedOptimizer, skip_update: Tensor | None) -> tuple[Tensor, Tensor]:
+        self._sum_copies()
+        return self._squared_norms.sum().sqrt().to(torch.float32), torch.zeros((), dtype=torch.float64)
+
+    return patch.object(OverlappedDistributedOptimizer, "_grad_norm", grad_norm)
+
+
+def replicas_not_summed() -> AbstractContextManager[object]:
+    """With hybrid sharding no gradient leaves the ranks that share a bucket."""
+    return patch.object(_Exchanges, "sum_over_replicas", lambda self, bucket: None)
+
+
+def shards_not_zeroed() -> AbstractContextManager[object]:
+    """Reduced gradients are added to those of the step before."""
+    take, follow_up = _Exchanges.take, GradientBuckets._follow_up
+
+    def take_later(self: _Exchanges, bucket: int, *, first: bool) -> Any:
+        return take(self, bucket, first=False)
+
+    def add(self: GradientBuckets, *args: Any, first: bool, final: bool) -> None:
+        follow_up(self, *args, first=False, final=final)
+
+    return _together(patch.object(_Exchanges, "take", take_later), patch.object(GradientBuckets, "_follow_up", add))
+
+
+@contextmanager
+def _together(*patches: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        yield
+
+
+def data_repeated() -> AbstractContextManager[object]:
+    """All data-parallel ranks read the samples of the first one."""
+    correct = BatchLoader.__init__
+
+    def make(self: BatchLoader, *args: Any, **options: Any) -> None:
+        correct(self, *args, **options | {"dp_rank": 0})
+
+    return patch.object(BatchLoader, "__init__", make)
+
+
+def schedule_in_processes() -> AbstractContextManager[object]:
+    """The schedule of the learning rate goes on by one step for each process."""
+    correct = training.learning_rate
+
+    def learning_rate(config: Any, train_iters: int, iteration: int, consumed_samples: int) -> float:
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        return correct(config, train_iters, iteration * processes, consumed_samples)
+
+    return patch.object(training, "learning_rate", learning_rate)
+
+
+def mean_of_microbatches() -> AbstractContextManager[object]:
+    """The loss is the mean of the means of the microbatches, which have not all as many target tokens."""
+    correct = PipelineRuntime._add_loss
+
+    def add_loss(self: PipelineRuntime, output: Tensor, batch: Any, step: Any, *, in_chunks: bool) -> None:
+        tokens = _target_tokens([batch]) * len(step.batches) * self.mesh.data_size
+        correct(self, output, batch, replace(step, tokens=tokens), in_chunks=in_chunks)
+
+    return patch.object(PipelineRuntime, "_add_loss", add_loss)
+
+
+def mean_of_ranks() -> AbstractContextManager[object]:
+    """The loss is the mean of the means of the data-parallel ranks, which have not all as many target tokens."""
+
+    def target_tokens(self: PipelineRuntime, batches: Sequence[Any]) -> Tensor:
+        return _target_tokens(batches) * self.mesh.data_size
+
+    return patch.object(PipelineRuntime, "_target_tokens", target_tokens)
+
+
+def _target_tokens(batches: Sequence[Any]) -> Tensor:
+    counts = [batch.labels.numel() if batch.loss_mask is None else float(batch.loss_mask.sum()) for batch in batches]
+    return torch.tensor(max(1.0, sum(counts)), dtype=torch.float64)
+
+
+def gradient_of_the_last_microbatch() -> AbstractContextManager[object]:
+    """Each microbatch overwrites the weight gradients of those before it."""
+    correct = GradientBuckets.grad_view
+
+    def grad_view(self: GradientBuckets, *args: Any) -> tuple[Tensor, float]:
+        return correct(self, *args)[0], 0.0
+
+    return patch.object(GradientBuckets, "grad_view", grad_view)
+
+
+def last_microbatch_dropped() -> AbstractContextManager[object]:
+    """The last microbatch of a step is never computed."""
+    correct = BatchLoader.microbatches
+
+    def microbatches(self: BatchLoader, consumed_samples: int) -> list[Batch]:
+        batches = correct(self, consumed_samples)
+        return batches[:-1] or batches
+
+    return patch.object(BatchLoader, "microbatches", microbatches)
+
+
+def rope_factor_of_8() -> AbstractContextManager[object]:
+    """LLaMA 3's rotary scaling has its usual factor, whatever the configuration says."""
+    correct = rotary._llama3
+    return patch.object(rotary, "_llama3", lambda frequencies, scaling: correct(frequencies, {**scaling, "factor": 8.0}))
+
+
+def window_one_longer() -> AbstractContextManager[object]:
+    """A query sees as many positions as its window has, and its own beside them."""
+    correct = llama.score_rule
+
+    def score_rule(*args: Any) -> ScoreRule:
+        rule = correct(*args)
+        return replace(rule, window=rule.window + 1) if rule.window else rule
+
+    return patch.object(llama, "score_rule", score_rule)
+
+
+def norms_decay() -> AbstractContextManager[object]:
+    """Weight decay applies to the weights of norms."""
+    correct = Shapes._vector
+    return patch.object(Shapes, "_vector", lambda *args, **options: replace(correct(*args, **options), decay=True))
+
+
+def eps_beside_the_root() -> AbstractContextManager[object]:
+    """Norms add eps to the root of the mean square, and not below the root."""
+
+    def inverse_rms(x: Tensor, eps: float) -> Tensor:
+        return 1.0 / (x.square().mean(-1, keepdim=True).sqrt() + eps)
+
+    return patch.object(ops, "inverse_rms", inverse_rms)
+
+
+def conversations_see_each_other() -> AbstractContextManager[object]:
+    """Conversations that share a sample attend to those before them."""
+    correct = Stage.positions
+
+    def positions(self: Stage, length: int, device: torch.device, position_ids: Tensor | None, *documents: Any) -> Positions:
+        return correct(self, length, device, position_ids)
+
+    return patch.object(Stage, "positions", positions)
+
+
+def padding_trained() -> AbstractContextManager[object]:
+    """What pads a sample behind its last conversation is in the loss."""
+    correct = ExampleSamples.batch
+
+    def batch(self: ExampleSamples, indices: Sequence[int]) -> Batch:
+        found = correct(self, indices)
+        assert found.loss_mask is not None and found.document_ids is not None
+        counts = torch.tensor([len(self._rows[index]) for index in indices])
+        return replace(found, loss_mask=torch.where(found.document_ids == counts, 1.0, found.loss_mask))
+
+    return patch.object(ExampleSamples, "batch", batch)
+
+
+def clipped_with_the_loss_scale() -> AbstractContextManager[object]:
+    """fp16 gradients are clipped while they are multiplied by the loss scale."""
+    correct = OverlappedDistributedOptimizer.step
+
+    def step(self: OverlappedDistributedOptimizer, lr: Any, *, clip: float, skip_update: Tensor | None = None) -> StepResult:
+        return correct(self, lr, clip=clip / float(self.loss_scale.value), skip_update=skip_update)
+
+    unannounced = patch.object(OverlappedDistributedOptimizer, "announce_step", lambda self, lr, clip: None)
+    return _together(unannounced, patch.object(OverlappedDistributedOptimizer, "step", step))
+
+
+def step_count_forgotten() -> AbstractContextManager[object]:
+    """A resumed run counts Adam's updates from zero."""
+    correct = native.load
+
+    def load(path: str | Path, loaded: OverlappedDistributedOptimizer, *args: Any, **options: Any) -> TrainState:
+        state = correct(path, loaded, *args, **options)
+        for count in loaded.step_counts():
+            count.zero_()
+        return state
+
+    return patch.object(native, "load", load)
+
+
+def data_from_the_start() -> AbstractContextManager[object]:
+    """A resumed run reads its samples again from the first one."""
+    correct = native.load
+    return patch.object(native, "load", lambda *args, **options: replace(correct(*args, **options), consumed_samples=0))
+
+
+def moments_forgotten_in_another_layout() -> AbstractContextManager[object]:
+    """A run that is resumed with another tensor parallel size starts with an optimizer that has seen nothing."""
+    correct = native.load
+
+    def load(path: str | Path, loaded: OverlappedDistributedOptimizer, mesh: Mesh, *args: Any, **options: Any) -> TrainState:
+        state = correct(path, loaded, mesh, *args, **options)
+        if native.read_meta(path).config["parallel"]["tensor_model_parallel_size"] != mesh.tp.size:
+            loaded.reset()
+        return state
+
+    return patch.object(native, "load", load)
+
+
+def exported_as_tied() -> AbstractContextManager[object]:
+    """The exported config.json says that the head is the embedding, which it is not."""
+    correct = writer.hf_config_from_model
+    return patch.object(writer, "hf_config_from_model", lambda *args, **options: correct(*args, **options) | {"tie_word_embeddings": True})
+
+
+def offloaded_gradient_of_the_step_before() -> AbstractContextManager[object]:
+    """The optimizer on the host reads its gradients before they have arrived: it has those of the step before."""
+    correct = ExactOffload.on_reduced
+
+    def on_reduced(self: ExactOffload, bucket: int, grad: Tensor, *, speculative_lr: float | None) -> None:
+        before = self.__dict__.setdefault("before", {})
+        late = before.get(bucket, grad)
+        before[bucket] = grad.clone()
+        correct(self, bucket, late, speculative_lr=speculative_lr)
+
+    return patch.object(ExactOffload, "on_reduced", on_reduced)
+
+
+SMALL: Mapping[str, object] = {
+    "vocab_size": 360,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "seq_length": 32,
+    "micro_batch_size": 4,
+    "global_batch_size": 4,
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+}
+"""360 tokens are padded to 384, and over two tensor-parallel ranks to 512."""
+DOCUMENTS: Mapping[str, object] = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+
+
+def _case(name: str, world_size: int = 1, *, sft: bool = False, **options: object) -> Case:
+    return Case(name, SMALL | options, world_size, sft)
+
+
+TENSOR = _case(
+    "tensor and sequence",
+    2,
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+    model_type="qwen3",
+    qk_norm="head",
+    attention_bias=True,
+    num_key_value_heads=1,
+)
+"""Norms of heads, biases, and a key/value head that both ranks hold."""
+LOW_RANK = _case("low-rank additions", 2, tensor_model_parallel_size=2, sequence_parallel=True, lora_rank=4)
+CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", **DOCUMENTS)
+PIPELINE = _case(
+    "pipeline",
+    2,
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+    pipeline_schedule="interleaved",
+    num_hidden_layers=4,
+    tie_word_embeddings=True,
+    recompute_granularity="full",
+    micro_batch_size=2,
+)
+DATA = _case("data", 2, data_parallel_sharding_strategy="optim", micro_batch_size=1, **DOCUMENTS)
+REPLICAS = _case(
+    "replicas and offload",
+    2,
+    data_parallel_sharding_strategy="optim_grads",
+    data_parallel_shard_size=1,
+    optimizer_offload="exact",
+    micro_batch_size=2,
+)
+ALONE = _case(
+    "one process",
+    model_type="mistral",
+    sliding_window=9,
+    rope_scaling={
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+)
+CONVERSATIONS = _case("conversations", sft=True, packing=True)
+HALF = _case("fp16", fp16=True)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake, and the case in which it shows."""
+
+    patch: Patch
+    issue: str
+    """The public issue that it is modelled on: owner/repository#number of GitHub."""
+    case: Case
+    check: str
+    """The first check of a proof that finds it."""
+    axis: str = ""
+    """The axis without which it is not there; empty where one process has it, too."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tests and tables."""
+        return self.patch.__name__.replace("_", " ")
+
+    @property
+    def does(self) -> str:
+        """What goes wrong."""
+        return " ".join(str(self.patch.__doc__).split())
+
+    @property
+    def link(self) -> str:
+        """The issue's address. GitHub sends the reader on where it is a pull request."""
+        repository, number = self.issue.split("#")
+        return f"https://github.com/{repository}/issues/{number}"
+
+
+ONE, HF = "one process", "transformers"
+SP, TP, CP, DP = "sequence parallelism", "tensor parallelism", "context parallelism", "data parallelism"
+MICRO = "microbatches"
+
+CATALOGUE: tuple[Fault, ...] = (
+    Fault(norms_not_summed, "NVIDIA/Megatron-LM#1446", TENSOR, ONE, SP),
+    Fault(head_norms_not_summed, "NVIDIA-NeMo/RL#3716", TENSOR, ONE, TP),
+    Fault(shared_heads_not_summed, "bigcode-project/Megatron-LM#37", TENSOR, ONE, TP),
+    Fault(clip_counts_copies, "NVIDIA-NeMo/RL#3788", TENSOR, ONE, TP),
+    Fault(bias_on_every_rank, "huggingface/text-generation-inference#1036", TENSOR, ONE, TP),
+    Fault(logits_of_other_ranks, "modelscope/ms-swift#9947", TENSOR, ONE, TP),
+    Fault(tokens_of_other_ranks, "deepseek-ai/DeepSeek-V3#298", TENSOR, ONE, TP),
+    Fault(padding_of_the_vocabulary, "unslothai/unsloth#10616", TENSOR, ONE, TP),
+    Fault(low_rank_halves_not_summed, "modelscope/mcore-bridge#173", LOW_RANK, ONE, TP),
+    Fault(low_rank_spread_of_a_shard, "NVIDIA-NeMo/Megatron-Bridge#5840", LOW_RANK, ONE, TP),
+    Fault(positions_in_rank_order, "NVIDIA/Megatron-LM#560", CONTEXT, ONE, CP),
+    Fault(documents_forgotten, "axolotl-ai-cloud/axolotl#3608", CONTEXT, ONE, CP),
+    Fault(labels_shifted_after_the_split, "NVIDIA-BioNeMo/bionemo-recipes#1449", CONTEXT, ONE, CP),
+    Fault(tied_ends_not_summed, "uw-syfi/piper#13", PIPELINE, ONE, "pipeline parallelism"),
+    Fault(virtual_stages_rank_by_rank, "NVIDIA/Megatron-LM#1584", PIPELINE, ONE, "the pipeline's schedule and split"),
+    Fault(recomputed_from_the_layer_before, "NVIDIA/Megatron-LM#290", PIPELINE, ONE, "recomputation"),
+    Fault(divided_by_ranks_again, "meta-pytorch/torchtune#2172", DATA, ONE, DP),
+    Fault(weights_of_the_step_before, "NVIDIA/Megatron-LM#950", DATA, ONE, DP),
+    Fault(sent_in_bf16, "deepspeedai/DeepSpeed#5170", DATA, ONE, DP),
+    Fault(norm_of_the_own_shard, "sgl-project/SpecForge#663", DATA, ONE, DP),
+    Fault(data_repeated, "coqui-ai/Trainer#144", DATA, ONE, DP),
+    Fault(schedule_in_processes, "huggingface/accelerate#2926", DATA, ONE, DP),
+    Fault(mean_of_ranks, "huggingface/transformers#34242", DATA, ONE, DP),
+    Fault(mean_of_microbatches, "pytorch/torchtitan#2206", DATA, ONE, MICRO),
+    Fault(gradient_of_the_last_microbatch, "allenai/open-instruct#1498", DATA, ONE, MICRO),
+    Fault(last_microbatch_dropped, "EvolvingLMMs-Lab/Otter#304", DATA, ONE, MICRO),
+    Fault(replicas_not_summed, "verl-project/verl#7493", REPLICAS, ONE, "replicas of shards"),
+    Fault(shards_not_zeroed, "deepspeedai/DeepSpeed#8601", REPLICAS, ONE, "sharding"),
+    Fault(offloaded_gradient_of_the_step_before, "deepspeedai/DeepSpeed#1219", REPLICAS, ONE, "offload"),
+    Fault(rope_factor_of_8, "NVIDIA/Megatron-LM#6305", ALONE, HF),
+    Fault(window_one_longer, "NVIDIA-NeMo/Megatron-Bridge#2656", ALONE, HF),
+    Fault(norms_decay, "ServiceNow/Fast-LLM#542", ALONE, HF),
+    Fault(eps_beside_the_root, "allenai/OLMo#281", ALONE, HF),
+    Fault(conversations_see_each_other, "hiyouga/LlamaFactory#2289", CONVERSATIONS, HF),
+    Fault(padding_trained, "01-ai/Yi#110", CONVERSATIONS, "data"),
+    Fault(clipped_with_the_loss_scale, "Lightning-AI/pytorch-lightning#9599", HALF, "precision"),
+    Fault(step_count_forgotten, "deepspeedai/DeepSpeed#564", ALONE, "resume"),
+    Fault(data_from_the_start, "KempnerInstitute/KempnerForge#51", ALONE, "resume"),
+    Fault(moments_forgotten_in_another_layout, "ServiceNow/Fast-LLM#436", TENSOR, "reshard"),
+    Fault(exported_as_tied, "huggingface/transformers#42612", ALONE, "export"),
+)
+
+
+def with_fault(place: Place, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a job of the pool with a fault of the catalogue in the package."""
+    (fault,) = (fault for fault in CATALOGUE if fault.name == name)
+    with fault.patch():
+        return function(place, *args)
+
+
+class _FaultyPool:
+    def __init__(self, pool: WorkerPool, fault: Fault) -> None:
+        self._pool = pool
+        self._fault = fault
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """See WorkerPool."""
+        return self._pool.run(world_size, with_fault, self._fault.name, function, *args, **options)
+
+
+def faulty(pool: WorkerPool, fault: Fault) -> WorkerPool:
+    """Return the pool with a fault in the package wherever it runs a job."""
+    return cast(WorkerPool, _FaultyPool(pool, fault))
