@@ -14,9 +14,9 @@ The level before them is the largest size of as many steps anywhere before, at l
 which right runs begin in their dtype (``FLOORS``). The rise is the one divided by the other. It is
 a median because the gradient norm of single steps is fifty times as sensitive as that of others.
 ``TAILS`` has the distribution of the largest rise in pairs of right runs, as
-``python -m tools.drift_rates`` has measured it: beyond its median the logarithm has an exponential
-tail. A rise is called a drift if its probability, times six for two quantities and three lengths,
-is below ``ALARM``.
+``python tools/drift_rates.py`` has measured it: in its upper quarter the logarithm has an
+exponential tail. A rise is called a drift if its probability, times six for two quantities and
+three lengths, is below ``ALARM``.
 """
 
 from __future__ import annotations
@@ -50,25 +50,30 @@ tf32 has the mantissa of fp16."""
 
 @dataclass(frozen=True)
 class Tail:
-    """The largest rise of a pair of right runs: half of the pairs have less than ``median``, and
+    """The largest rise of a pair of right runs: a quarter of the pairs has more than ``upper``, and
     beyond it the logarithm falls off with ``scale``."""
 
-    median: float
+    upper: float
     scale: float
 
     def probability(self, rise: float) -> float:
-        """Return the share of pairs of right runs that have such a rise or a larger one."""
-        if rise <= self.median:
+        """Return the share of pairs of right runs that have such a rise or a larger one; 1 for one
+        that is nothing special."""
+        if rise <= self.upper:
             return 1.0
-        return 0.5 * math.exp(-math.log(rise / self.median) / self.scale)
+        return 0.25 * math.exp(-math.log(rise / self.upper) / self.scale)
+
+    def rise(self, probability: float) -> float:
+        """Return the rise that so few pairs of right runs have: at most a quarter."""
+        return self.upper * math.exp(self.scale * math.log(0.25 / probability))
 
 
 LENGTHS = (1, 4, 16)
 """So many steps in a row are looked at together."""
 TAILS: Mapping[Quantity, tuple[Tail, ...]] = MappingProxyType(
     {
-        "loss": (Tail(3.6, 0.53), Tail(2.7, 0.26), Tail(2.7, 0.37)),
-        "gradient norm": (Tail(5.6, 0.36), Tail(3.6, 0.70), Tail(2.3, 0.41)),
+        "loss": (Tail(4.5, 0.43), Tail(3.0, 0.30), Tail(3.5, 0.28)),
+        "gradient norm": (Tail(7.0, 0.35), Tail(4.0, 0.60), Tail(2.6, 0.36)),
     }
 )
 """For each of ``LENGTHS``."""
@@ -269,15 +274,10 @@ def judge(found: Sequence[Difference], *, dtype: Dtype, notes: Sequence[str] = (
         rises += _rises(quantity, curve, floor)
         if curve:
             hidden = curve[0].hidden
-            seen_from[quantity] = _alarming(tails[0]) * max(floor, hidden) + hidden
+            seen_from[quantity] = tails[0].rise(ALARM / _TESTS) * max(floor, hidden) + hidden
     rises.sort(key=lambda rise: (rise.iteration, rise.quantity != "loss"))
     verdict, why = _verdict(found, rises, dtype)
     return Drift(verdict, tuple(rises), why, tuple(found), seen_from, dtype, tuple(notes))
-
-
-def _alarming(tail: Tail) -> float:
-    """The rise whose probability is that of an alarm."""
-    return tail.median * math.exp(tail.scale * math.log(0.5 * _TESTS / ALARM))
 
 
 def _rises(quantity: Quantity, curve: Sequence[_Point], floor: float) -> list[Rise]:
@@ -354,7 +354,7 @@ def _verdict(
     apart = f"the losses are at most {largest.at_most:.0e} apart (step {largest.iteration})"
     if first.iteration > _BEGIN:
         begun = max(point.at_most for point in losses[:_BEGIN])
-        if begun > _alarming(TAILS["loss"][0]) * FLOORS[dtype]["loss"]:
+        if begun > TAILS["loss"][0].rise(ALARM / _TESTS) * FLOORS[dtype]["loss"]:
             return "cannot say", (
                 f"the first common step is {first.iteration}, where the curves are {begun:.0e} "
                 "apart already: rounding may have grown to it, and a fault may have made it. "
@@ -398,10 +398,12 @@ def lines(drift: Drift) -> Iterator[str]:
     first = drift.rises[0] if drift.rises else None
     title = drift.verdict if first is None else f"drift from step {first.iteration}"
     steps = [difference.iteration for difference in drift.differences]
-    yield (
-        f"{title}: {drift.why} ({counted(len(steps), 'step')} compared, {steps[0]} to "
-        f"{steps[-1]}, {drift.dtype})"
+    compared = (
+        f"{counted(len(steps), 'step')} compared, {steps[0]} to {steps[-1]}"
+        if steps
+        else ("no step compared")
     )
+    yield f"{title}: {drift.why} ({compared}, {drift.dtype})"
     for rise in drift.rises[:_SHOWN]:
         row = f"for {rise.steps} steps in a row " if rise.steps > 1 else ""
         yield (
@@ -411,8 +413,9 @@ def lines(drift: Drift) -> Iterator[str]:
         )
     if len(drift.rises) > _SHOWN:
         yield f"  and {counted(len(drift.rises) - _SHOWN, 'later rise')}"
-    seen = ", ".join(f"{quantity} {size:.0e}" for quantity, size in drift.seen_from.items())
-    yield f"  in the first of these steps a drift is seen from: {seen}"
+    if drift.seen_from:
+        seen = ", ".join(f"{quantity} {size:.0e}" for quantity, size in drift.seen_from.items())
+        yield f"  in the first of these steps a drift is seen from: {seen}"
     yield from (f"  {note}" for note in drift.notes)
 
 

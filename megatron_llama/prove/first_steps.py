@@ -1,0 +1,181 @@
+"""The first steps of a user's own run, trained once more by one process of this machine, where it
+can: the curve with which the run's log is compared."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from megatron_llama.api.common.examples import open_example_inputs
+from megatron_llama.api.train import open_stream_inputs, run_training
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig
+from megatron_llama.distributed.host_memory import free_bytes
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.errors import UserError, counted
+from megatron_llama.loop.callbacks import Callback, Run, Step
+from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.plans.memory import sized
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.drift import Drift, Dtype, compare
+from megatron_llama.prove.given import read_given
+from megatron_llama.prove.logs import FP32_ROUNDING, OURS, LoggedStep, Number, RunLog
+from megatron_llama.prove.materials import parsed_options
+from megatron_llama.prove.pool import WorkerError, WorkerPool
+from megatron_llama.prove.reference import one_process
+
+MOST_LINES, FEWEST_LINES = 16, 3
+"""Of the log, that are compared."""
+BYTES_OF_PARAMETER = 20
+"""Master, two moments, gradient and compute copy."""
+SHARE_OF_PEAK = 0.25
+"""Of the speed of a large product, that a step has here: bf16 is slow on CPUs."""
+STARTS = ("load", "finetune", "load_optim", "init_from_hf", "resize_embeddings")
+"""Options of checkpoints that say with what a run starts; the others save."""
+LEFT_OUT = frozenset(
+    {
+        *(field.name for field in fields(CheckpointConfig) if field.name not in STARTS),
+        *(field.name for field in fields(LogConfig)),
+        *("exit_interval", "exit_duration_in_mins", "eval_interval", "eval_iters"),
+        "early_stop_patience",
+    }
+)
+"""Options that change no training step."""
+
+
+def first_steps(
+    pool: WorkerPool, parsed: Parsed, world_size: int, log: RunLog, *, seconds: float
+) -> Drift:
+    """Train the first steps of a configuration in one process, with its own data and weights, and
+    compare them with the ``log`` of its run on ``world_size`` processes.
+
+    What takes more than ``seconds`` or more memory than this machine has, and what needs files that
+    are not here, is not tried: the verdict is then "cannot say", with the reason. Raises UserError
+    for a configuration that is wrong."""
+    given = read_given(parsed, world_size)
+    config = given.resolved
+    dtype: Dtype = "fp16" if config.training.fp16 else "bf16" if config.training.bf16 else "fp32"
+    if reason := _too_large(config):
+        return _not_run(dtype, reason)
+    options = {name: value for name, value in parsed.differences().items() if name not in LEFT_OUT}
+    begin = min(log.steps) - 1 if "load" in options else 0
+    lines = [iteration for iteration in log.steps if iteration > begin]
+    step_seconds = _step_seconds(config)
+    affordable = [i for i in lines if (i - begin) * step_seconds <= seconds][:MOST_LINES]
+    if len(affordable) < FEWEST_LINES:
+        needed = lines[min(FEWEST_LINES, len(lines)) - 1] - begin
+        return _not_run(
+            dtype,
+            f"{counted(needed, 'step')} of this model take about "
+            f"{_duration(needed * step_seconds)} in one process here, and --budget is "
+            f"{_duration(seconds)}",
+        )
+    last = affordable[-1]
+    case = Case("the first steps", options, world_size, given.sft)
+    alone = {
+        **one_process(case).options,
+        "micro_batch_size": config.training.micro_batch_size,
+        "global_batch_size": config.training.global_batch_size,
+        "exit_interval": last,
+        "log_interval": last,
+        "progress_bar": False,
+    }
+    case = Case("the first steps", alone, 1, given.sft)
+    try:
+        found = pool.run(1, _train, case, timeout=max(60.0, 4 * seconds))[0]
+    except WorkerError as error:
+        return _not_run(dtype, f"one process did not come to step {last}: {error}")
+    if isinstance(found, str):
+        return _not_run(dtype, f"one process cannot start here: {found}")
+    steps = {step.iteration: step for step in found}
+    here = RunLog(Path("one process here"), OURS, MappingProxyType(steps), ())
+    shown = replace(log, steps=MappingProxyType({i: log.steps[i] for i in affordable}))
+    drift = compare(here, shown, dtype=dtype)
+    drawn = not {"load", "init_from_hf"} & options.keys() or "lora_rank" in options
+    if drawn and drift.rises and drift.rises[0].iteration == affordable[0] == begin + 1:
+        why = (
+            "the curves differ from the first step on, but weights drawn from --seed on a GPU are "
+            "others than on a CPU: compare a run that begins with --init-from-hf or --load"
+        )
+        return replace(drift, verdict="cannot say", why=why, rises=())
+    return drift
+
+
+class _Curve(Callback):
+    """Keeps the numbers of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[LoggedStep] = []
+
+    def on_step(self, run: Run, step: Step) -> None:
+        loss, norm = (_number(float(value)) for value in (step.loss, step.grad_norm))
+        self.steps.append(LoggedStep(step.iteration, loss, norm, 1, "here"))
+
+
+def _train(place: Place, case: Case) -> list[LoggedStep] | str:
+    """Be the one process. Returns its steps, or what a user has to know."""
+    curve = _Curve()
+    try:
+        run_training(
+            parsed_options(case),
+            open_example_inputs if case.sft else open_stream_inputs,
+            callbacks=[curve],
+            needs_data=not case.sft,
+            place=place,
+        )
+    except UserError as error:
+        return str(error)
+    return curve.steps
+
+
+def _number(value: float) -> Number:
+    return Number(value, abs(value) * FP32_ROUNDING)
+
+
+def _not_run(dtype: Dtype, reason: str) -> Drift:
+    return Drift("cannot say", (), reason, (), MappingProxyType({}), dtype, ())
+
+
+def _parameters(config: Config) -> int:
+    return sum(math.prod(shape) for shape in hf_shapes(config.model).values())
+
+
+def _too_large(config: Config) -> str:
+    """Why one process cannot hold the training state; empty if it can."""
+    needed = BYTES_OF_PARAMETER * _parameters(config)
+    free = free_bytes()
+    if needed <= free:
+        return ""
+    return (
+        f"one process needs {sized(needed)} for {_parameters(config) / 1e9:,.1f} billion "
+        f"parameters, and this machine has {sized(free)} free. prove --config shows the same "
+        "structure on a small model"
+    )
+
+
+def _step_seconds(config: Config) -> float:
+    """About how long a step takes in one process with one thread, from the time of a product."""
+    training = config.training
+    tokens = training.global_batch_size * training.seq_length
+    flops = flops_per_token(config.model, training.seq_length, causal=True, lora=config.lora)
+    size = 512
+    matrix = torch.ones(size, size)
+    began = time.perf_counter()
+    for _ in range(4):
+        matrix @ matrix
+    rate = 4 * 2 * size**3 / (time.perf_counter() - began) / torch.get_num_threads()
+    return tokens * flops / (SHARE_OF_PEAK * rate)
+
+
+def _duration(seconds: float) -> str:
+    """In the unit that a reader would take."""
+    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"
