@@ -8,15 +8,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 from textwrap import wrap
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.api.common.configs import AutoParallelConfig
 from megatron_llama.commands.common.configs import ProveConfig
 from megatron_llama.commands.common.plan_outputs import write_text
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.errors import ClusterError, ConfigError, counted
 from megatron_llama.sft.sft_config import SFTConfig
@@ -27,22 +29,29 @@ if TYPE_CHECKING:
 
 SECTIONS = (ProveConfig, SFTConfig, *config_sections(), AutoParallelConfig)
 SECONDS: Mapping[str, int] = MappingProxyType({"s": 1, "m": 60, "h": 3600})
-WIDTH = 100
 
 
 def prove(parsed: Parsed) -> int:
-    """Print what was scaled and what was compared. Returns 0 if everything holds that was compared,
-    1 if something differs."""
+    """Prove a configuration, or a finished run by its log. Returns 0
+    if everything holds that was compared, 1 if something differs or cannot be said."""
+    _require_one_process()
+    options = parsed.get(ProveConfig)
+    budget = _seconds(options.budget)
+    folder = _output(options.output)
+    if options.steps_from:
+        return _compare_steps(parsed, budget, folder)
+    return _prove(parsed, budget, folder)
+
+
+def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
+    """Print what was scaled and what was compared."""
     from megatron_llama.prove.given import processes_of
     from megatron_llama.prove.pool import WorkerPool
     from megatron_llama.prove.proof import prove_case
-    from megatron_llama.prove.report import lines
+    from megatron_llama.prove.report import as_json, lines, page
     from megatron_llama.prove.shrink import shrink
 
     options = parsed.get(ProveConfig)
-    _require_one_process()
-    budget = _seconds(options.budget)
-    folder = _output(options.output)
     world_size, assumed = processes_of(parsed, options.world_size)
     cases = shrink(parsed, world_size, options.ranks)
     if assumed:
@@ -51,7 +60,7 @@ def prove(parsed: Parsed) -> int:
     proofs: list[Proof] = []
     with WorkerPool() as pool, tempfile.TemporaryDirectory(prefix="prove-") as runs:
         for number, case in enumerate(cases):
-            for line in told(case, world_size):
+            for line in told(case, world_size, get_terminal_size().columns):
                 print(line)
             print(flush=True)
             left = (ends - time.monotonic()) / (len(cases) - number)
@@ -60,14 +69,48 @@ def prove(parsed: Parsed) -> int:
                 print(line)
             print(flush=True)
     if folder is not None:
-        _write(proofs, folder)
+        _write(folder, as_json(proofs))
+        write_text("--output", str(folder / "prove.html"), page(proofs, "prove"))
     print(verdict(proofs))
     return 0 if all(proof.holds for proof in proofs) else 1
 
 
-def told(case: Case, world_size: int) -> Iterator[str]:
-    """Yield what is run instead of the user's configuration: what was scaled, and why that shows
-    the same; then, in short, what was kept."""
+def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
+    """Print whether a run's log drifts from another one, or from one process."""
+    from megatron_llama.prove.drift import as_json, compare_logs, lines
+    from megatron_llama.prove.first_steps import first_steps
+    from megatron_llama.prove.given import processes_of
+    from megatron_llama.prove.logs import read_log
+    from megatron_llama.prove.pool import WorkerPool
+
+    options = parsed.get(ProveConfig)
+    training = parsed.get(TrainingConfig)
+    log, *others = (Path(path) for path in options.steps_from)
+    if len(others) > 1:
+        got = counted(len(options.steps_from), "log")
+        raise ConfigError(
+            "--steps-from", got=got, expected="LOG, or LOG OTHER", do="leave some out"
+        )
+    if others:
+        dtype = options.log_dtype or ("fp16" if training.fp16 else "bf16")
+        found = compare_logs(log, others[0], dtype=dtype)
+    else:
+        world_size, assumed = processes_of(parsed, options.world_size)
+        if assumed:
+            print(assumed)
+        read = read_log(log)
+        with WorkerPool() as pool:
+            found = first_steps(pool, parsed, world_size, read, seconds=budget)
+    for line in lines(found):
+        print(line)
+    if folder is not None:
+        _write(folder, as_json(found))
+    return 0 if found.verdict == "rounding" else 1
+
+
+def told(case: Case, world_size: int, width: int) -> Iterator[str]:
+    """Yield what is run instead of the user's configuration, in lines of ``width`` characters: what
+    was scaled, and why that shows the same; then, in short, what was kept."""
     scaled = [note for note in case.notes if note.yours != note.here]
     here = counted(case.world_size, "process", "processes")
     kind = "sft" if case.sft else "pretrain"
@@ -75,17 +118,18 @@ def told(case: Case, world_size: int) -> Iterator[str]:
         yield f"{case.name}: {kind} on {here}, nothing scaled"
         return
     yield f"{case.name}: {kind}, {world_size} processes shown on {here}"
-    rows = [("option", "yours", "here"), *((note.option, note.yours, note.here) for note in scaled)]
-    widths = [max(len(row[place]) for row in rows) for place in range(3)]
-    for row, why in zip(rows, ["why that suffices", *(note.why for note in scaled)], strict=True):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield f"  {'  '.join([*cells, why])}"
+    column = max(len(note.option) for note in scaled) + 4
+    for note in scaled:
+        text = f"{note.yours} -> {note.here}: {note.why}"
+        first = f"  {note.option}".ljust(column)
+        yield from _wrapped(text, width, first, " " * column)
     kept = [f"{note.option} {note.here}" for note in case.notes if note.yours == note.here]
     if kept:
-        text = f"kept: {', '.join(kept)}"
-        yield from wrap(
-            text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-        )
+        yield from _wrapped(f"kept: {', '.join(kept)}", width, "  ", "    ")
+
+
+def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:
+    return wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def verdict(proofs: Sequence[Proof]) -> str:
@@ -133,10 +177,7 @@ def _output(path: str | None) -> Path | None:
     return folder
 
 
-def _write(proofs: Sequence[Proof], folder: Path) -> None:
-    """Write what was found for programs and for a browser."""
-    from megatron_llama.prove.report import as_json, page
-
-    write_text("--output", str(folder / "prove.json"), json.dumps(as_json(proofs), indent=1) + "\n")
-    write_text("--output", str(folder / "prove.html"), page(proofs, "prove"))
-    print(f"written: {folder / 'prove.json'}, {folder / 'prove.html'}")
+def _write(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write what was found for programs."""
+    write_text("--output", str(folder / "prove.json"), json.dumps(content, indent=1) + "\n")
+    print(f"written: {folder}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import UserError
 from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.prove.case import Case
+from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import (
     IN_FP32,
     History,
@@ -133,7 +133,7 @@ def _resolved(case: Case) -> Config:
     """The configuration of a case with data that nobody opens. Raises ConfigError."""
     more: dict[str, object] = {"train_data" if case.sft else "data_path": ("text",)}
     if not any(case.options.get(name) for name in LENGTHS):
-        more["train_iters"] = 1
+        more["train_iters"] = STEPS
     return check(assemble(parsed_options(case, **more)), case.world_size).config
 
 

@@ -189,7 +189,7 @@ def _option_notes(
     """Options that were scaled, and then those that were kept."""
     for name, why in SCALED.items():
         if before[name] != after[name]:
-            yield Note(flag(name), _shown(before[name]), _shown(after[name]), why)
+            yield Note(flag(name), *_change(before[name], after[name]), why)
     for name in options:
         if before[name] == after[name]:
             value = _shown(options[name])
@@ -204,17 +204,24 @@ def _values(config: Config, examples: SFTConfig) -> dict[str, Any]:
     return values | small_blend(config.data.data_path)
 
 
+def _change(before: object, after: object) -> tuple[str, str]:
+    """Both values on one line; of two mappings what is not the same."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return _shown(before), _shown(after)
+    other = [name for name in before if before[name] != after.get(name)]
+    yours = _shown({name: before[name] for name in other})
+    return yours, _shown({name: after[name] for name in other})
+
+
 def _shown(value: object) -> str:
     """A value on one line; of a long list its length."""
-    if isinstance(value, tuple):
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(item)}" for name, item in value.items())
+    if isinstance(value, tuple | list):
         words = [str(item) for item in value]
         return " ".join(words) if len(words) <= 8 else f"{len(words)} values"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, dict):
-        return ", ".join(
-            f"{name} {item}" for name, item in value.items() if not isinstance(item, list)
-        )
-    return (
-        "none" if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)
-    )
+    if value in (None, ""):
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

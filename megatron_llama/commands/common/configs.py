@@ -226,7 +226,16 @@ class ProveConfig:
     """How long it may take, about: `90s`, `3m`, `1h`. Checks for which no time is left are listed
     as not run."""
     output: str | None = None
-    """Folder for `prove.json` and `prove.html`. Default: what is printed is all."""
+    """Folder for `prove.json`, and for `prove.html` of a configuration. Default: what is printed is
+    all."""
+    steps_from: tuple[str, ...] = ()
+    """Instead of a configuration that shrinks: a finished run's log, `LOG` or `LOG OTHER`
+    (`log.jsonl`, Megatron-LM's or torchtitan's text, TensorBoard events), against another log, or
+    without one against the first steps of the configuration on one process. Says from which step on
+    they differ by more than rounding."""
+    log_dtype: Literal["fp32", "tf32", "fp16", "bf16"] | None = None
+    """Type of the matrix products of the runs whose logs are compared; of two types the coarser
+    one. Default: that of the configuration, else bf16."""
 
 
 @dataclass(frozen=True)
