@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 import time
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from megatron_llama.api.common.options import read_options
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import MODEL_SIZES
 from megatron_llama.errors import UserError
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.draw import AXES, axis_sizes, draw
-from megatron_llama.prove.given import EXAMPLES
+from megatron_llama.prove.given import EXAMPLES, SECTIONS
+from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.prove.proof import CHECKS, THE_RUN, Proof, prove_case
+from megatron_llama.prove.shrink import shrink
 
 Verdict = Literal["refused", "equal", "failed"]
 AXIS_NAMES = (*AXES, "dp")
@@ -236,3 +243,65 @@ def _lines(outcome: Outcome, number: int, count: int) -> Iterator[str]:
     if outcome.smallest is not None:
         yield "      the smallest that fails so:"
         yield f"      {command_line(outcome.smallest)}"
+
+
+RANKS = 8
+"""Processes of a case at most."""
+FAST = ("one process", "precision", "data")
+"""The checks that every case has."""
+EVERY = 8
+"""One case in so many has all checks."""
+FUZZ_STEPS = 3
+"""Steps of a case: in the third, second moments have a past and a rate has changed."""
+REFUSALS = frozenset(error.__name__ for error in (UserError, *UserError.__subclasses__()))
+
+
+class Prover:
+    """Judges cases as the command ``prove`` does. What is written for a case is removed when it is
+    done."""
+
+    def __init__(
+        self, pool: WorkerPool, folder: Path, budget: float, *, steps: int = FUZZ_STEPS
+    ) -> None:
+        """``budget``: seconds for each case."""
+        self._pool = pool
+        self._folder = folder
+        self._budget = budget
+        self._steps = steps
+
+    def __call__(self, case: Case) -> Finding:
+        parsed = read_options(None, given_options(case), SECTIONS)
+        # Simpler cases have the name of the one that failed, and so its checks.
+        checks = FAST if zlib.crc32(case.name.encode()) % EVERY else CHECKS
+        for small in shrink(parsed, case.world_size, RANKS):
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+                proof = prove_case(
+                    self._pool,
+                    small,
+                    Path(folder),
+                    self._budget,
+                    checks=checks,
+                    steps=self._steps,
+                    axes=False,
+                )
+            if not proof.holds:
+                return _finding(proof)
+        return Finding("equal")
+
+
+def _finding(proof: Proof) -> Finding:
+    """What does not hold, in the check that comes first."""
+    wrong = next(check for check in proof.checks if not check.holds)
+    row = next(row for row in wrong.rows if not row.holds)
+    if row.what == THE_RUN:
+        # What a rank has raised: `rank 0: megatron_llama.errors.DataError: ...`
+        error = row.note.partition(": ")[2].partition(":")[0].rpartition(".")[2]
+        verdict: Verdict = "refused" if error in REFUSALS else "failed"
+        return Finding(verdict, f"{row.check}: the run ends: {row.note}", f"{row.check}: {error}")
+    where = " ".join(filter(None, [row.tensor, f"in step {row.step}" if row.step else ""]))
+    count = sum(not each.holds for each in wrong.rows)
+    reason = (
+        f"{row.check}: {row.what} {where}: got {row.got:.3g}, bound {row.bound:.3g} "
+        f"({count} of {len(wrong.rows)} rows do not hold) {row.note}"
+    )
+    return Finding("failed", reason, f"{row.check}: {row.what}")

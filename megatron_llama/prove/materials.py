@@ -111,7 +111,9 @@ def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
     no run can have."""
     prefixes = _prefixes(case)
     length = {} if case.options.get("train_samples") else {"train_iters": steps, "epochs": 0.0}
-    parsed = parsed_options(case, **length, **_data(case, prefixes))
+    # Every step is saved: --on-bad-step rollback has what it goes back to.
+    saving = {"save": "checkpoints", "save_interval": 1}
+    parsed = parsed_options(case, **length, **saving, **_data(case, prefixes))
     vocab_size = parsed.get(ModelConfig).vocab_size
     config = check(assemble(parsed), case.world_size).config
     words = _text()
