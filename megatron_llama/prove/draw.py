@@ -237,7 +237,11 @@ def _spread(chance: random.Random) -> Case | None:
     except ScheduleError:
         return None
     sft = chance.random() < TUNED
-    case = Case("", options | _model(chance), world_size, sft)
+    options |= _model(chance)
+    if sft:
+        # A conversation has a question and the beginning of an answer at least.
+        options["seq_length"] = chance.choice((48, 64))
+    case = Case("", options, world_size, sft)
     if chance.random() < ODD:
         more = _three(chance, case)
         case = replace(case, world_size=more.pop(WORLD_SIZE), options={**case.options, **more})
@@ -381,9 +385,10 @@ def _three(chance: random.Random, case: Case) -> Options:
         **{AXES[axis]: sizes[axis] for axis in AXES},
         WORLD_SIZE: math.prod(sizes.values()),
         "num_attention_heads": 6,
+        "hidden_size": 48,
         "num_key_value_heads": chance.choice((1, 2, 3, 6)),
         "intermediate_size": 96,
-        "seq_length": 36,
+        "seq_length": 72 if case.sft else 36,
         "micro_batch_size": micro,
         "global_batch_size": micro * sizes["dp"] * chance.choice((1, 2, 3)),
         "data_parallel_shard_size": 0,

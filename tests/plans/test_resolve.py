@@ -166,12 +166,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     [
         ({"tensor_model_parallel_size": 3, "intermediate_size": 99, "num_key_value_heads": 0, "num_attention_heads": 8}, 3, None),
         (
-            {"tensor_model_parallel_size": 4, "num_attention_heads": 12, "head_dim": 8, "num_key_value_heads": 6},
+            {"tensor_model_parallel_size": 4, "num_attention_heads": 12, "hidden_size": 96, "head_dim": 8, "num_key_value_heads": 6},
             4,
             "--tensor-model-parallel-size: got 4, expected a divisor or a multiple of num_key_value_heads 6; choose 3 or 6",
         ),
         (
-            {"tensor_model_parallel_size": 6, "num_attention_heads": 12, "head_dim": 8, "num_key_value_heads": 4},
+            {"tensor_model_parallel_size": 6, "num_attention_heads": 12, "hidden_size": 96, "head_dim": 8, "num_key_value_heads": 4},
             6,
             "--tensor-model-parallel-size: got 6, expected a divisor or a multiple of num_key_value_heads 4; choose 4 or 8",
         ),
@@ -262,6 +262,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             {"hidden_size": 60},
             1,
             "--hidden-size: got 60, expected a multiple of num_attention_heads 8; change one of them or give --head-dim",
+        ),
+        (
+            {"hidden_size": 60, "head_dim": 8},
+            1,
+            "--hidden-size: got 60, expected a multiple of num_attention_heads 8, as transformers wants it of every LlamaForCausalLM; "
+            "choose 56 or 64, or give another --model-type",
         ),
         ({"hidden_size": 72}, 1, "--head-dim: got 9, expected an even number"),
         ({"head_dim": 5}, 1, "--head-dim: got 5, expected an even number"),

@@ -41,6 +41,9 @@ class Family:
     """How its ``config.json`` speaks of sliding windows."""
     rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)
     """Rotary scalings that its class in transformers knows."""
+    whole_heads: bool = False
+    """Whether its class in transformers (from 5.0 on) refuses a hidden_size that is no multiple of
+    num_attention_heads, even with a head_dim."""
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of rotary scalings in its files."""
     tensors: Mapping[str, str] = field(default_factory=dict)

@@ -96,6 +96,7 @@ GEMMA2 = Family(
         "sliding_window_size": (4096,),
     },
     windows=EVERY_OTHER,
+    whole_heads=True,
     tensors={
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",

@@ -110,6 +110,7 @@ GEMMA3_TEXT = Family(
         "attn_logit_softcapping": (),
     },
     windows=ALL_BUT_EVERY_SIXTH,
+    whole_heads=True,
     tensors={
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",

@@ -109,6 +109,7 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     fields=("attention_bias", "mlp_bias"),
+    whole_heads=True,
     presets={
         "llama-7b": _LLAMA_7B,
         "llama-13b": _LLAMA_13B,

@@ -12,7 +12,7 @@ from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.rope import rope_problems
 from megatron_llama.config.schema import MODEL_SIZES, Config, ModelConfig
 from megatron_llama.config.windows import LAYER_TYPES, SLIDING
-from megatron_llama.errors import describe, nearest_divisors
+from megatron_llama.errors import describe, nearest_divisors, nearest_multiples
 
 
 def missing_model_problems(config: Config) -> Iterator[str]:
@@ -134,6 +134,16 @@ def _family_problems(model: ModelConfig) -> Iterator[str]:
             do="give another --model-type",
         )
         return
+    heads = model.num_attention_heads
+    if family.whole_heads and model.hidden_size % heads:
+        yield describe(
+            "--hidden-size",
+            got=model.hidden_size,
+            expected=f"a multiple of num_attention_heads {heads}, as transformers wants it of every "
+            f"{family.architecture}",
+            do=f"choose {nearest_multiples(model.hidden_size, heads)}, or give another "
+            "--model-type",
+        )
     for name, value in unheld_fields(model).items():
         yield describe(
             flag(name),
