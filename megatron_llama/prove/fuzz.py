@@ -253,7 +253,7 @@ EVERY = 8
 """One case in so many has all checks."""
 FUZZ_STEPS = 3
 """Steps of a case: in the third, second moments have a past and a rate has changed."""
-REFUSALS = frozenset(error.__name__ for error in (UserError, *UserError.__subclasses__()))
+REFUSALS = frozenset(error.__name__ for error in [UserError, *UserError.__subclasses__()])
 
 
 class Prover:
@@ -285,11 +285,11 @@ class Prover:
                     axes=False,
                 )
             if not proof.holds:
-                return _finding(proof)
+                return finding_of(proof)
         return Finding("equal")
 
 
-def _finding(proof: Proof) -> Finding:
+def finding_of(proof: Proof) -> Finding:
     """What does not hold, in the check that comes first."""
     wrong = next(check for check in proof.checks if not check.holds)
     row = next(row for row in wrong.rows if not row.holds)

@@ -1,5 +1,6 @@
 """Fuzzing: what becomes of drawn cases is told, and one that fails is made small."""
 
+import math
 import shlex
 
 import pytest
@@ -7,9 +8,11 @@ from megatron_llama.config.megatron_names import ALIASES, MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.errors import ConfigError
 from megatron_llama.prove.case import Case
+from megatron_llama.prove.compare import Row
 from megatron_llama.prove.draw import axis_sizes, draw, refusal
-from megatron_llama.prove.fuzz import Finding, command_line, fuzz, given_options, smallest
+from megatron_llama.prove.fuzz import Finding, command_line, finding_of, fuzz, given_options, smallest
 from megatron_llama.prove.given import EXAMPLES, SECTIONS
+from megatron_llama.prove.proof import THE_RUN, CheckResult, Proof
 
 LARGE = Case(
     "large",
@@ -113,3 +116,19 @@ def test_the_command_says_what_the_case_says(seed: int) -> None:
         read = {name: getattr(instance, name) for instance in parsed.instances.values() for name in vars(instance)}
         assert {name: list(read[name]) if isinstance(read[name], tuple) else read[name] for name in parsed.explicit} == given
         assert bool(parsed.explicit & EXAMPLES) == case.sft
+
+
+def proof_with(row: Row) -> Proof:
+    return Proof(LARGE, (CheckResult("one process", (Row("one process", "loss", 0.0, 1.0), row), 1.0),), None, 1.0)
+
+
+def test_a_proof_is_told_in_a_line() -> None:
+    wrong = finding_of(proof_with(Row("one process", "gradient", 0.5, 1e-5, 2, "model.norm.weight")))
+    assert (wrong.verdict, wrong.kind) == ("failed", "one process: gradient")
+    assert "model.norm.weight in step 2: got 0.5, bound 1e-05 (1 of 2 rows do not hold)" in wrong.reason
+
+
+@pytest.mark.parametrize(("error", "verdict"), [("megatron_llama.errors.DataError", "refused"), ("AssertionError", "failed")])
+def test_a_run_that_ends_with_a_users_error_is_refused(error: str, verdict: str) -> None:
+    ended = finding_of(proof_with(Row("one process", THE_RUN, math.inf, 0.0, note=f"rank 1: {error}: no example, which is long: enough")))
+    assert (ended.verdict, ended.kind) == (verdict, f"one process: {error.rpartition('.')[2]}")
