@@ -253,7 +253,8 @@ EVERY = 8
 """One case in so many has all checks."""
 FUZZ_STEPS = 3
 """Steps of a case: in the third, second moments have a past and a rate has changed."""
-REFUSALS = frozenset(error.__name__ for error in [UserError, *UserError.__subclasses__()])
+_USER_ERRORS: tuple[type[UserError], ...] = (UserError, *UserError.__subclasses__())
+REFUSALS = frozenset(error.__name__ for error in _USER_ERRORS)
 
 
 class Prover:

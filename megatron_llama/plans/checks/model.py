@@ -139,8 +139,8 @@ def _family_problems(model: ModelConfig) -> Iterator[str]:
         yield describe(
             "--hidden-size",
             got=model.hidden_size,
-            expected=f"a multiple of num_attention_heads {heads}, as transformers wants it of every "
-            f"{family.architecture}",
+            expected=f"a multiple of num_attention_heads {heads}, as transformers wants it of "
+            f"every {family.architecture}",
             do=f"choose {nearest_multiples(model.hidden_size, heads)}, or give another "
             "--model-type",
         )
