@@ -124,7 +124,10 @@ def _examples(talks: Sequence[Talk], config: Config, case: Case) -> tuple[Expect
             loss_on == "all" or (answer == last if loss_on == "last" else answer > 0)
             for answer in talk.answers
         ]
-        found.append(example_of(talk.ids, answers, length))
+        example = example_of(talk.ids, answers, length)
+        # One that has no answer left when it is cut cannot be used.
+        if any(example.counts):
+            found.append(example)
     return tuple(found)
 
 

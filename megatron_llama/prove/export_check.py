@@ -17,6 +17,7 @@ from megatron_llama.conversion.verify.reference import TransformersModel, obstac
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.prove.compare import Row, distance
 from megatron_llama.prove.materials import Materials
+from megatron_llama.prove.reference import NotComparedError, last_line
 from megatron_llama.prove.run import Trained, states
 
 EXPORT = "export"
@@ -99,7 +100,10 @@ def _logit_rows(
         out.copy_(weights[rectangle.name][place])
 
     tokens = _tokens(materials, trained.config.training.seq_length)
-    theirs = TransformersModel(exported, model)
+    try:
+        theirs = TransformersModel(exported, model)
+    except Exception as error:  # transformers' checks of a configuration raise many kinds
+        raise NotComparedError(f"transformers refuses the model: {last_line(error)}") from error
     theirs.run(tokens)
     ours = StreamedModel(model, source, tokens)
     deviation = logit_deviation(ours, theirs, model.vocab_size)

@@ -170,8 +170,10 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
         if any(has(name, value) for name, value in one_chunk.items()):
             yield "the pipeline's schedule and split", without(one_chunk)
         yield "pipeline parallelism", without({"pipeline_model_parallel_size": 1, **one_chunk}, pp)
+    micro = size("micro_batch_size")
+    batch = size("global_batch_size") if options.get("global_batch_size") else micro * dp
     if dp > 1:
-        yield "data parallelism", without({}, dp)
+        yield "data parallelism", without({"global_batch_size": batch}, dp)
     if dp * cp > 1 and options.get("data_parallel_shard_size"):
         yield "replicas of shards", without({"data_parallel_shard_size": 0})
     if any(has(name, value) for name, value in slots.items()):
@@ -179,8 +181,6 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
     if dp * cp > 1 and options.get("data_parallel_sharding_strategy") != NO_SHARD:
         whole = {"data_parallel_sharding_strategy": NO_SHARD, "data_parallel_shard_size": 0}
         yield "sharding", without(whole | slots)
-    micro = size("micro_batch_size")
-    batch = size("global_batch_size") if options.get("global_batch_size") else micro * dp
     if batch > micro * dp and not options.get("rampup_batch_size"):
         yield "microbatches", without({"micro_batch_size": batch // dp})
     for name, option, default in SWITCHES:

@@ -142,18 +142,28 @@ def prove_case(
             reason = f"no time is left: {passed:.0f} s of {budget:.0f} s have passed"
             results.append(CheckResult(name, (), 0.0, not_run=reason))
             continue
-        rows: tuple[Row, ...] = ()
-        not_run = ""
+        rows: list[Row] = []
+        left_out = ""
         try:
-            rows = tuple(CHECK_OF[name](runs, case, 0))
+            for row in CHECK_OF[name](runs, case, 0):
+                rows.append(row)
         except NotComparedError as reason:
-            not_run = str(reason)
+            left_out = str(reason)
         except WorkerError as error:
-            if any(row.note == _told(error) for result in results for row in result.rows):
-                not_run = "the run ends with an error, as above"
+            told = _told(error).partition(": ")[2]
+            if any(row.note.endswith(told) for result in results for row in result.rows):
+                left_out = "the run ends with an error, as above"
             else:
-                rows = (Row(name, THE_RUN, math.inf, 0.0, note=_told(error)),)
-        results.append(CheckResult(name, rows, time.monotonic() - started, not_run))
+                rows.append(Row(name, THE_RUN, math.inf, 0.0, note=_told(error)))
+        results.append(
+            CheckResult(
+                name,
+                tuple(rows),
+                time.monotonic() - started,
+                not_run="" if rows else left_out,
+                partly=left_out if rows else "",
+            )
+        )
         if location is None and (first := first_wrong(rows)) is not None:
             again = _again(runs, name, first)
             location = locate(case, rows, again, time_left=lambda: axes and time_left())

@@ -46,6 +46,12 @@ class NotComparedError(Exception):
     """A check has nothing to compare a case with. The message is the reason."""
 
 
+def last_line(error: Exception) -> str:
+    """The end of what an error says."""
+    said = str(error).strip().splitlines()
+    return said[-1].strip() if said else type(error).__name__
+
+
 def steady(case: Case) -> Case:
     """The case with an epsilon of Adam that is above what rounding makes of a gradient.
 
@@ -277,9 +283,7 @@ def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Par
             folder, attn_implementation=attention, local_files_only=True
         )
     except Exception as error:  # its checks of a configuration raise many kinds
-        said = str(error).strip().splitlines()
-        reason = said[-1].strip() if said else type(error).__name__
-        raise NotComparedError(f"transformers refuses the model: {reason}") from error
+        raise NotComparedError(f"transformers refuses the model: {last_line(error)}") from error
     model = model.float().train()
     if config.lora.lora_rank:
         model, named = _with_adapters(model, config)
