@@ -195,10 +195,13 @@ def _comparable(
     """The losses of both runs at an iteration, as means over the same steps; None if they cannot
     be."""
     lengths = (one[iteration].mean_of, other[iteration].mean_of)
+    if lengths == (0, 0):
+        # Nobody says what they are means of, but it is the same if the lines are the same.
+        before = [max((i for i in run if i < iteration), default=0) for run in (one, other)]
+        if before[0] != before[1]:
+            return None
     if lengths[0] == lengths[1]:
         return one[iteration].loss, other[iteration].loss
-    if 0 in lengths:
-        return None
     length = max(lengths)
     means = [_mean(run, iteration, length) for run in (one, other)]
     if any(mean is None for mean in means):

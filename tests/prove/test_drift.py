@@ -103,6 +103,8 @@ def test_gradients_that_differ_under_equal_losses_are_named() -> None:
     differences = [replace(d, grad_norm=0.1) if d.iteration >= 30 else d for d in noisy(lambda i: 1e-8)]
     found = judge(differences, dtype="fp32")
     assert (found.rises[0].quantity, at(found)) == ("gradient norm", 30) and "its gradients do not" in found.why
+    later = judge([replace(d, loss=0.1) if d.iteration >= 40 else d for d in differences], dtype="fp32")
+    assert (later.rises[0].quantity, at(later)) == ("gradient norm", 30) and {r.iteration for r in later.rises} == {30, 40}
 
 
 def test_what_digits_may_hide_is_no_difference(tmp_path: Path) -> None:
@@ -116,6 +118,12 @@ def test_what_digits_may_hide_is_no_difference(tmp_path: Path) -> None:
     assert found.seen_from["loss"] > 1e-4, "the digits are told"
     c = write(tmp_path / "c", [titan(i, f"{value * (1.01 if i > 60 else 1):8.4f}") for i, value in enumerate(values, 1)])
     assert at(compare_logs(a, c, dtype="fp32")) == 61
+
+
+def test_coarse_digits_may_have_hidden_what_fine_ones_show() -> None:
+    differences = [D(i, 0.0, 1e-6, None, 0.0) if i < 50 else D(i, 3e-6, 1e-9, None, 0.0) for i in range(1, 100)]
+    assert judge(differences, dtype="fp32").verdict == "rounding"
+    assert at(judge([replace(d, loss_hidden=1e-9) for d in differences], dtype="fp32")) == 50
 
 
 def test_too_few_digits_or_steps_are_said() -> None:
@@ -155,6 +163,17 @@ def test_means_of_an_interval_are_compared_with_means(tmp_path: Path) -> None:
     partly = compare_logs(each, unknown, dtype="fp32")
     assert [d.loss is not None for d in partly.differences] == [False, True, True]
     assert any("the losses of 1 iteration are left out" in note for note in partly.notes)
+
+
+def test_means_of_nobody_knows_what_are_compared_if_the_lines_are_the_same(tmp_path: Path) -> None:
+    """torchtitan of 2024 printed means and did not say so."""
+    ten, again, twenty = (
+        write(tmp_path / name, [titan(i, f"{5 - i / 100:8.5f}").partition("grad_norm")[0] for i in steps])
+        for name, steps in (("a", range(10, 90, 10)), ("b", range(10, 90, 10)), ("c", range(20, 100, 20)))
+    )
+    assert [d.loss for d in compare_logs(ten, again, dtype="bf16").differences] == [0.0] * 8
+    found = compare_logs(ten, twenty, dtype="bf16")
+    assert found.verdict == "cannot say" and [d.loss for d in found.differences] == [None] * 4
 
 
 def test_logs_without_a_common_step_are_refused(tmp_path: Path) -> None:

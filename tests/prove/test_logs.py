@@ -140,7 +140,7 @@ def test_skipped_steps_of_megatron(tmp_path: Path) -> None:
 def test_torchtitan_with_colours_ranks_and_validation(tmp_path: Path) -> None:
     lines = []
     for step, loss in ((1, " 8.13541"), (10, " 7.00012"), (20, " 6.50001")):
-        lines += [titan(step, loss, prefix=f"[rank{rank}]:", colours=rank == 0) for rank in (0, 1)]
+        lines += [titan(step, loss, prefix=f"[rank{rank}]:", colours=True) for rank in (0, 1)]
         lines += [titan(step, "-1.00000", prefix="[rank2]:")]
     lines.append(
         "[rank0]:[titan] 2026-05-04 03:02:01,338 - root - INFO - validate step: 20  loss:  9.9999  memory:  9.46GiB(64.99%)  tps: 7"
