@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -32,12 +33,20 @@ SECONDS: Mapping[str, int] = MappingProxyType({"s": 1, "m": 60, "h": 3600})
 
 
 def prove(parsed: Parsed) -> int:
-    """Prove a configuration, or a finished run by its log. Returns 0
+    """Prove a configuration, configurations that are drawn, or a finished run by its log. Returns 0
     if everything holds that was compared, 1 if something differs or cannot be said."""
     _require_one_process()
     options = parsed.get(ProveConfig)
+    if options.fuzz and options.steps_from:
+        do = "leave one of them out"
+        raise ConfigError("--fuzz, --steps-from", got="both", expected="one of them", do=do)
+    if options.fuzz < 0:
+        expected = "a number of configurations"
+        raise ConfigError("--fuzz", got=options.fuzz, expected=expected, do="give --fuzz N")
     budget = _seconds(options.budget)
     folder = _output(options.output)
+    if options.fuzz:
+        return _fuzz(options.fuzz, parsed.get(TrainingConfig).seed, budget)
     if options.steps_from:
         return _compare_steps(parsed, budget, folder)
     return _prove(parsed, budget, folder)
@@ -75,6 +84,15 @@ def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
     return 0 if all(proof.holds for proof in proofs) else 1
 
 
+def _fuzz(count: int, seed: int, budget: float) -> int:
+    """Print what became of each configuration that is drawn; ``budget`` is for one of them."""
+    from megatron_llama.prove.fuzz import Prover, fuzz
+    from megatron_llama.prove.pool import WorkerPool
+
+    with WorkerPool() as pool, tempfile.TemporaryDirectory(prefix="prove-") as runs:
+        return 0 if fuzz(Prover(pool, Path(runs), budget), seed, count).holds else 1
+
+
 def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
     """Print whether a run's log drifts from another one, or from one process."""
     from megatron_llama.prove.drift import as_json, compare_logs, lines
@@ -99,8 +117,11 @@ def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
         if assumed:
             print(assumed)
         read = read_log(log)
+        own = {kind: one for kind, one in parsed.instances.items() if kind is not ProveConfig}
         with WorkerPool() as pool:
-            found = first_steps(pool, parsed, world_size, read, seconds=budget)
+            found = first_steps(
+                pool, replace(parsed, instances=own), world_size, read, seconds=budget
+            )
     for line in lines(found):
         print(line)
     if folder is not None:

@@ -358,6 +358,8 @@ VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "megatron_data_order": (True,),
         **dict.fromkeys(DOCUMENTS, (True, False)),
         # examples
+        "data_format": ("messages", "sharegpt", "alpaca", "prompt", "text"),
+        "valid_data": (("valid.jsonl",),),
         "chat_template": ("plain", "chatml", "llama2", "llama3"),
         "loss_on": ("last", "all"),
         "on_bad_sample": ("drop",),

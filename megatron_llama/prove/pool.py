@@ -276,7 +276,9 @@ def _attempt(message: bytes, store: Store) -> tuple[bool, bytes]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # groups in reference cycles keep their threads: hundreds after some jobs
+    # Groups in reference cycles keep their threads, hundreds after some jobs; and what is frozen
+    # before the next job is never collected.
+    gc.collect()
 
 
 def _perform(job: _Job, store: Store) -> Any:

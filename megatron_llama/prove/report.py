@@ -144,13 +144,6 @@ def _located(location: Location) -> Iterator[str]:
         yield f"  no time was left to try without: {', '.join(location.not_tried)}"
 
 
-def changed_lines(proof: Proof) -> Iterator[str]:
-    """Yield what was scaled, and why that shows what the user's run would show."""
-    for note in proof.case.notes:
-        if note.yours != note.here:
-            yield f"  {note.option}: {note.yours} -> {note.here}: {note.why}"
-
-
 def as_json(proofs: Sequence[Proof]) -> dict[str, Any]:
     """Return everything that the lines say, for programs.
 

@@ -9,6 +9,7 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config, ZenFlowConfig
 from megatron_llama.plans.buckets import parameter_slots, rank_bucket_plan, strategy_named
+from megatron_llama.plans.checks.zenflow import longest_window
 from megatron_llama.plans.params import parameter_count, partition_of
 from megatron_llama.plans.schedule import placement_of
 from megatron_llama.prove.case import STEPS
@@ -239,7 +240,10 @@ def _zenflow(zenflow: ZenFlowConfig) -> dict[str, Any]:
         values["zenflow_update_interval"] = str(min(int(zenflow.zenflow_update_interval), 2))
     if zenflow.zenflow_select_strategy != "auto":
         values["zenflow_select_strategy"] = "step"
-        values["zenflow_select_interval"] = str(min(int(zenflow.zenflow_select_interval), 3))
+        # An epoch of yours is longer than a window, and so is what stands for it here.
+        window = longest_window(replace(zenflow, **values))
+        interval = max(window, min(int(zenflow.zenflow_select_interval), 3))
+        values["zenflow_select_interval"] = str(interval)
     return values
 
 

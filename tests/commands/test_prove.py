@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.prove import proof
+from megatron_llama.prove import fuzz, proof
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.compare import Row
 from megatron_llama.prove.pool import WorkerPool
@@ -90,6 +90,9 @@ WRONG = [
     ([*SEVENTY, "--world-size", "100"], "processes: got 100, expected a multiple of"),
     ([*SEVENTY, "--output", str(EXAMPLES / "llama3_70b.yaml")], "--output: got "),
     ([*SEVENTY, "--auto-parallel"], "--auto-parallel: got true"),
+    (["prove", "--fuzz", "-1"], "--fuzz: got -1"),
+    (["prove", "--fuzz", "3", "--steps-from", "a"], "--fuzz, --steps-from: got both"),
+    (["prove", "--steps-from", "a", "b", "c"], "--steps-from: got 3 logs"),
 ]
 
 
@@ -99,6 +102,40 @@ def test_what_is_wrong_is_refused_before_anything_runs(
 ) -> None:
     status, out, err = said(capsys, argv)
     assert (status, proven) == (2, []) and says in err and "Traceback" not in err + out
+
+
+def log(path: Path, drift: float) -> str:
+    """A log of 200 steps whose loss falls, and then goes away from another one's."""
+    losses = [6 * 0.99**step + drift * max(0, step - 100) + 1e-4 * ((step * 7919) % 13 - 6) * (drift != 0) for step in range(200)]
+    lines = ({"kind": "train", "iteration": step + 1, "lm_loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses))
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def test_two_logs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one, other = log(tmp_path / "one.jsonl", 0.0), log(tmp_path / "other.jsonl", 0.01)
+    status, out, err = said(capsys, ["prove", "--steps-from", one, one, "--output", str(tmp_path / "out")])
+    written = json.loads((tmp_path / "out" / "prove.json").read_text())
+    assert (status, err, written["verdict"]) == (0, "", "rounding") and "rounding" in out
+    status, out, _ = said(capsys, ["prove", "--steps-from", one, other, "--log-dtype", "fp32"])
+    assert status == 1 and "drift" in out
+
+
+def test_drawn_configurations(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge is that of ``tests/prove/test_fuzz.py``; here each case holds."""
+    judged: list[Case] = []
+
+    class Judge:
+        def __init__(self, pool: WorkerPool, folder: Path, budget: float) -> None:
+            assert budget == 20
+
+        def __call__(self, case: Case) -> fuzz.Finding:
+            judged.append(case)
+            return fuzz.Finding("equal")
+
+    monkeypatch.setattr(fuzz, "Prover", Judge)
+    status, out, _ = said(capsys, ["prove", "--fuzz", "5", "--seed", "3", "--budget", "20s"])
+    assert status == 0 and len(judged) == 5 and "5 configurations drawn from seed 3" in out
 
 
 def test_it_starts_its_processes_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

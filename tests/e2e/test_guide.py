@@ -21,6 +21,7 @@ PAGES = sorted((ROOT / "docs" / "guide").glob("[0-9]*.md"))
 PYTHON = """#!/usr/bin/env bash
 case "$1 $2 $3" in
     "-m megatron_llama env" | "-m megatron_llama chat") ;; # a start from nothing; one that reads what is typed
+    "-m megatron_llama prove") ;; # it starts processes of its own
     "-m megatron_llama "*) exec torchrun --standalone --nproc-per-node 1 "$@" ;;
 esac
 exec {python} "$@"
@@ -115,6 +116,7 @@ SAID = {
     "09-evaluate": r"lm loss PPL[\s\S]*The with statement",
     "10-publish": r"bfloat16 .*The with",
     "11-your-own-module": r"step 1 loss [\s\S]*step 20 loss",
+    "12-before-you-book": r"nearest published runs[\s\S]*tp 2: pretrain, 2 processes[\s\S]*\nholds: everything",
 }
 
 

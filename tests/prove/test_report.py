@@ -11,7 +11,7 @@ from megatron_llama.prove.case import Case, Note
 from megatron_llama.prove.compare import Row
 from megatron_llama.prove.locate import Axis, Location
 from megatron_llama.prove.proof import CheckResult, Proof
-from megatron_llama.prove.report import as_json, changed_lines, lines, page
+from megatron_llama.prove.report import as_json, lines, page
 
 QKV, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
 CASE = Case(
@@ -70,10 +70,6 @@ def test_lines_name_what_differs_first_and_where_it_begins() -> None:
     assert "not compared: the sampler" in text
     assert "it holds without: sequence parallelism\n  it differs also without: pipeline parallelism" in text
     assert text.endswith("no time was left to try without: recompute")
-
-
-def test_only_what_was_changed_is_told() -> None:
-    assert list(changed_lines(failing())) == ["  --hidden-size: 8192 -> 128: rows & columns keep their divisors"]
 
 
 def test_json_holds_everything_and_is_json() -> None:

@@ -105,6 +105,7 @@ LARGE: Mapping[str, tuple[int, dict[str, Any]]] = {
         {
             "preset": "llama3-8b",
             "num_attention_heads": 24,
+            "hidden_size": 3072,
             "num_key_value_heads": 6,
             "head_dim": 128,
             "intermediate_size": 12288,

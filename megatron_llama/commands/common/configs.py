@@ -228,6 +228,9 @@ class ProveConfig:
     output: str | None = None
     """Folder for `prove.json`, and for `prove.html` of a configuration. Default: what is printed is
     all."""
+    fuzz: int = 0
+    """Instead of a configuration: draw so many over all options from --seed, and prove each. One
+    that fails is made small, and the command that runs it alone is printed."""
     steps_from: tuple[str, ...] = ()
     """Instead of a configuration that shrinks: a finished run's log, `LOG` or `LOG OTHER`
     (`log.jsonl`, Megatron-LM's or torchtitan's text, TensorBoard events), against another log, or

@@ -1,0 +1,108 @@
+"""A right case holds in every check, with room; what did not run says why; and a run that ends with an error is a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_llama.errors import ConfigError
+from megatron_llama.prove.case import Case
+from megatron_llama.prove.compare import Row
+from megatron_llama.prove.pool import WorkerError, WorkerPool
+from megatron_llama.prove.proof import CHECKS, CheckResult, prove_case, used
+
+from tests.harness import Cluster
+
+SMALL: dict[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+    "seq_length": 24,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "lr": 1e-3,
+}
+SPREAD: dict[str, object] = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 2,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+    "eod_mask_loss": True,
+    "bf16": True,
+    "eval_interval": 2,
+    "eval_iters": 1,
+    "lr_warmup_iters": 1,
+    "lr_decay_style": "cosine",
+}
+
+
+def test_a_right_case_holds_in_every_check_with_room(cluster: Cluster, tmp_path: Path) -> None:
+    proof = prove_case(cluster, Case("as given", SMALL | SPREAD, 4), tmp_path, 600.0, steps=3)
+    assert proof.holds and proof.location is None, proof.location
+    assert [check.name for check in proof.checks] == list(CHECKS)
+    kinds = {check.name: set(check.worst) for check in proof.checks}
+    assert all(kinds.values()), [(check.name, check.not_run) for check in proof.checks]
+    numbers = {"loss", "gradient norm", "gradient", "whole gradient"}
+    steps = {"learning rate", "second moment", "update"}
+    assert kinds["one process"] == kinds["precision"] == numbers | steps | {"validation loss"}
+    assert kinds["transformers"] == numbers
+    gradients = {(row.step, row.tensor) for row in proof.checks[0].rows if row.what == "gradient"}
+    assert len(gradients) == 3 * (2 * 9 + 3), "of every tensor in every step"
+    for row in proof.rows:
+        assert used(row) < 0.6, row
+    assert [note.option for note in proof.case.notes] == ["--adam-eps"]
+
+
+def test_without_time_nothing_runs_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    proof = prove_case(cluster, Case("as given", SMALL, 1), tmp_path, 0.0, checks=("one process", "data"))
+    assert proof.holds and not proof.rows
+    reasons = {check.name: check.not_run for check in proof.checks}
+    assert "no time is left" in reasons["one process"] and "no time is left" in reasons["data"]
+    assert "not asked for" in reasons["export"]
+
+
+class Failing(WorkerPool):
+    """Processes of which one fails in every run with sequence parallelism."""
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0, output: Path | None = None
+    ) -> list[Any]:
+        """See WorkerPool."""
+        if args[0].options.get("sequence_parallel"):
+            raise WorkerError("a run failed", {1: "Traceback\n  File\nValueError: 3 is no 4\n\n--- last lines\n epoch 1"})
+        return super().run(world_size, function, *args, timeout=timeout, output=output)
+
+
+def test_a_run_that_ends_with_an_error_is_a_finding(tmp_path: Path) -> None:
+    case = Case("as given", SMALL | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2)
+    with Failing() as pool:
+        proof = prove_case(pool, case, tmp_path, 600.0, checks=("one process", "data"), steps=2)
+    assert not proof.holds
+    (row,) = proof.rows
+    assert (row.what, row.check, row.note) == ("the run", "one process", "rank 1: ValueError: 3 is no 4") and not row.holds
+    assert "as above" in proof.checks[-1].not_run, "it is said once"
+    assert proof.location is not None
+    assert proof.location.named == ("sequence parallelism", "tensor parallelism") and not proof.location.not_tried
+
+
+def test_what_cannot_run_at_all_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        prove_case(cluster, Case("as given", SMALL | {"tensor_model_parallel_size": 3}, 3), tmp_path, 600.0)
+
+
+def test_the_worst_of_each_kind_is_that_which_has_used_most_of_its_bound() -> None:
+    rows = (
+        Row("one process", "loss", 1e-7, 1e-6, 1),
+        Row("one process", "loss", 2e-6, 1e-5, 2),
+        Row("one process", "gradient", float("nan"), 1e-5, 1, "a"),
+        Row("one process", "gradient", 5.0, 1e-5, 1, "b"),
+    )
+    found = CheckResult("one process", rows, 1.0)
+    assert found.worst["loss"] == rows[1] and found.worst["gradient"] == rows[2] and not found.holds
