@@ -24,7 +24,7 @@ from megatron_llama.prove.compare import (
     rows_of_histories,
 )
 from megatron_llama.prove.materials import parsed_options
-from megatron_llama.prove.reference import in_fp32, one_process
+from megatron_llama.prove.reference import NotComparedError, in_fp32, one_process
 from megatron_llama.prove.run import LENGTHS, Tensors, Trained
 from megatron_llama.prove.runs import Runs
 
@@ -49,17 +49,23 @@ RANKS = (4, 2)
 
 
 def middle(trained: Trained) -> int:
-    """The step after which a run is interrupted."""
+    """The step after which a run is interrupted. Raises NotComparedError for a run of one."""
+    if trained.iterations[-1] < 2:
+        raise NotComparedError("the run has one step")
     return trained.iterations[-1] // 2
 
 
 def rows_of_resume(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     """Go on from the middle of a run, in its own layout and precision, and compare everything with
     the run that nobody interrupted: to the bit. The run has its first ``until`` steps, or more; 0:
-    all. Raises WorkerError and ConfigError."""
+    all. Raises WorkerError, ConfigError and NotComparedError."""
     trained = runs.trained(case, until)
     at = middle(trained)
     again = runs.gone_on(case, trained, at)
+    if again.iterations != trained.iterations[trained.iterations.index(at) + 1 :]:
+        note = f"steps {again.iterations} instead of those after {at} of {trained.iterations}"
+        yield Row(RESUME, "the run", math.inf, 0.0, note=note)
+        return
     whole = {step.iteration: step for step in trained.ranks[0].steps}
     for step in again.ranks[0].steps:
         here, there = step.iteration, whole[step.iteration]
@@ -73,10 +79,6 @@ def rows_of_resume(runs: Runs, case: Case, until: int) -> Iterator[Row]:
         if here > at:
             expected = trained.validation_losses.get(here, math.nan)
             yield Row(RESUME, "validation loss", relative(loss, expected), 0.0, here)
-    if again.iterations != trained.iterations[trained.iterations.index(at) + 1 :]:
-        note = f"steps {again.iterations} instead of those after {at} of {trained.iterations}"
-        yield Row(RESUME, "the run", math.inf, 0.0, note=note)
-        return
     expected_states = dict(zip(trained.iterations, runs.states(trained), strict=True))
     for here, found_state in zip(again.iterations, runs.states(again), strict=True):
         yield from _same_bits(here, found_state, expected_states[here])

@@ -20,8 +20,10 @@ from megatron_llama.prove.case import Case
 from megatron_llama.prove.export_check import rows_of_export
 from megatron_llama.prove.materials import Materials, make_materials
 from megatron_llama.prove.pool import WorkerError, WorkerPool
-from megatron_llama.prove.resume import other_layout
+from megatron_llama.prove.reference import NotComparedError
+from megatron_llama.prove.resume import other_layout, rows_of_resume
 from megatron_llama.prove.run import Trained, run, states
+from megatron_llama.prove.runs import Runs
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import read_examples
 from megatron_llama.sft.sft_config import SFTConfig
@@ -123,6 +125,12 @@ def test_an_export_is_compared_with_the_checkpoint(trained: Trained, materials: 
     wrong = [row for row in rows_of_export(trained, materials) if not row.holds]
     assert [(row.what, row.tensor) for row in wrong] == [("weight", name), ("config.json", None), ("logits", None)]
     assert "rms_norm_eps: 0.1 instead of 1e-05" in wrong[1].note
+
+
+def test_a_run_of_one_step_is_not_resumed(cluster: Cluster, tmp_path: Path) -> None:
+    runs = Runs(cluster, tmp_path, steps=2)
+    with pytest.raises(NotComparedError, match="the run has one step"):
+        list(rows_of_resume(runs, Case("one step", {**MODEL, "train_samples": 4}, 1), 0))
 
 
 def test_the_other_layout_cuts_the_model_otherwise() -> None:
