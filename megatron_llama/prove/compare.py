@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,6 +108,10 @@ IN_FP16 = Allowed(
 )
 """One number may by chance be near that of fp32, so there are floors. Gradients of single tensors
 were at most 1.5 times as far from fp32 as those of one process in the same precision."""
+IN_BF16_REDUCED = replace(IN_BF16, gradient=0.1)
+"""Where gradients travel in bf16, of which one process has nothing to measure. What Adam makes of
+their first rounding is large in low-rank additions: B begins at 0, so A's next gradient consists of
+B's first step."""
 
 
 def gradients_of(

@@ -14,6 +14,7 @@ from megatron_llama.prove import data_check
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import (
     IN_BF16,
+    IN_BF16_REDUCED,
     IN_FP16,
     IN_FP32,
     Row,
@@ -252,8 +253,9 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     single = runs.trained(one_process(case), until)
     full = runs.trained(one_process(in_fp32(case)), until)
     alone, true = (runs.history(run, until) for run in (single, full))
-    bf16 = case.options.get("bf16") or case.options.get("grad_reduce_in_bf16")
-    allowed = IN_BF16 if bf16 else IN_FP16
+    allowed = IN_BF16 if case.options.get("bf16") else IN_FP16
+    if case.options.get("grad_reduce_in_bf16"):
+        allowed = IN_BF16_REDUCED
     yield from rows_of_histories(
         "precision", runs.history(found, until), true, (alone, true), allowed
     )
