@@ -79,7 +79,6 @@ SETTINGS: Mapping[str, Setting] = {
     "wide": Setting(21, 1e-3, 0.1, 2000, clip=0.0),
     "fresh": Setting(99, 2e-3, 0.03, 1500, warmup=5),
 }
-"""The last one was not looked at when ``TAILS`` were chosen: it shows that they hold elsewhere."""
 
 
 @dataclass(frozen=True)

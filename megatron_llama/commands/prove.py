@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -95,7 +95,7 @@ def _fuzz(count: int, seed: int, budget: float) -> int:
 
 def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
     """Print whether a run's log drifts from another one, or from one process."""
-    from megatron_llama.prove.drift import as_json, compare_logs, lines
+    from megatron_llama.prove.drift import Dtype, as_json, compare_logs, lines
     from megatron_llama.prove.first_steps import first_steps
     from megatron_llama.prove.given import processes_of
     from megatron_llama.prove.logs import read_log
@@ -110,7 +110,10 @@ def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
             "--steps-from", got=got, expected="LOG, or LOG OTHER", do="leave some out"
         )
     if others:
-        dtype = options.log_dtype or ("fp16" if training.fp16 else "bf16")
+        # A configuration that names no dtype is fp32; without any the logs may be of bf16 runs.
+        configured = parsed.explicit - {field.name for field in fields(ProveConfig)}
+        default: Dtype = "bf16" if training.bf16 or not configured else "fp32"
+        dtype = options.log_dtype or ("fp16" if training.fp16 else default)
         found = compare_logs(log, others[0], dtype=dtype)
     else:
         world_size, assumed = processes_of(parsed, options.world_size)

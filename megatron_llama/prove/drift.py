@@ -72,8 +72,8 @@ LENGTHS = (1, 4, 16)
 """So many steps in a row are looked at together."""
 TAILS: Mapping[Quantity, tuple[Tail, ...]] = MappingProxyType(
     {
-        "loss": (Tail(4.5, 0.43), Tail(3.0, 0.30), Tail(3.5, 0.28)),
-        "gradient norm": (Tail(7.0, 0.35), Tail(4.0, 0.60), Tail(2.6, 0.36)),
+        "loss": (Tail(4.5, 0.43), Tail(3.2, 0.36), Tail(4.0, 0.42)),
+        "gradient norm": (Tail(7.0, 0.37), Tail(4.0, 0.60), Tail(2.8, 0.45)),
     }
 )
 """For each of ``LENGTHS``."""

@@ -116,7 +116,8 @@ def test_two_logs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     one, other = log(tmp_path / "one.jsonl", 0.0), log(tmp_path / "other.jsonl", 0.01)
     status, out, err = said(capsys, ["prove", "--steps-from", one, one, "--output", str(tmp_path / "out")])
     written = json.loads((tmp_path / "out" / "prove.json").read_text())
-    assert (status, err, written["verdict"]) == (0, "", "rounding") and "rounding" in out
+    assert (status, err, written["verdict"], written["dtype"]) == (0, "", "rounding", "bf16") and "rounding" in out
+    assert "fp32)" in said(capsys, ["prove", "--steps-from", one, one, "--lr", "1e-3"])[1], "a configuration without --bf16 is fp32"
     status, out, _ = said(capsys, ["prove", "--steps-from", one, other, "--log-dtype", "fp32"])
     assert status == 1 and "drift" in out
 
