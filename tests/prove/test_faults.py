@@ -10,6 +10,7 @@ from megatron_llama.prove.case import Case
 from megatron_llama.prove.proof import CHECKS, CheckResult, Proof, prove_case
 
 from tests.harness import Cluster
+from tests.launch import ROOT
 from tests.prove.faults import CATALOGUE, Fault, data_from_the_start, faulty, mean_of_microbatches, norms_decay, norms_not_summed
 
 STEPS = 3
@@ -59,3 +60,13 @@ def test_every_fault_is_that_of_a_public_issue() -> None:
     assert len(CATALOGUE) >= 24
     assert len({fault.issue for fault in CATALOGUE}) == len({fault.name for fault in CATALOGUE}) == len(CATALOGUE)
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", fault.issue) for fault in CATALOGUE)
+
+
+def test_the_docs_list_the_catalogue() -> None:
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "](https://github.com/" in line]
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    assert [row[0] for row in rows] == [fault.name for fault in CATALOGUE]
+    for fault, (_, does, issue, found_by, _, gone_without) in zip(CATALOGUE, rows, strict=True):
+        assert does == fault.does and issue == f"[{fault.issue}]({fault.link})"
+        assert fault.check in found_by.split(", ") and (not fault.axis or fault.axis in gone_without.split(", ")), fault
