@@ -256,10 +256,20 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     allowed = IN_BF16 if case.options.get("bf16") else IN_FP16
     if case.options.get("grad_reduce_in_bf16"):
         allowed = IN_BF16_REDUCED
-    yield from rows_of_histories(
-        "precision", runs.history(found, until), true, (alone, true), allowed
-    )
+    here, there = (_skipped_steps(run, until) for run in (found, single))
+    note = "" if here == there else f"steps {here or 'none'}, and {there or 'none'} in one process"
+    yield Row("precision", "skipped steps", float(here != there), 0.0, note=note)
+    # A step that overflows has no gradient, and fp32 is a step ahead from there on.
+    if not here and not there:
+        yield from rows_of_histories(
+            "precision", runs.history(found, until), true, (alone, true), allowed
+        )
     yield from _rows_of_steps("precision", runs, found, until)
+
+
+def _skipped_steps(run: Trained, until: int) -> tuple[int, ...]:
+    """The steps that have left the weights as they were."""
+    return tuple(step.iteration for step in run.ranks[0].steps[: until or None] if step.skipped)
 
 
 def _data(runs: Runs, case: Case, until: int) -> Iterator[Row]:

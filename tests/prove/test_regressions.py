@@ -6,7 +6,10 @@ import pytest
 from megatron_llama.api.common.options import read_options
 from megatron_llama.prove.given import SECTIONS
 from megatron_llama.prove.materials import make_materials
+from megatron_llama.prove.proof import prove_case
 from megatron_llama.prove.shrink import shrink
+
+from tests.harness import Cluster
 
 SMALL: dict[str, object] = {
     "hidden_size": 32,
@@ -33,3 +36,12 @@ REFUSED: dict[str, dict[str, object]] = {
 def test_what_can_run_can_be_proven(what: str, tmp_path: Path) -> None:
     (case,) = shrink(read_options(None, {**SMALL, **REFUSED[what]}, SECTIONS), 1, 8)
     assert make_materials(case, tmp_path, 3).model.exists()
+
+
+@pytest.mark.long
+def test_steps_that_overflow_are_no_difference(cluster: Cluster, tmp_path: Path) -> None:
+    options = {**SMALL, "fp16": True, "initial_loss_scale": 2.0**32}
+    (case,) = shrink(read_options(None, options, SECTIONS), 1, 8)
+    proof = prove_case(cluster, case, tmp_path, 120.0, checks=("precision",), steps=2, axes=False)
+    assert proof.holds and any(row.what == "skipped steps" for row in proof.rows)
+    assert not any(row.what == "gradient" for row in proof.rows), "no step has overflowed: this shows nothing"
