@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_llama.prove.proof import Proof
 
 SECTIONS = (ProveConfig, SFTConfig, *config_sections(), AutoParallelConfig)
+WIDTH = 100
+"""Of lines for a file."""
 SECONDS: Mapping[str, int] = MappingProxyType({"s": 1, "m": 60, "h": 3600})
 
 
@@ -69,10 +71,10 @@ def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
     proofs: list[Proof] = []
     with WorkerPool() as pool, tempfile.TemporaryDirectory(prefix="prove-") as runs:
         for number, case in enumerate(cases):
-            for line in told(case, world_size, get_terminal_size().columns):
+            for line in told(case, world_size, get_terminal_size((WIDTH, 0)).columns):
                 print(line)
-            print(flush=True)
             left = (ends - time.monotonic()) / (len(cases) - number)
+            print(f"comparing, for about {left:.0f} s at most\n", flush=True)
             proofs.append(prove_case(pool, case, Path(runs) / str(number), left))
             for line in lines(proofs[-1]):
                 print(line)
@@ -141,7 +143,8 @@ def told(case: Case, world_size: int, width: int) -> Iterator[str]:
     if not scaled:
         yield f"{case.name}: {kind} on {here}, nothing scaled"
         return
-    yield f"{case.name}: {kind}, {world_size} processes shown on {here}"
+    whole = "" if case.world_size == world_size else f"{world_size} processes shown on "
+    yield f"{case.name}: {kind}, {whole}{here}"
     column = max(len(note.option) for note in scaled) + 4
     for note in scaled:
         text = f"{note.yours} -> {note.here}: {note.why}"

@@ -49,7 +49,8 @@ SCALED: Mapping[str, str] = MappingProxyType(
         "sliding_window": "within a rank's chunk of the sequence or beyond it, as yours",
         "layer_types": "both kinds of layers",
         "tensor_model_parallel_size": "each rank has its share, as with more",
-        "pipeline_model_parallel_size": "first and last stage, and with 3 or more one between",
+        "pipeline_model_parallel_size": "a first and a last stage, and between them one if --ranks "
+        "has room",
         "context_parallel_size": "each rank has one early and one late chunk, as with more",
         "virtual_pipeline_model_parallel_size": "first and last chunk, and one between",
         "pipeline_layer_split": "uneven where yours is",
