@@ -261,10 +261,17 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     yield Row("precision", "skipped steps", float(here != there), 0.0, note=note)
     # A step that overflows has no gradient, and fp32 is a step ahead from there on.
     if not here and not there:
-        yield from rows_of_histories(
+        rows = rows_of_histories(
             "precision", runs.history(found, until), true, (alone, true), allowed
         )
+        # B of an addition begins at 0. The gradient of A in the second step is made of Adam's first
+        # steps of B: full ones, also of elements whose gradients were rounding.
+        yield from (row for row in rows if not (_is_lora_a(row) and (row.step or 0) > 1))
     yield from _rows_of_steps("precision", runs, found, until)
+
+
+def _is_lora_a(row: Row) -> bool:
+    return row.tensor is not None and row.tensor.endswith(".lora_A.weight")
 
 
 def _skipped_steps(run: Trained, until: int) -> tuple[int, ...]:
