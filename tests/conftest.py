@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -47,6 +48,14 @@ def refusals_are_rehearsed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "run", rehearsing(cli.run))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_is_collected_once() -> None:
+    """A command collects garbage when it ends. It would look at every test of the session, and at all that they have imported, each time:
+    for longer than most commands take here."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
