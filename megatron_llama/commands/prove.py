@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -59,7 +59,7 @@ def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
     from megatron_llama.prove.given import processes_of
     from megatron_llama.prove.pool import WorkerPool
     from megatron_llama.prove.proof import prove_case
-    from megatron_llama.prove.report import as_json, lines, page
+    from megatron_llama.prove.report import as_json, lines, page, verdict
     from megatron_llama.prove.shrink import shrink
 
     options = parsed.get(ProveConfig)
@@ -157,16 +157,6 @@ def told(case: Case, world_size: int, width: int) -> Iterator[str]:
 
 def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:
     return wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
-
-
-def verdict(proofs: Sequence[Proof]) -> str:
-    """The last line: whether everything holds that was compared."""
-    failed = [proof.case.name for proof in proofs if not proof.holds]
-    if failed:
-        return f"DIFFERS: {', '.join(failed)}"
-    missing = [check for proof in proofs for check in proof.checks if check.not_run]
-    more = f"; {counted(len(missing), 'check was', 'checks were')} not run" if missing else ""
-    return f"holds: everything that was compared{more}"
 
 
 def _require_one_process() -> None:

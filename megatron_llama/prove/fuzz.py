@@ -292,6 +292,9 @@ class Prover:
 
 def finding_of(proof: Proof) -> Finding:
     """What does not hold, in the check that comes first."""
+    if not proof.rows:
+        why = next(check.not_run for check in proof.checks)
+        return Finding("failed", f"nothing was compared: {why}", "nothing was compared")
     wrong = next(check for check in proof.checks if not check.holds)
     row = next(row for row in wrong.rows if not row.holds)
     if row.what == THE_RUN:

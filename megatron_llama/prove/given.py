@@ -63,7 +63,8 @@ def processes_of(parsed: Parsed, asked: int) -> tuple[int, str]:
         * parallel.context_parallel_size
         * parallel.pipeline_model_parallel_size
     )
-    shared = training.global_batch_size % (2 * training.micro_batch_size) == 0
+    # A size of 0 is refused later, by its name.
+    shared = training.global_batch_size % (2 * max(1, training.micro_batch_size)) == 0
     world_size = one * 2 if shared else one
     said = "--world-size is not given, and there is no launch: block"
     return world_size, f"note: {said}: taken for {counted(world_size, 'process', 'processes')}"

@@ -38,6 +38,8 @@ wakes up a hundred times a second: after some jobs of Megatron-Core, whose modul
 thousands of them took both processors of a machine."""
 TASKS = Path("/proc/self/task")
 """Has an entry for each thread of this process; on Linux only."""
+PRINTED_LAST = "\nthe last lines of "
+"""What stands in a rank's error between what it has raised and what it had printed."""
 SHOWN_LINES = 30
 """Of what a rank that failed has printed."""
 
@@ -304,7 +306,7 @@ def _last_lines(output: Path | None, rank: int) -> str:
     """What a rank has printed before it failed, as it follows its error."""
     file = _file(output, rank) if output is not None else None
     lines = file.read_text(errors="replace").splitlines() if file and file.exists() else []
-    return "\n".join(["", f"the last lines of {file}:", *lines[-SHOWN_LINES:]]) if lines else ""
+    return "\n".join([f"{PRINTED_LAST}{file}:", *lines[-SHOWN_LINES:]]) if lines else ""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from megatron_llama.prove.compare import (
 )
 from megatron_llama.prove.export_check import rows_of_export
 from megatron_llama.prove.locate import Location, first_wrong, locate
-from megatron_llama.prove.pool import WorkerError, WorkerPool
+from megatron_llama.prove.pool import PRINTED_LAST, WorkerError, WorkerPool
 from megatron_llama.prove.reference import (
     NotComparedError,
     in_fp32,
@@ -98,8 +98,8 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether every check that ran holds."""
-        return all(check.holds for check in self.checks)
+        """Whether something was compared, and every check that ran holds."""
+        return bool(self.rows) and all(check.holds for check in self.checks)
 
 
 Check = Callable[[Runs, Case, int], Iterator[Row]]
@@ -190,7 +190,8 @@ def _again(runs: Runs, name: str, first: Row) -> Callable[[Case], tuple[Row, ...
 def _told(error: WorkerError) -> str:
     """The last line of what the first rank that failed has raised."""
     rank, text = next(iter(error.errors.items()))
-    lines = [line for line in text.partition("\n--- ")[0].splitlines() if line.strip()]
+    raised = text.partition(PRINTED_LAST)[0]
+    lines = [line for line in raised.splitlines() if line.strip()]
     return f"rank {rank}: {lines[-1].strip()}" if lines else f"rank {rank}"
 
 

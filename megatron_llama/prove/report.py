@@ -74,11 +74,12 @@ def summary(proof: Proof) -> str:
     """One line: the case, the verdict, what did not run, and how long it took."""
     ran = [check for check in proof.checks if not check.not_run]
     failed = [check.name for check in ran if not check.holds]
-    verdict = f"DIFFERS in {', '.join(failed)}" if failed else f"{counted(len(ran), 'check')} hold"
+    held = f"{counted(len(ran), 'check')} hold" if ran else "nothing was compared"
+    found = f"DIFFERS in {', '.join(failed)}" if failed else held
     missing = [check.name for check in proof.checks if check.not_run]
     more = f"; not run: {', '.join(missing)}" if missing else ""
     ranks = counted(proof.case.world_size, "process", "processes")
-    return f"{proof.case.name} ({ranks}): {verdict}{more}; {proof.seconds:.0f} s"
+    return f"{proof.case.name} ({ranks}): {found}{more}; {proof.seconds:.0f} s"
 
 
 def lines(proof: Proof) -> Iterator[str]:
@@ -259,14 +260,23 @@ _FLOOR, _CEILING = -4.0, 6.0
 """The foot of a bar, and where it is cut off, in powers of ten of the bound."""
 
 
+def verdict(proofs: Sequence[Proof]) -> str:
+    """The last line: whether everything holds that was compared, and something was of each."""
+    failed = [proof.case.name for proof in proofs if proof.rows and not proof.holds]
+    if failed:
+        return f"DIFFERS: {', '.join(failed)}"
+    unproven = [proof.case.name for proof in proofs if not proof.rows]
+    if unproven:
+        return f"NOT PROVEN: nothing was compared of {', '.join(unproven)}; give a larger --budget"
+    missing = [check for proof in proofs for check in proof.checks if check.not_run]
+    more = f"; {counted(len(missing), 'check was', 'checks were')} not run" if missing else ""
+    return f"holds: everything that was compared{more}"
+
+
 def page(proofs: Sequence[Proof], title: str) -> str:
     """Return a whole HTML file that needs nothing but a browser, in its light or dark colours."""
-    holds = all(proof.holds for proof in proofs)
-    verdict = (
-        '<span class="good">Every check that ran holds.</span>'
-        if holds
-        else '<span class="bad">Something differs.</span>'
-    )
+    kind = "good" if all(proof.holds for proof in proofs) else "bad"
+    found = f'<span class="{kind}">{escape(verdict(proofs))}</span>'
     body = (part for proof in proofs for part in _section(proof))
     return "\n".join(
         [
@@ -274,7 +284,7 @@ def page(proofs: Sequence[Proof], title: str) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width">',
             f"<title>{escape(title)}</title><style>{_STYLE}</style></head>",
-            f"<body><h1>{escape(title)}</h1><p>{verdict}</p>",
+            f"<body><h1>{escape(title)}</h1><p>{found}</p>",
             *body,
             "</body></html>",
             "",

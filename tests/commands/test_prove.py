@@ -66,6 +66,15 @@ def test_a_difference_is_the_exit_status(proven: list[tuple[Case, float]], capsy
     assert status == 1 and out.splitlines()[-1] == "DIFFERS: tp 2 pp 2 dp 2"
 
 
+def test_nothing_compared_is_nothing_proven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def prove_case(pool: WorkerPool, case: Case, folder: Path, budget: float) -> Proof:
+        return Proof(case, (CheckResult("one process", (), 0.0, not_run="no time is left"),), None, 2.0)
+
+    monkeypatch.setattr(proof, "prove_case", prove_case)
+    status, out, _ = said(capsys, SEVENTY)
+    assert status == 1 and out.splitlines()[-1] == "NOT PROVEN: nothing was compared of tp 2 pp 2 dp 2; give a larger --budget"
+
+
 def test_axes_that_do_not_fit_share_the_time(proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = said(capsys, [*SEVENTY, "--ranks", "4", "--budget", "1h"])
     assert status == 0 and [case.name for case, _ in proven] == ["tp 2 pp 2", "tp 2 dp 2", "pp 2 dp 2"]
@@ -90,6 +99,7 @@ WRONG = [
     ([*SEVENTY, "--world-size", "100"], "processes: got 100, expected a multiple of"),
     ([*SEVENTY, "--output", str(EXAMPLES / "llama3_70b.yaml")], "--output: got "),
     ([*SEVENTY, "--auto-parallel"], "--auto-parallel: got true"),
+    (["prove", "--model", "llama3-8b", "--micro-batch-size", "0"], "--micro-batch-size: got 0"),
     (["prove", "--fuzz", "-1"], "--fuzz: got -1"),
     (["prove", "--fuzz", "3", "--steps-from", "a"], "--fuzz, --steps-from: got both"),
     (["prove", "--steps-from", "a", "b", "c"], "--steps-from: got 3 logs"),
