@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest. About twenty minutes on two cores.
+# The tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest. About a quarter of an hour on two cores.
 #   bash tests/run.sh          all that a change can break
 #   bash tests/run.sh --all    also what is marked long, and the kernels (tests/kernels.sh): what .ci/run does
 #   bash tests/run.sh --soak   200 SIGKILLs at random moments, twice: saves that training waits for, and in the background

@@ -191,7 +191,7 @@ def _train(place: Place, case: Case) -> RankRecord:
             joined=place.world_size > 1,
         ),
     )
-    return recorder.record(result.config)
+    return recorder.rank_record(result.config)
 
 
 class Recorder(Callback):
@@ -222,7 +222,7 @@ class Recorder(Callback):
     def on_evaluation(self, run: Run, loss: float) -> None:
         self._validation_losses[run.iteration] = loss
 
-    def record(self, config: Config) -> RankRecord:
+    def rank_record(self, config: Config) -> RankRecord:
         """What was seen of a run with this configuration."""
         steps = tuple(self._steps)
         return RankRecord(config, steps, self._validation_losses, self._start_seconds)
