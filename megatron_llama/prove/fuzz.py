@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from megatron_llama.api.common.options import read_options
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import MODEL_SIZES
-from megatron_llama.errors import UserError
+from megatron_llama.errors import ConfigError, DataError, UserError
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.draw import AXES, axis_sizes, draw
 from megatron_llama.prove.given import EXAMPLES, SECTIONS
@@ -253,8 +253,8 @@ EVERY = 8
 """One case in so many has all checks."""
 FUZZ_STEPS = 3
 """Steps of a case: in the third, second moments have a past and a rate has changed."""
-_USER_ERRORS: tuple[type[UserError], ...] = (UserError, *UserError.__subclasses__())
-REFUSALS = frozenset(error.__name__ for error in _USER_ERRORS)
+REFUSALS = (ConfigError.__name__, DataError.__name__)
+"""Errors that say of options or data that no run can begin with them."""
 
 
 class Prover:
@@ -300,7 +300,9 @@ def finding_of(proof: Proof) -> Finding:
     if row.what == THE_RUN:
         # What a rank has raised: `rank 0: megatron_llama.errors.DataError: ...`
         error = row.note.partition(": ")[2].partition(":")[0].rpartition(".")[2]
-        verdict: Verdict = "refused" if error in REFUSALS else "failed"
+        # A run that has been trained once, in whatever layout, is no longer refused: it breaks.
+        begins = row is proof.rows[0]
+        verdict: Verdict = "refused" if begins and error in REFUSALS else "failed"
         return Finding(verdict, f"{row.check}: the run ends: {row.note}", f"{row.check}: {error}")
     where = " ".join(filter(None, [row.tensor, f"in step {row.step}" if row.step else ""]))
     count = sum(not each.holds for each in wrong.rows)

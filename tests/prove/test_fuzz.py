@@ -118,17 +118,29 @@ def test_the_command_says_what_the_case_says(seed: int) -> None:
         assert bool(parsed.explicit & EXAMPLES) == case.sft
 
 
-def proof_with(row: Row) -> Proof:
-    return Proof(LARGE, (CheckResult("one process", (Row("one process", "loss", 0.0, 1.0), row), 1.0),), None, 1.0)
+def proof_with(*rows: Row) -> Proof:
+    return Proof(LARGE, (CheckResult("one process", rows, 1.0),), None, 1.0)
+
+
+HOLDS = Row("one process", "loss", 0.0, 1.0)
 
 
 def test_a_proof_is_told_in_a_line() -> None:
-    wrong = finding_of(proof_with(Row("one process", "gradient", 0.5, 1e-5, 2, "model.norm.weight")))
+    wrong = finding_of(proof_with(HOLDS, Row("one process", "gradient", 0.5, 1e-5, 2, "model.norm.weight")))
     assert (wrong.verdict, wrong.kind) == ("failed", "one process: gradient")
     assert "model.norm.weight in step 2: got 0.5, bound 1e-05 (1 of 2 rows do not hold)" in wrong.reason
 
 
-@pytest.mark.parametrize(("error", "verdict"), [("megatron_llama.errors.DataError", "refused"), ("AssertionError", "failed")])
-def test_a_run_that_ends_with_a_users_error_is_refused(error: str, verdict: str) -> None:
-    ended = finding_of(proof_with(Row("one process", THE_RUN, math.inf, 0.0, note=f"rank 1: {error}: no example, which is long: enough")))
+ENDS = [
+    ("megatron_llama.errors.DataError", (), "refused"),
+    ("megatron_llama.errors.DataError", (HOLDS,), "failed"),
+    ("megatron_llama.errors.TrainingError", (), "failed"),
+    ("AssertionError", (), "failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "before", "verdict"), ENDS)
+def test_only_what_no_run_could_begin_with_is_refused(error: str, before: tuple[Row, ...], verdict: str) -> None:
+    row = Row("one process", THE_RUN, math.inf, 0.0, note=f"rank 1: {error}: no example, which is long: enough")
+    ended = finding_of(proof_with(*before, row))
     assert (ended.verdict, ended.kind) == (verdict, f"one process: {error.rpartition('.')[2]}")
