@@ -219,7 +219,9 @@ def samples_of(reads: Reads) -> Iterator[Read]:
 
 def _rows_of(batch: Batch) -> Iterator[Expected]:
     length, samples = batch.tokens.shape
-    mask, positions, documents = batch.loss_mask, batch.position_ids, batch.document_ids
+    mask = batch.loss_mask
+    positions = batch.position_ids
+    documents = batch.document_ids
     places = torch.arange(length).unsqueeze(-1).expand(length, samples)
     columns = (
         batch.tokens,

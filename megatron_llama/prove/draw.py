@@ -48,9 +48,14 @@ DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 LAYERS = (4, 6, 8, 12, 16, 24)
 BUCKETS = (1, 3_000, 20_000, 1_000_000)
 
-OF, THREE_AXES, EACH_SCHEDULE, EACH_FAMILY = 64, 20, 8, 4
-"""At least so many of 64 cases have three or more axes above 1, at least so many with a pipeline
-run each schedule, and at least so many are of each family."""
+OF = 64
+"""Cases of which the floors below are counted."""
+THREE_AXES = 20
+"""At least so many have three or more axes above 1."""
+EACH_SCHEDULE = 8
+"""At least so many with a pipeline run each schedule."""
+EACH_FAMILY = 4
+"""At least so many are of each family."""
 THREE = "three axes"
 MOST_TOPICS = 18
 """Options and groups of options that are tried beside layout and family."""

@@ -45,7 +45,9 @@ SPLIT = "85,15,0"
 SPARE = 1.3
 """How much more there is to train on than a run reads: no sample comes twice, and the samples are
 no multiple of a batch."""
-UNKNOWN, BEGIN, END = "<|unknown|>", "<|begin|>", "<|end|>"
+UNKNOWN = "<|unknown|>"
+BEGIN = "<|begin|>"
+END = "<|end|>"
 ROLES = ("system", "user", "assistant")
 HEADERS = MappingProxyType({role: f"<|{role}|>" for role in ROLES})
 TEMPLATE = (
@@ -165,7 +167,8 @@ class DrawnWeights:
         self._one = 0.0 if model.apply_layernorm_1p else 1.0
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See WeightSource."""
+        """Write the values of a rectangle, which its name and place decide, into ``out``, a tensor
+        of its size."""
         if len(rectangle.shape) > 1:
             name = rectangle.name.replace("lora_", "drawn_")
             self._matrices(replace(rectangle, name=name), out)

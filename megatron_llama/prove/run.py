@@ -60,8 +60,6 @@ class RankRecord:
     steps: tuple[StepRecord, ...]
     validation_losses: Mapping[int, float]
     """By iteration; 0: before the first step."""
-    start_seconds: float
-    """Until the first step began."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +99,6 @@ class Trained:
         """Validation losses by iteration, as rank 0 has them."""
         return self.ranks[0].validation_losses
 
-    @property
-    def samples(self) -> tuple[tuple[tuple[Batch, ...], ...], ...]:
-        """What was read: by rank, by step, its microbatches."""
-        return tuple(tuple(step.batches for step in rank.steps) for rank in self.ranks)
-
 
 @dataclass(frozen=True)
 class Tensors:
@@ -131,21 +124,20 @@ def run(
     start: Path | None = None,
     steps: int = STEPS,
     until: int | None = None,
-    save_interval: int = 1,
     timeout: float = 180.0,
 ) -> Trained:
     """Train a case for ``steps`` steps, in as many processes as it has, into ``folder``.
 
     ``start``: the checkpoint from which the run goes on, of this layout or another. ``until``: the
     step after which the run stops; its learning rates are those of a run of ``steps`` steps all the
-    same. Every ``save_interval``-th step is saved, and the last. Raises WorkerError with what the
+    same. Every step is saved. Raises WorkerError with what the
     ranks raised and printed last, within ``timeout`` seconds."""
     began = time.monotonic()
     options: dict[str, object] = {
         **case.options,
         **materials.options,
         "save": str(folder / SAVED),
-        "save_interval": save_interval,
+        "save_interval": 1,
         "log_interval": 1,
         "progress_bar": False,
     }
@@ -199,12 +191,11 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self._at = time.monotonic()
-        self._start_seconds = 0.0
         self._steps: list[StepRecord] = []
         self._validation_losses: dict[int, float] = {}
 
     def on_start(self, run: Run) -> None:
-        self._start_seconds = self._since()
+        self._at = time.monotonic()
 
     def on_step(self, run: Run, step: Step) -> None:
         self._steps.append(
@@ -225,7 +216,7 @@ class Recorder(Callback):
     def rank_record(self, config: Config) -> RankRecord:
         """What was seen of a run with this configuration."""
         steps = tuple(self._steps)
-        return RankRecord(config, steps, self._validation_losses, self._start_seconds)
+        return RankRecord(config, steps, self._validation_losses)
 
     def _since(self) -> float:
         before = self._at
