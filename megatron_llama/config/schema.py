@@ -509,8 +509,9 @@ class LogConfig:
     log_format: Literal["compact", "megatron"] = "compact"
     """The log line on the terminal: loss, gradient norm, learning rate, batch, time of an iteration
     under Megatron's names, tokens a second, MFU, memory and remaining time; or every field of
-    Megatron's line in its order, for programs that parse it, with others behind. `log.jsonl` has
-    all numbers either way."""
+    Megatron's line in its order, for programs that parse it, with others behind. As Megatron's, its
+    loss is the mean since the last line, without skipped steps; elsewhere it is that of the step.
+    `log.jsonl` has the loss of the step either way."""
     log_straggler: bool = False
     """Add to every log line how long ranks compute in a step (its time without waiting for
     communication): least, median, most, and which rank that is."""

@@ -48,6 +48,9 @@ class Progress:
         self._samples = 0
         self._since = time.perf_counter()
         self._skipped = 0
+        self._good = 0
+        self._good_losses = 0.0
+        """Summed over the good steps since the last line."""
 
     def record_step(
         self, state: TrainState, lr: float, loss: Tensor, update: StepResult, *, last: bool
@@ -73,7 +76,11 @@ class Progress:
         if outcome is not None:
             with self._mesh.recorder.waiting("the device"):
                 good = self._bad_steps.check(outcome)
-            self._skipped += not good
+            if good:
+                self._good += 1
+                self._good_losses += outcome.read().loss
+            else:
+                self._skipped += 1
             self._checked = outcome
 
     @property
@@ -86,8 +93,7 @@ class Progress:
         self._pending = None
         self._checked = None
         self.losses = {step: loss for step, loss in self.losses.items() if step <= iteration}
-        self._skipped = 0
-        self.restart_clock()
+        self._begin_interval()
 
     def _write(self, outcome: Outcome, lr: float) -> None:
         self.check_last_step()
@@ -114,6 +120,7 @@ class Progress:
                 learning_rate=lr,
                 global_batch_size=outcome.samples,
                 lm_loss=_finite(found.loss),
+                mean_lm_loss=self._good_losses / self._good if self._good else None,
                 grad_norm=_finite(found.grad_norm),
                 loss_scale=found.loss_scale,
                 skipped_iterations=self._skipped,
@@ -128,7 +135,13 @@ class Progress:
                 compute=self._spread(interval),
             )
         )
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        """Begin the counts and sums of the next line anew. An evaluation or a save does not."""
         self._skipped = 0
+        self._good = 0
+        self._good_losses = 0.0
         self.restart_clock()
 
     def _exposed_seconds(self) -> float | None:

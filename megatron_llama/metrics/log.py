@@ -33,6 +33,9 @@ class StepRecord:
     global_batch_size: int
     lm_loss: float | None
     """None if it was not finite and the step was skipped."""
+    mean_lm_loss: float | None
+    """The mean over the good steps since the last line, or since the run was resumed or went back;
+    None if all of them were skipped."""
     grad_norm: float | None
     """Before clipping. None if it was not finite and the step was skipped."""
     elapsed_ms: float
@@ -105,7 +108,8 @@ def compact_line(record: StepRecord, now: datetime) -> str:
 
 def megatron_line(record: StepRecord, now: datetime) -> str:
     """The line of Megatron's ``training_log``, which log readers parse, with our own fields at the
-    end."""
+    end. As there, the loss is the mean over the interval, and steps that were skipped count
+    nothing."""
     r = record
     # Megatron writes one digit behind the point, of which nothing is left on a CPU.
     digits = 1 if r.tflops_per_gpu >= 1 else 4
@@ -116,7 +120,7 @@ def megatron_line(record: StepRecord, now: datetime) -> str:
         f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.{digits}f}",
         f"learning rate: {r.learning_rate:.6E}",
         f"global batch size: {r.global_batch_size:5d}",
-        "lm loss: " + _or_na(r.lm_loss, ".6E"),
+        "lm loss: " + _or_na(r.mean_lm_loss, ".6E"),
         f"loss scale: {r.loss_scale:.1f}",
         "grad norm: " + _or_na(r.grad_norm, ".3f"),
         f"number of skipped iterations: {r.skipped_iterations:3d}",

@@ -131,6 +131,10 @@ _TITAN_STEP = re.compile(r"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*(\S+)")
 _TITAN_NORM = re.compile(r"\bgrad_norm:\s*(\S+)")
 _ONLY_OURS = "tokens/s/GPU"
 """A field of our lines that Megatron's never have."""
+_NOT_COMPACT = "number of nan iterations"
+"""A field of ours that --log-format megatron alone has."""
+_RESUMED = re.compile(r"loaded checkpoint from .* at iteration (\d+)|^ iterations +([\d,]+) to \d")
+"""What Megatron, and our banner, print of where a run begins."""
 _INTERVAL = -1
 """In place of ``mean_of`` until all lines are read: as many steps as lie between two lines."""
 
@@ -199,12 +203,20 @@ def _computed(where: str, value: Any) -> Number | None:
 
 
 def _text_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedStep]]:
+    begun: int | None = None
     for where, line in lines:
         if "iteration" not in line and "step:" not in line:
             continue
         plain = _COLOUR.sub("", line)
         if _MEGATRON_STEP.search(plain):
-            yield _megatron_step(where, plain)
+            trainer, step = _megatron_step(where, plain)
+            # Sums begin with the process, so its first mean may be of fewer steps than the others.
+            if begun is not None and step.mean_of == _INTERVAL and step.iteration > begun:
+                step = replace(step, mean_of=step.iteration - begun)
+            begun = None
+            yield trainer, step
+        elif found := _RESUMED.search(plain):
+            begun = int(found[1]) if found[1] else int(found[2].replace(",", "")) - 1
         elif _TITAN_STEP.search(plain):
             yield TITAN, _titan_step(where, plain)
 
@@ -229,7 +241,8 @@ def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
     # Megatron divides by the steps that were not skipped, and a mean over none of them is 0.
     if skipped != "0" and loss is not None and loss.value == 0.0:
         loss = None
-    mean_of = 1 if trainer == OURS else _INTERVAL if skipped == "0" else 0
+    one = trainer == OURS and _NOT_COMPACT not in fields
+    mean_of = 1 if one else _INTERVAL if skipped == "0" else 0
     return trainer, LoggedStep(int(begins[0][1]), loss, norm, mean_of, where)
 
 

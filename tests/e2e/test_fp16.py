@@ -130,3 +130,22 @@ def test_every_skipped_step_is_counted_once(product: Product, tmp_path: Path) ->
         fp16=True, initial_loss_scale=BEYOND, save=tmp_path, train_iters=9, log_interval=4, save_interval=3, eval_interval=2, eval_iters=1
     )
     assert [entry["skipped_iterations"] for entry in log(tmp_path) if "lm_loss" in entry] == [4, 4, 1]
+
+
+def test_megatrons_line_has_the_mean_of_the_interval(product: Product, tmp_path: Path) -> None:
+    """Of the steps that were not skipped, whatever is saved and evaluated between two lines; in the first interval there is none."""
+    overflowing: dict[str, Any] = {
+        "fp16": True,
+        "initial_loss_scale": 2.0**24,
+        "hysteresis": 1,
+        "train_iters": 10,
+        "lr_decay_style": "constant",
+    }
+    product.train(save=tmp_path / "each", **overflowing)
+    often = {"save_interval": 6, "eval_interval": 7, "eval_iters": 1}
+    printed = product.train(save=tmp_path / "run", log_interval=4, log_format="megatron", **often, **overflowing)
+    good = {entry["iteration"]: entry["lm_loss"] for entry in steps(tmp_path / "each") if not entry["skipped_iterations"]}
+    intervals = [[good[i] for i in range(first, last + 1) if i in good] for first, last in ((1, 4), (5, 8), (9, 10))]
+    assert [len(interval) for interval in intervals] == [0, 2, 1], good
+    assert re.findall(r"\| lm loss: (\S+) \|", printed.out) == ["n/a", *(f"{sum(row) / len(row):.6E}" for row in intervals[1:])]
+    assert column(tmp_path / "run", "lm_loss")[1] == good[8], "the file has the loss of the step"

@@ -23,7 +23,8 @@ RECORD = StepRecord(
     consumed_samples=128,
     learning_rate=1.5e-6,
     global_batch_size=128,
-    lm_loss=12.34567,
+    lm_loss=12.5,
+    mean_lm_loss=12.34567,
     grad_norm=1.2341,
     elapsed_ms=1234.54321,
     tokens_per_second=9876.04,
@@ -84,11 +85,11 @@ def test_the_compact_line_has_what_scripts_look_for() -> None:
     record = replace(RECORD, iteration=2500, train_iters=10_000, global_batch_size=1024, consumed_samples=2_560_000, eta_seconds=92580.0)
     line = compact_line(record, NOW)
     assert line == (
-        " iteration  2500/10000 | lm loss: 1.23457E+01 | grad norm: 1.234 | learning rate: 1.50E-06 | global batch size: 1024 | "
+        " iteration  2500/10000 | lm loss: 1.25000E+01 | grad norm: 1.234 | learning rate: 1.50E-06 | global batch size: 1024 | "
         "consumed samples: 2560000 | elapsed time per iteration (ms): 1235 | tokens/s/GPU: 1235 | MFU: 12.3% | memory: 1.2 GiB | ETA: 25:43:00"
     )
     assert len(line) <= 260
-    unknown = {"lm_loss": None, "grad_norm": None, "mfu": None, "peak_memory_bytes": None, "eta_seconds": None}
+    unknown = {"lm_loss": None, "mean_lm_loss": None, "grad_norm": None, "mfu": None, "peak_memory_bytes": None, "eta_seconds": None}
     unusual = compact_line(replace(record, **unknown, loss_scale=512.0, skipped_iterations=2), NOW)
     assert " | lm loss: n/a | grad norm: n/a | " in unusual
     assert unusual.endswith(" | tokens/s/GPU: 1235 | ETA: n/a | loss scale: 512.0 | number of skipped iterations: 2")

@@ -25,6 +25,7 @@ def record(iteration: int, loss: float | None, norm: float | None = 1.25) -> Ste
         learning_rate=1e-3,
         global_batch_size=8,
         lm_loss=loss,
+        mean_lm_loss=None if loss is None else loss + 0.5,
         grad_norm=norm,
         elapsed_ms=12.5,
         tokens_per_second=1e4,
@@ -83,13 +84,25 @@ def test_our_log_is_read_with_all_its_digits(tmp_path: Path) -> None:
     assert run.steps[3].where == f"{tmp_path}/log.jsonl:4"
 
 
-@pytest.mark.parametrize("line", [compact_line, megatron_line])
-def test_our_lines_of_text_hold_the_loss_of_the_step(tmp_path: Path, line: Callable[[StepRecord, datetime], str]) -> None:
-    """Also where Megatron's own line has the mean of an interval."""
+@pytest.mark.parametrize(("line", "of", "more"), [(compact_line, 1, 0.0), (megatron_line, 10, 0.5)])
+def test_our_lines_of_text(tmp_path: Path, line: Callable[[StepRecord, datetime], str], of: int, more: float) -> None:
+    """The short ones hold the loss of the step, those of --log-format megatron the mean of the interval."""
     run = read_log(write(tmp_path, [line(record(i, 1.0 + i, None if i == 20 else 1.25), WHEN) for i in (10, 20, 30)]))
-    assert run.trainer == "megatron_llama" and [step.mean_of for step in run.steps.values()] == [1, 1, 1]
-    assert [step.loss.value for step in run.steps.values() if step.loss] == [11.0, 21.0, 31.0]
+    assert run.trainer == "megatron_llama" and [step.mean_of for step in run.steps.values()] == [of] * 3
+    assert [step.loss.value for step in run.steps.values() if step.loss] == [11.0 + more, 21.0 + more, 31.0 + more]
     assert run.steps[20].grad_norm is None
+
+
+@pytest.mark.parametrize(
+    "begins", ["  successfully loaded checkpoint from /c [ t 1/2, p 1/1 ] at iteration 26", " iterations  27 to 1,000"]
+)
+def test_the_first_mean_of_a_run_that_was_resumed_is_of_fewer_steps(tmp_path: Path, begins: str) -> None:
+    """Nothing else in a text says that the sums began anew between two lines."""
+    run = read_log(write(tmp_path, [*(megatron(i, "2.0E+00") for i in (10, 20)), begins, *(megatron(i, "2.0E+00") for i in (30, 40))]))
+    assert [step.mean_of for step in run.steps.values()] == [10, 10, 4, 10]
+    # A run says where it begins even if one line is all that it has printed.
+    alone = read_log(write(tmp_path, [" iterations  1 to 30", megatron_line(record(30, 1.0), WHEN)]))
+    assert [step.mean_of for step in alone.steps.values()] == [30]
 
 
 MEGATRON_YEARS = {
