@@ -136,23 +136,30 @@ def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
 
 def told(case: Case, world_size: int, width: int) -> Iterator[str]:
     """Yield what is run instead of the user's configuration, in lines of ``width`` characters: what
-    was scaled, and why that shows the same; then, in short, what was kept."""
-    scaled = [note for note in case.notes if note.yours != note.here]
+    was scaled, and why that shows the same; what may have no effect; what is left out; then, in
+    short, what was kept."""
+    scaled = [note for note in case.notes if note.is_scaled]
     here = counted(case.world_size, "process", "processes")
     kind = "sft" if case.sft else "pretrain"
-    if not scaled:
-        yield f"{case.name}: {kind} on {here}, nothing scaled"
-        return
     whole = "" if case.world_size == world_size else f"{world_size} processes shown on "
-    yield f"{case.name}: {kind}, {whole}{here}"
-    column = max(len(note.option) for note in scaled) + 4
-    for note in scaled:
-        text = f"{note.yours} -> {note.here}: {note.why}"
-        first = f"  {note.option}".ljust(column)
-        yield from _wrapped(text, width, first, " " * column)
-    kept = [f"{note.option} {note.here}" for note in case.notes if note.yours == note.here]
-    if kept:
-        yield from _wrapped(f"kept: {', '.join(kept)}", width, "  ", "    ")
+    yield f"{case.name}: {kind}, {whole}{here}{'' if scaled else ', nothing scaled'}"
+    kept = [note for note in case.notes if note.yours == note.here]
+    rows = [(note.option, f"{note.yours} -> {note.here}: {note.why}") for note in scaled]
+    rows += [(note.option, f"{note.here}: kept; {note.why}") for note in kept if note.why]
+    column = max((len(option) for option, _ in rows), default=0) + 4
+    for option, text in rows:
+        yield from _wrapped(text, width, f"  {option}".ljust(column), " " * column)
+    left_out = [note for note in case.notes if note.is_left_out]
+    if left_out:
+        options = {
+            why: ", ".join(note.option for note in left_out if note.why == why)
+            for why in dict.fromkeys(note.why for note in left_out)
+        }
+        text = "; ".join(f"{names} ({why})" for why, names in options.items())
+        yield from _wrapped(f"left out: {text}", width, "  ", "    ")
+    plain = [f"{note.option} {note.here}" for note in kept if not note.why]
+    if scaled and plain:
+        yield from _wrapped(f"kept: {', '.join(plain)}", width, "  ", "    ")
 
 
 def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:

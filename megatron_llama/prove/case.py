@@ -9,6 +9,10 @@ STEPS = 6
 """Steps of every run, unless it says otherwise."""
 
 
+NOT_HERE = "left out"
+"""What stands here for an option that no case has."""
+
+
 @dataclass(frozen=True)
 class Note:
     """What is run instead of what an option says."""
@@ -17,8 +21,20 @@ class Note:
     """Its flag, or the name of a structure (``layers per stage``)."""
     yours: str
     here: str
+    """The value of the case, or NOT_HERE."""
     why: str
-    """Why this shows what the user's value would show; empty where nothing was changed."""
+    """Why the value here shows what the user's would show, or what it does not show. Empty where
+    the value was kept and takes effect."""
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether no case has the option."""
+        return self.here == NOT_HERE
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the case has another value."""
+        return self.yours != self.here and not self.is_left_out
 
 
 @dataclass(frozen=True)
@@ -34,4 +50,4 @@ class Case:
     sft: bool = False
     """Whether the options are those of ``sft``."""
     notes: tuple[Note, ...] = ()
-    """What was kept, and what had to be scaled."""
+    """What was scaled, left out, and kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_llama.loop.start import find_start
 from megatron_llama.loop.vocabulary import find_vocabulary
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.prove.case import STEPS, Note
+from megatron_llama.prove.rules import LEFT_OUT
 from megatron_llama.prove.world import World
 from megatron_llama.sft.sft_config import SFTConfig
 
@@ -47,6 +49,8 @@ class Given:
     world: World
     notes: tuple[Note, ...]
     """What was left open and has been decided."""
+    left_out: Mapping[str, object]
+    """What was given of the options that no case has, by their names."""
 
 
 def processes_of(parsed: Parsed, asked: int) -> tuple[int, str]:
@@ -92,6 +96,7 @@ def read_given(parsed: Parsed, world_size: int) -> Given:
         bool(EXAMPLES & parsed.explicit),
         World.of(resolved, world_size),
         notes,
+        {name: value for name, value in parsed.differences().items() if name in LEFT_OUT},
     )
 
 

@@ -73,7 +73,9 @@ class Location:
     axes: tuple[Axis, ...] = ()
     """What was switched off, one at a time."""
     not_tried: tuple[str, ...] = ()
-    """Names of axes for which no time was left, or without which the case cannot run."""
+    """Names of axes for which no time was left."""
+    needed: tuple[str, ...] = ()
+    """Names of axes without which the case cannot be run, or not be compared."""
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -199,16 +201,20 @@ def locate(
 ) -> Location | None:
     """Say where rows of a check that does not hold are wrong first, and run the check ``again``
     without each axis, while there is ``time_left``. ``again`` returns None for a case that cannot
-    run. None if all rows hold."""
+    be run or compared. None if all rows hold."""
     first = first_wrong(rows)
     if first is None:
         return None
     tried: list[Axis] = []
     not_tried: list[str] = []
+    needed: list[str] = []
     for name, other in axes_of(case):
-        found = again(other) if time_left() else None
-        if found is None:
+        if not time_left():
             not_tried.append(name)
+            continue
+        found = again(other)
+        if found is None:
+            needed.append(name)
             continue
         off = {
             option: value
@@ -216,4 +222,4 @@ def locate(
             if case.options.get(option) != value
         }
         tried.append(Axis(name, off, all(row.holds for row in found)))
-    return Location(first, sentence(first), tuple(tried), tuple(not_tried))
+    return Location(first, sentence(first), tuple(tried), tuple(not_tried), tuple(needed))

@@ -14,7 +14,7 @@ from megatron_llama.prove.compare import Row
 from megatron_llama.prove.locate import Location
 from megatron_llama.prove.proof import CheckResult, Proof, used
 
-VERSION = 1
+VERSION = 2
 """Of the JSON: it changes when a key changes its meaning or goes."""
 _NAMED_ROWS = 5
 """Failed rows that the terminal shows of each group."""
@@ -143,6 +143,8 @@ def _located(location: Location) -> Iterator[str]:
         yield f"  it differs also without: {', '.join(rest)}"
     if location.not_tried:
         yield f"  no time was left to try without: {', '.join(location.not_tried)}"
+    if location.needed:
+        yield f"  it cannot be run or compared without: {', '.join(location.needed)}"
 
 
 def as_json(proofs: Sequence[Proof]) -> dict[str, Any]:
@@ -157,7 +159,8 @@ def as_json(proofs: Sequence[Proof]) -> dict[str, Any]:
     ``failed`` (the rows that do not hold, earliest first). A row has ``got``, ``bound``, ``step``,
     ``tensor`` and ``note``; null where it has none. What is not finite is the string ``inf`` or
     ``nan``, as JSON has no such numbers. A location has ``row``, ``where``, ``axes`` (``name``,
-    ``off``, ``holds``), ``named`` (the axes without which it holds) and ``not_tried``.
+    ``off``, ``holds``), ``named`` (the axes without which it holds), ``not_tried`` (those for which
+    no time was left) and ``needed`` (those without which it cannot be run or compared).
     """
     return {
         "version": VERSION,
@@ -216,6 +219,7 @@ def _location(location: Location) -> dict[str, Any]:
         ],
         "named": list(location.named),
         "not_tried": list(location.not_tried),
+        "needed": list(location.needed),
     }
 
 
@@ -326,7 +330,7 @@ def _section(proof: Proof) -> Iterator[str]:
             )
             for one in proof.case.notes
         ]
-        yield _html_table(("option", "yours", "here", "why that suffices"), cells)
+        yield _html_table(("option", "yours", "here", "why"), cells)
     options = " ".join(f"{name}={value!r}" for name, value in proof.case.options.items())
     yield f"<h3>Its options</h3><p><code>{escape(options)}</code></p>"
 

@@ -10,8 +10,9 @@ stays as it is, so shrinking twice is shrinking once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from math import prod
 from typing import Any
 
 from megatron_llama.api.common.options import read_options
@@ -20,9 +21,10 @@ from megatron_llama.config.parse import Parsed, differences, flag
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.resolve import assemble, check, resolve
-from megatron_llama.prove.case import STEPS, Case, Note
+from megatron_llama.prove.case import NOT_HERE, STEPS, Case, Note
 from megatron_llama.prove.given import PRETRAIN, SECTIONS, Given, read_given
-from megatron_llama.prove.rules import LEFT_OUT, SCALED
+from megatron_llama.prove.reasons import needs_of, reasons_of
+from megatron_llama.prove.rules import LEFT_OUT, SCALED, WITHOUT_EFFECT
 from megatron_llama.prove.small_model import (
     blocks_here,
     is_small,
@@ -33,7 +35,6 @@ from megatron_llama.prove.small_model import (
     small_vocabulary,
 )
 from megatron_llama.prove.small_run import (
-    has_hybrid_shards,
     shard_size_here,
     small_batch,
     small_blend,
@@ -58,25 +59,29 @@ def shrink(parsed: Parsed, world_size: int, ranks: int) -> tuple[Case, ...]:
     which no axis fits."""
     given = read_given(parsed, world_size)
     if is_small(given.resolved) and world_size <= ranks:
-        return (_case(given, given.world),)
-    least = {}
-    if has_hybrid_shards(given.resolved, given.world) and not given.world.dp > 1 < given.world.cp:
-        # Shards of several ranks that are replicated need four.
-        least = {"dp" if given.world.dp > 1 else "cp": 4}
-    return tuple(_case(given, here) for here in worlds(given.world, ranks, least))
+        return (_case(given, given.world, (given.world,)),)
+    needs = needs_of(given.resolved, given.world)
+    cases = worlds(given.world, ranks, needs)
+    return tuple(_case(given, here, cases) for here in cases)
 
 
-def _case(given: Given, here: World) -> Case:
+def _case(given: Given, here: World, cases: Sequence[World]) -> Case:
+    """The case of the world ``here``; ``cases`` are the worlds of all."""
     small = _small(given, here)
     examples = _small_examples(given.examples)
     options = _options(small, examples if given.sft else SFTConfig())
     _require_valid(options, here.world_size, sft=given.sft)
-    notes = [*given.notes, *_world_notes(given.world, here)]
-    after = _values(resolve(small, here.world_size), examples)
-    notes += _option_notes(_values(given.resolved, given.examples), after, options)
-    scaled = any(note.yours != note.here for note in notes)
-    name = str(here) if scaled else AS_GIVEN
-    return Case(name, options, here.world_size, given.sft, tuple(notes))
+    resolved = resolve(small, here.world_size)
+    before, after = _values(given.resolved, given.examples), _values(resolved, examples)
+    reasons = reasons_of(given.resolved, given.world, resolved, here, cases)
+    scaled = [
+        *given.notes,
+        *_world_notes(given, here),
+        *_scaled_notes(before, after, {**SCALED, **reasons}),
+    ]
+    name = str(here) if any(note.is_scaled for note in scaled) else AS_GIVEN
+    notes = (*scaled, *_left_out_notes(given), *_kept_notes(before, after, options))
+    return Case(name, options, here.world_size, given.sft, notes)
 
 
 def _small(given: Given, here: World) -> Config:
@@ -108,7 +113,13 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
     heads = small_heads(yours.model, world.tp, here.tp)
     length = small_length_of_samples(yours, here, sft=given.sft)
     stages = small_stages(yours, here)
-    positions = small_positions(yours.model, yours.training.seq_length, length, heads["head_dim"])
+    positions = small_positions(
+        yours.model,
+        yours.training.seq_length,
+        length,
+        cp=(world.cp, here.cp),
+        head_dim=heads["head_dim"],
+    )
     blocks = blocks_here(yours, stages["num_hidden_layers"])
     types = tuple(yours.model.layer_types[block] for block in blocks if yours.model.layer_types)
     values: dict[str, Any] = {
@@ -172,28 +183,45 @@ def _require_valid(options: Mapping[str, object], world_size: int, *, sft: bool)
         raise ConfigError(f"{title}\n{error}") from error
 
 
-def _world_notes(yours: World, here: World) -> Iterator[Note]:
+def _world_notes(given: Given, here: World) -> Iterator[Note]:
     """What became of the axes."""
+    yours = given.world
     if yours.dp != here.dp:
-        why = "every rank reads its own samples and owns its own shards, as with more"
+        why = "every rank reads samples of its own, as with more"
+        if here.dp == 1:
+            why = "another case has it"
         yield Note("data-parallel ranks", str(yours.dp), str(here.dp), why)
     missing = [axis for axis in yours.above_one if axis not in here.above_one]
     if missing:
-        why = f"with {' and '.join(missing)} it does not fit into --ranks; twice as many show more"
+        needs = needs_of(given.resolved, yours)
+        whole = prod(needs.get(axis, 2) for axis in yours.above_one)
+        why = f"another case has {' and '.join(missing)}; --ranks {whole} shows all together"
         yield Note("axes seen together", str(yours), str(here), why)
 
 
-def _option_notes(
-    before: Mapping[str, Any], after: Mapping[str, Any], options: Mapping[str, object]
+def _scaled_notes(
+    before: Mapping[str, Any], after: Mapping[str, Any], reasons: Mapping[str, str]
 ) -> Iterator[Note]:
-    """Options that were scaled, and then those that were kept."""
-    for name, why in SCALED.items():
+    """Every option that has another value here."""
+    for name, why in reasons.items():
         if before[name] != after[name]:
             yield Note(flag(name), *_change(before[name], after[name]), why)
-    for name in options:
-        if before[name] == after[name]:
-            value = _shown(options[name])
-            yield Note(flag(name), value, value, "")
+
+
+def _left_out_notes(given: Given) -> Iterator[Note]:
+    """Every option that was given and that no case has."""
+    for name, value in given.left_out.items():
+        yield Note(flag(name), _shown(value), NOT_HERE, LEFT_OUT[name])
+
+
+def _kept_notes(
+    before: Mapping[str, Any], after: Mapping[str, Any], options: Mapping[str, object]
+) -> Iterator[Note]:
+    """Every option of the case whose value was kept, first those that may have no effect."""
+    kept = [name for name in options if before[name] == after[name]]
+    for name in sorted(kept, key=lambda name: name not in WITHOUT_EFFECT):
+        value = _shown(options[name])
+        yield Note(flag(name), value, value, WITHOUT_EFFECT.get(name, ""))
 
 
 def _values(config: Config, examples: SFTConfig) -> dict[str, Any]:

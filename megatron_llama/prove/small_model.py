@@ -118,17 +118,17 @@ def _rotates(factor: float, head_dim: int, yours: int) -> bool:
     )
 
 
-def small_positions(model: ModelConfig, yours: int, here: int, head_dim: int) -> dict[str, Any]:
+def small_positions(
+    model: ModelConfig, yours: int, here: int, *, cp: tuple[int, int], head_dim: int
+) -> dict[str, Any]:
     """Return windows, longest sequence and rotary scaling of a resolved ``model`` for sequences of
-    ``here`` tokens instead of ``yours``, so that each does to them what it does to yours."""
+    ``here`` tokens instead of ``yours``, so that each does to them what it does to yours. ``cp``:
+    the context-parallel ranks of both."""
     values: dict[str, Any] = {
         "max_position_embeddings": _like(model.max_position_embeddings, yours, here)
     }
     if model.sliding_window:
-        reach = round(model.sliding_window * here / yours)
-        values["sliding_window"] = (
-            here if model.sliding_window >= yours else min(max(3, reach), here - 1)
-        )
+        values["sliding_window"] = small_window(model.sliding_window, yours, here, *cp)
     scaling = model.rope_scaling
     if scaling is None:
         return values
@@ -145,6 +145,34 @@ def small_positions(model: ModelConfig, yours: int, here: int, head_dim: int) ->
     return {**values, "rope_scaling": small}
 
 
+def small_window(window: int, yours: int, here: int, cp_yours: int, cp_here: int) -> int:
+    """Return a window for sequences of ``here`` tokens instead of ``yours``: beyond them, or
+    shorter. Under context parallelism it ends in the same chunk, counted back from a token's own,
+    or if it leaves few chunks out, in the same one counted from the furthest; as far as there are
+    so many chunks."""
+    if window >= yours:
+        return here
+    if cp_yours == 1 or cp_here == 1:
+        return min(max(min(3, window), round(window * here / yours)), here - 1)
+    chunk = yours // (2 * cp_yours)
+    small_chunk = here // (2 * cp_here)
+    reach = chunks_reached(window, yours, cp_yours)
+    furthest = 2 * cp_yours - 1
+    reach_here = min(reach, 2 * cp_here - 2)
+    if reach >= furthest:
+        reach_here = 2 * cp_here - 1 + reach - furthest
+    part = window - 1 - (reach - 1) * chunk
+    whole = part == chunk
+    small_part = min(max(1, round(part * small_chunk / chunk)), small_chunk - (not whole))
+    return min(max(1, 1 + (reach_here - 1) * small_chunk + small_part), here - 1)
+
+
+def chunks_reached(window: int, length: int, cp: int) -> int:
+    """Return into how many chunks before its own the first token of a chunk sees through a window,
+    with ``cp`` context-parallel ranks; one more than there are where it sees beyond the first."""
+    return -(-(window - 1) // (length // (2 * cp)))
+
+
 def _like(length: int, yours: int, here: int) -> int:
     """A length that is shorter than ``here``, as long or longer, as ``length`` is to ``yours``."""
     return here // 2 if length < yours else here if length == yours else 2 * here
@@ -157,14 +185,9 @@ def _spread(count: int, picks: int) -> list[int]:
 
 def blocks_here(yours: Config, count: int) -> list[int]:
     """Return which of your blocks the ``count`` blocks of a small model stand for: the first, the
-    last, and between them every kind there is as far as they are enough. Blocks are of one kind
-    when the same of their weights are frozen, and both have a window or none."""
-    model = yours.model
-    kinds = [
-        (window_of(model, layer) > 0, _frozen_in(model, layer, yours.optimizer.freeze))
-        for layer in range(model.num_hidden_layers)
-    ]
-    picks = _spread(model.num_hidden_layers, count)
+    last, and between them every kind there is as far as they are enough."""
+    kinds = kinds_of_blocks(yours)
+    picks = _spread(len(kinds), count)
     for kind in dict.fromkeys(kinds):
         present = [kinds[pick] for pick in picks]
         if kind in present:
@@ -175,6 +198,16 @@ def blocks_here(yours: Config, count: int) -> list[int]:
             picks[spare[len(spare) // 2]] = kinds.index(kind)
             picks.sort()
     return picks
+
+
+def kinds_of_blocks(config: Config) -> list[tuple[bool, frozenset[str]]]:
+    """Return for each block whether it has a window, and what of it is frozen: blocks of one kind
+    have the same."""
+    model = config.model
+    return [
+        (window_of(model, layer) > 0, _frozen_in(model, layer, config.optimizer.freeze))
+        for layer in range(model.num_hidden_layers)
+    ]
 
 
 def _frozen_in(model: ModelConfig, layer: int, patterns: Sequence[str]) -> frozenset[str]:

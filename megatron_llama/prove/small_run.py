@@ -39,7 +39,7 @@ def shard_size_here(yours: Config, world: World, here: World) -> int:
     size = yours.parallel.data_parallel_shard_size
     if not has_hybrid_shards(yours, world):
         return min(size, here.replicas)
-    return 2 if here.replicas > 2 else 0
+    return 2 if here.replicas > 2 and here.replicas % 2 == 0 else 0
 
 
 def small_stages(yours: Config, here: World) -> dict[str, Any]:
@@ -164,14 +164,15 @@ def small_batch(yours: Config, world: World, here: World) -> dict[str, Any]:
 
 
 def _microbatches(yours: int, ranks_yours: int, ranks: int) -> int:
-    """One, fewer than the pipeline ranks, as many, a multiple of them or none, as ``yours``."""
+    """One or several, and these fewer than the pipeline ranks, as many, a multiple of them or none,
+    as ``yours``. Of two ranks there are no fewer than two: several stay several."""
     if yours == 1 or ranks_yours == 1:
         # An odd number of them stays odd.
         return min(yours, 2 + yours % 2)
     if ranks == 1:
         return 2
     if yours < ranks_yours:
-        return max(1, min(yours, ranks - 1))
+        return max(2, min(yours, ranks - 1))
     if yours % ranks_yours:
         return ranks + 1 if yours < 2 * ranks_yours else 2 * ranks + 1
     return ranks if yours == ranks_yours else 2 * ranks

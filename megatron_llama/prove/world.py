@@ -12,8 +12,7 @@ from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError
 
 GROWING = ("pp", "cp", "dp", "tp")
-"""The axes in the order in which they get more than they need. Of two pipeline ranks none is in the
-middle, and a ring of two has one step."""
+"""The axes in the order in which they get more than they need."""
 ENOUGH = 4
 """No axis gets more: beyond the first, the middle and the last rank nothing new happens."""
 
@@ -62,41 +61,45 @@ class World:
         return " ".join(f"{axis} {self.sizes[axis]}" for axis in self.above_one) or "one process"
 
 
-def worlds(yours: World, ranks: int, least: Mapping[str, int]) -> tuple[World, ...]:
+def worlds(yours: World, ranks: int, needs: Mapping[str, int]) -> tuple[World, ...]:
     """Return worlds of at most ``ranks`` processes that together have every axis of ``yours``: one
-    where all fit, else one for each largest group of axes that do. An axis that is above 1 has
-    ``least`` processes, 2 where that does not say more, and up to 4 where ranks are left.
+    where all fit, else one for each largest group of axes that do. An axis that is above 1 has 2
+    processes, and up to 4 where ranks are left. ``needs`` says of an axis of which 2 are too few
+    how many show everything; one that has as many in no world gets one more world.
 
     Raises ConfigError where not one axis fits."""
     if yours.world_size == 1:
         return (yours,)
-    needed = {axis: min(yours.sizes[axis], least.get(axis, 2)) for axis in yours.above_one}
+    if ranks < 2:
+        expected = f"2 or more, for an axis of {yours}"
+        raise ConfigError("--ranks", got=ranks, expected=expected, do="give --ranks 8")
+    needed = {axis: min(yours.sizes[axis], needs.get(axis, 2)) for axis in yours.sizes}
     groups = [
         set(group)
-        for count in range(len(needed), 0, -1)
-        for group in combinations(needed, count)
-        if prod(needed[axis] for axis in group) <= ranks
+        for count in range(len(yours.above_one), 0, -1)
+        for group in combinations(yours.above_one, count)
+        if 2**count <= ranks
     ]
-    if not groups:
-        raise ConfigError(
-            "--ranks",
-            got=ranks,
-            expected=f"{min(needed.values())} or more, for an axis of {yours}",
-            do="give --ranks 8",
-        )
     largest = [group for group in groups if not any(group < other for other in groups)]
-    return tuple(
-        _grown({axis: needed[axis] if axis in group else 1 for axis in yours.sizes}, yours, ranks)
-        for group in largest
-    )
+    starts = [{axis: 2 if axis in group else 1 for axis in yours.sizes} for group in largest]
+    found = [_grown(start, yours, needed, ranks) for start in starts]
+    for axis in GROWING:
+        if needed[axis] <= ranks and all(world.sizes[axis] < needed[axis] for world in found):
+            alone = dict.fromkeys(yours.sizes, 1) | {axis: needed[axis]}
+            found.append(_grown(alone, yours, needed, ranks))
+    return tuple(found)
 
 
-def _grown(sizes: dict[str, int], yours: World, ranks: int) -> World:
+def _grown(sizes: Mapping[str, int], yours: World, needed: Mapping[str, int], ranks: int) -> World:
+    """The world with more processes of its axes: first two of each, then as many as are needed."""
     world = World(**sizes)
-    # An axis that needs more than is left for it can still have two.
-    for wanted in (2, ENOUGH):
+    for wanted in (
+        dict.fromkeys(sizes, 2),
+        needed,
+        *(dict.fromkeys(sizes, n) for n in (3, ENOUGH)),
+    ):
         for axis in GROWING:
-            size = min(wanted, yours.sizes[axis])
+            size = min(wanted[axis], yours.sizes[axis])
             larger = replace(world, **{axis: size})
             if size > world.sizes[axis] and larger.world_size <= ranks:
                 world = larger

@@ -55,10 +55,22 @@ def test_what_is_scaled_is_told_before_what_was_found(
     assert lines[0] == "tp 2 pp 2 dp 2: pretrain, 512 processes shown on 8 processes"
     assert any(line.split()[:4] == ["--num-hidden-layers", "80", "->", "4:"] for line in lines)
     assert "  kept: --rope-theta 500000" in out and "--data-path" not in out
+    said_once = " ".join(out.split())
+    assert "left out: --preset (it stands for the fields of the model); --train-iters (prove runs a few steps);" in said_once
+    assert "--save, --save-interval, --save-retain (prove writes checkpoints and exports of its own);" in said_once
     assert out.index("kept:") < out.index("loss") < out.index("not run: transformers is not installed")
     assert lines[-1] == "holds: everything that was compared; 1 check was not run"
     written = json.loads((tmp_path / "a" / "b" / "prove.json").read_text())
     assert written["holds"] and "prove.html" in {path.name for path in (tmp_path / "a" / "b").iterdir()}
+
+
+def test_what_has_no_effect_is_no_more_than_kept(proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]) -> None:
+    guide = ["prove", "--config", str(EXAMPLES / "guide.yaml"), "--vocab-size", "300", "--world-size", "1"]
+    status, out, _ = said(capsys, [*guide, "--loss-spike-factor", "3", "--nccl-pp-max-ctas", "8"])
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert status == 0 and "--loss-spike-factor 3: kept; seen only if a step here is bad" in lines
+    assert "--nccl-pp-max-ctas 8: kept; on CPUs it changes nothing" in lines
+    assert not any(line.startswith("kept:") and "--nccl" in line for line in lines)
 
 
 def test_a_difference_is_the_exit_status(proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_json_holds_everything_and_is_json() -> None:
     proof = failing()
     found = json.loads(json.dumps(as_json([proof]), allow_nan=False))
     (case,) = found["cases"]
-    assert found["version"] == 1 and found["holds"] is case["holds"] is False and found["seconds"] == 15.5
+    assert found["version"] == 2 and found["holds"] is case["holds"] is False and found["seconds"] == 15.5
     assert case["options"] == {"tensor_model_parallel_size": 2, "sequence_parallel": True} and case["world_size"] == 8
     first, without, bits = case["checks"]
     loss, gradient = first["groups"]

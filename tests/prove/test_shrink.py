@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from megatron_llama.api.common.options import read_options
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.families import FAMILIES
-from megatron_llama.config.parse import Parsed, options_of
+from megatron_llama.config.parse import Parsed, flag, options_of
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, LaunchConfig, ModelConfig
 from megatron_llama.config.windows import layer_windows
@@ -22,6 +22,7 @@ from megatron_llama.plans.buckets import parameter_slots, rank_bucket_plan, stra
 from megatron_llama.plans.params import hf_shapes, is_frozen, partition_of
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.prove.case import STEPS, Case
+from megatron_llama.prove.draw import draw, refusal
 from megatron_llama.prove.given import SECTIONS
 from megatron_llama.prove.rules import KEPT, LEFT_OUT, SCALED
 from megatron_llama.prove.shrink import shrink
@@ -32,6 +33,12 @@ RANKS = 8
 RUN = {"train_iters": 10_000, "seq_length": 4096, "global_batch_size": 512, "bf16": True, "lr_warmup_iters": 100}
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, STRATEGY = "virtual_pipeline_model_parallel_size", "data_parallel_sharding_strategy"
+MORE = {"only the middle stages are larger": 2, "three of each": 2, "a ring beside two axes": 2, "a long pipeline beside two axes": 2}
+"""How many cases show a configuration of which one cannot."""
+OF_MORE_RANKS = {"passed on", "between two pipeline ranks", "microbatches", "uneven"}
+"""Relations for which an axis needs more ranks than there are for it beside the others."""
+SAVED = {"save": "runs/large", "save_interval": 500, "log_interval": 10}
+"""Options that every user gives, and that no case has."""
 ONE_OF_EACH = [list(family.presets)[-1] for family in FAMILIES.values()]
 LARGE: Mapping[str, tuple[int, dict[str, Any]]] = {
     **{f"preset {name}": (16, {"preset": name, TP: 2}) for name in ONE_OF_EACH},
@@ -98,6 +105,13 @@ LARGE: Mapping[str, tuple[int, dict[str, Any]]] = {
     "speculative": (32, {"preset": "llama2-70b", "optimizer_offload": "exact", "offload_speculative": True, "speculation_bytes": 10**9}),
     "examples, packed": (32, {"preset": "llama3-8b", TP: 4, "packing": True, "loss_on": "last", "epochs": 2, "train_iters": 0}),
     "documents of a blend": (32, {"preset": "qwen3-8b", "reset_attention_mask": True, "data_path": ["0.7", "web", "0.3", "code"]}),
+    "a window over chunks": (64, {"preset": "mistral-7b-v0.1", CP: 8, "seq_length": 8192, "sliding_window": 768, "global_batch_size": 64}),
+    "a window that leaves one chunk out": (64, {"preset": "mistral-7b-v0.1", CP: 2, "seq_length": 8192, "sliding_window": 4097}),
+    "a ring beside two axes": (
+        64,
+        {"preset": "llama3.1-8b", TP: 2, CP: 8, "cp_comm_type": "ring", "seq_length": 8192, "global_batch_size": 64},
+    ),
+    "a long pipeline beside two axes": (128, {"preset": "llama3-8b", TP: 2, PP: 16, "global_batch_size": 16}),
     "evaluated": (32, {"preset": "llama3-8b", "eval_interval": 1000, "eval_iters": 50, "split": "99,1,0"}),
     "left to memory": (32, {"preset": "llama3-8b", STRATEGY: "auto", "param_slots": "auto", "recompute_num_layers": "auto"}),
     "three of each": (
@@ -151,7 +165,9 @@ def structure(config: Config, world: World) -> dict[str, object]:
     slots = parameter_slots(parallel)
     plan = rank_bucket_plan(config, dp=world.replicas)
     windows = layer_windows(model)
-    chunk = training.seq_length / (2 * cp)
+    chunk = training.seq_length // (2 * cp)
+    # The chunks that hold what the first token of the last chunk but one sees, or of the last one.
+    seen = {at // chunk for at in range(max(0, training.seq_length - chunk - model.sliding_window + 1), training.seq_length - chunk + 1)}
     patterns = config.optimizer.freeze
     units = {name.split(".")[3] if ".layers." in name else name for name in hf_shapes(model) if is_frozen(name, patterns)}
     kinds = {
@@ -170,12 +186,15 @@ def structure(config: Config, world: World) -> dict[str, object]:
         "scaling": model.rope_scaling and model.rope_scaling["rope_type"],
         "beyond the first training": sign(training.seq_length, (model.rope_scaling or {}).get("original_max_position_embeddings", 0)),
         "kinds of layers": {window > 0 for window in windows},
-        "window": (model.sliding_window >= training.seq_length, sign(model.sliding_window, chunk)) if model.sliding_window else None,
+        "window": (model.sliding_window >= training.seq_length, len(seen) if cp > 1 else 0) if model.sliding_window else None,
+        "passed on": cp > 2 and parallel.cp_comm_type == "ring",
+        "between two pipeline ranks": pp > 2,
         "uneven": len(set(counts)) > 1,
         "given": bool(parallel.pipeline_layer_split),
         "several in a stage": max(counts) > 1,
         "virtual": sign(parallel.virtual_pipeline_model_parallel_size, 1),
-        "microbatches": (microbatches == 1, sign(microbatches, pp) if pp > 1 else None, microbatches % pp == 0),
+        "accumulation": microbatches > 1,
+        "microbatches": (sign(microbatches, pp) if pp > 1 else None, microbatches % pp == 0),
         "several samples": training.micro_batch_size > 1,
         "ramp": bool(training.rampup_batch_size),
         "slots": slots is not None and slots < blocks,
@@ -202,13 +221,19 @@ def test_the_structure_stays(name: str) -> None:
     world = LARGE[name][0]
     _, cases = large(name)
     yours = check(assemble(parsed({**RUN, **options})), world).config
-    (case,) = cases
-    here = of(case)
-    ours = World.of(here, case.world_size)
-    expected, found = structure(yours, World.of(yours, world)), structure(here, ours)
-    assert found == expected
-    assert case.world_size <= RANKS and max(ours.sizes.values()) <= 4
-    assert case.sft == bool(options.get("packing"))
+    expected = structure(yours, World.of(yours, world))
+    found = []
+    for case in cases:
+        here = of(case)
+        ours = World.of(here, case.world_size)
+        found.append(structure(here, ours))
+        assert case.world_size <= RANKS and max(ours.sizes.values()) <= 4
+        assert case.sft == bool(options.get("packing"))
+    assert len(cases) == MORE.get(name, 1)
+    for relation, value in expected.items():
+        assert any(one[relation] == value for one in found), relation
+    # What one case has beside all axes is not left to the others.
+    assert {relation for relation, value in expected.items() if found[0][relation] != value} <= OF_MORE_RANKS
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -271,21 +296,103 @@ def test_a_rotary_scaling_changes_the_short_sequence(name: str) -> None:
 
 def test_axes_that_do_not_fit_together_are_shown_in_turn() -> None:
     given = parsed({**RUN, "preset": "llama3-8b", TP: 4, PP: 4, CP: 2, "global_batch_size": 128})
-    cases = shrink(given, 64, RANKS)
+    *cases, between = shrink(given, 64, RANKS)
     seen = [set(World.of(of(case), case.world_size).above_one) for case in cases]
     assert sorted(map(sorted, seen)) == [["cp", "dp", "pp"], ["cp", "dp", "tp"], ["cp", "pp", "tp"], ["dp", "pp", "tp"]]
-    assert all(any(note.option == "axes seen together" for note in case.notes) for case in cases)
-    (whole,) = shrink(given, 64, 16)
-    assert whole.world_size == 16 and not any(note.option == "axes seen together" for note in whole.notes)
+    assert between.name == "cp 2 pp 4"
+    for case in (*cases, between):
+        assert why(case, "axes seen together").endswith("--ranks 24 shows all together")
+    (whole,) = shrink(given, 64, 24)
+    assert World.of(of(whole), 24) == World(2, 2, 3, 2) and not any(note.option == "axes seen together" for note in whole.notes)
+
+
+def why(case: Case, option: str) -> str:
+    """The reason that is told of an option."""
+    (note,) = (note for note in case.notes if note.option == option)
+    return note.why
+
+
+def test_what_two_ranks_do_not_show_is_shown_by_another_case_or_said() -> None:
+    ring = {**RUN, **LARGE["a ring beside two axes"][1]}
+    cases = shrink(parsed(ring), 64, RANKS)
+    assert [case.name for case in cases] == ["tp 2 cp 2 dp 2", "cp 4 dp 2"]
+    assert "a ring of two; another case has one that passes on" in why(cases[0], "--context-parallel-size")
+    assert why(cases[1], "--context-parallel-size").startswith("every rank of the ring passes on")
+    assert why(cases[1], "--tensor-model-parallel-size") == "another case has it"
+    pair = shrink(parsed({**RUN, "preset": "llama3.1-8b", CP: 8, "cp_comm_type": "ring"}), 8, 2)
+    assert "--ranks 3 has one that passes on" in why(pair[0], "--context-parallel-size")
+    long = shrink(parsed({**RUN, **LARGE["a long pipeline beside two axes"][1]}), 128, RANKS)
+    assert [case.name for case in long] == ["tp 2 pp 2 dp 2", "pp 4 dp 2"]
+    assert [of(case).training.global_batch_size for case in long] == [4, 6]
+    fewer = "fewer microbatches in a step than pipeline ranks, as yours"
+    assert [why(case, "--global-batch-size") for case in long] == [f"several microbatches in a step; another case has {fewer}", fewer]
+    # No case has as many chunks as this window spans.
+    far = {"preset": "mistral-7b-v0.1", CP: 16, "seq_length": 32768, "sliding_window": 10_000, "global_batch_size": 64}
+    (case,) = shrink(parsed({**RUN, **far}), 16, RANKS)
+    assert why(case, "--sliding-window") == "into 6 chunks before a token's own, where yours reaches into 10"
+    hybrid = {"preset": "llama2-7b", "data_parallel_shard_size": 8, TP: 2, PP: 2, "global_batch_size": 64}
+    whole, replicas = shrink(parsed({**RUN, **hybrid}), 64, RANKS)
+    assert why(whole, "--data-parallel-shard-size") == "one shard for each rank; another case has replicas of shards"
+    assert why(replicas, "--data-parallel-shard-size") == "shards, and replicas of them, as yours"
+
+
+def test_what_is_left_out_or_does_nothing_here_is_said() -> None:
+    given = {
+        **RUN,
+        "preset": "llama3-8b",
+        PP: 2,
+        "pipeline_schedule": "zb-h1",
+        TP: 2,
+        CP: 2,
+        "compile": True,
+        "save": "runs/large",
+        "async_save": True,
+        "resize_embeddings": True,
+        "init_from_hf": "nowhere",
+        "nccl_pp_max_ctas": 8,
+        "loss_spike_factor": 3.0,
+        "max_bad_steps": 7,
+        "chat_template": "ours.jinja",
+        "global_batch_size": 64,
+    }
+    cases = shrink(parsed(given), 16, RANKS)
+    flat = next(case for case in cases if "pp" not in case.name)
+    assert [(note.yours, note.here) for note in flat.notes if note.option == "--pipeline-schedule"] == [("zb-h1", "1f1b")]
+    for case in cases:
+        assert sum(note.option == "--chat-template" and note.is_scaled for note in case.notes) == 1
+        left_out = {note.option: note.yours for note in case.notes if note.is_left_out}
+        assert left_out.items() >= {"--compile": "yes", "--save": "runs/large", "--async-save": "yes", "--init-from-hf": "nowhere"}.items()
+        assert left_out.keys() >= {"--preset", "--train-iters", "--resize-embeddings"}
+        assert all(note.why for note in case.notes if note.yours != note.here)
+        for option in ("--nccl-pp-max-ctas", "--loss-spike-factor", "--max-bad-steps"):
+            assert why(case, option), option
+
+
+def test_no_value_changes_in_silence() -> None:
+    """Whatever is given: its value is that of the case, or a note says what became of it."""
+    large = [replace(case, options={**case.options, "hidden_size": 1536, **SAVED}) for case in draw(5, 24)]
+    given = [case for case in large if refusal(case) is None]
+    assert len(given) > 12
+    for yours in given:
+        for case in shrink(parsed(yours.options), yours.world_size, RANKS):
+            sections = [getattr(of(case), item.name) for item in fields(Config)]
+            told = {note.option for note in case.notes}
+            for name, value in parsed(yours.options).differences().items():
+                here = [getattr(section, name) for section in sections if hasattr(section, name)]
+                assert here == [value] or flag(name) in told, name
 
 
 def test_processes() -> None:
     yours = World(tp=8, cp=1, pp=16, dp=4)
     assert worlds(yours, 8, {}) == (World(2, 1, 2, 2),)
     assert worlds(yours, 16, {}) == (World(2, 1, 4, 2),)
+    assert worlds(yours, 8, {"pp": 3}) == (World(2, 1, 2, 2), World(1, 1, 4, 2))
+    assert worlds(yours, 12, {"pp": 3}) == (World(2, 1, 3, 2),)
+    assert worlds(World(1, 8, 8, 1), 8, {"pp": 3, "cp": 3}) == (World(1, 2, 4, 1), World(1, 4, 2, 1))
+    assert worlds(World(1, 8, 1, 1), 3, {"cp": 4}) == (World(1, 3, 1, 1),)
     assert {str(one) for one in worlds(yours, 4, {})} == {"tp 2 pp 2", "tp 2 dp 2", "pp 2 dp 2"}
     assert worlds(World(1, 1, 3, 8), 8, {}) == (World(1, 1, 3, 2),)
-    assert worlds(World(2, 1, 2, 16), 8, {"dp": 4}) == (World(2, 1, 2, 2), World(2, 1, 1, 4), World(1, 1, 2, 4))
+    assert worlds(World(2, 1, 2, 16), 8, {"dp": 4}) == (World(2, 1, 2, 2), World(1, 1, 2, 4))
     assert worlds(World(1, 1, 1, 1), 1, {}) == (World(1, 1, 1, 1),)
     with pytest.raises(ConfigError, match=r"--ranks: got 1, expected 2 or more"):
         worlds(yours, 1, {})

@@ -1,0 +1,149 @@
+"""What a small case shows of the user's configuration and what it does not, where that depends on
+the ranks that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from megatron_llama.config.schema import Config
+from megatron_llama.config.windows import layer_windows
+from megatron_llama.errors import counted
+from megatron_llama.prove.small_model import chunks_reached, kinds_of_blocks
+from megatron_llama.prove.small_run import has_hybrid_shards
+from megatron_llama.prove.world import ENOUGH, World
+
+AXES: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+    }
+)
+"""The options that say how many ranks an axis has."""
+
+
+def needs_of(yours: Config, world: World) -> dict[str, int]:
+    """Return how many ranks an axis needs so that everything that it does is seen, where two are
+    too few: a pipeline rank between two others; a ring that passes on what it has received; as many
+    chunks of a sequence as a window reaches; shards of several ranks that are replicated."""
+    needs = {"pp": 3, "cp": 3 if _passes_on(yours, world) else 2}
+    reach = _reach(yours, world)
+    if reach < 2 * world.cp - 1:
+        # Behind the chunks that the window reaches there is one at least that it does not.
+        needs["cp"] = max(needs["cp"], min(ENOUGH, -(-reach // 2) + 1))
+    if has_hybrid_shards(yours, world) and not world.dp > 1 < world.cp:
+        needs["dp" if world.dp > 1 else "cp"] = 4
+    return {axis: min(need, world.sizes[axis]) for axis, need in needs.items()}
+
+
+def _passes_on(yours: Config, world: World) -> bool:
+    """Whether a context-parallel rank sends keys and values on that it has received. Layers with a
+    window have no ring."""
+    length = yours.training.seq_length
+    whole = any(not 0 < window < length for window in layer_windows(yours.model))
+    return world.cp > 2 and yours.parallel.cp_comm_type == "ring" and whole
+
+
+def _reach(config: Config, world: World) -> int:
+    """Into how many chunks before its own a window sees; 0 without a window, and without context
+    parallelism."""
+    window = config.model.sliding_window
+    length = config.training.seq_length
+    return chunks_reached(window, length, world.cp) if world.cp > 1 and 0 < window < length else 0
+
+
+def reasons_of(
+    yours: Config, world: World, small: Config, here: World, cases: Sequence[World]
+) -> dict[str, str]:
+    """Return why options of the case ``here`` have their values, by their names: what they show and
+    what not, and whether another one of ``cases`` has it, or as many --ranks as are named. Other
+    options have their reasons in ``rules.SCALED``."""
+
+    def owner(has: Callable[[World], bool], ranks: int) -> str:
+        return "another case has" if any(has(case) for case in cases) else f"--ranks {ranks} has"
+
+    found = {
+        option: "another case has it" for axis, option in AXES.items() if here.sizes[axis] == 1
+    }
+    if here.tp == 1:
+        found["num_attention_heads"] = "one or several to a key/value head, as yours"
+        found["num_key_value_heads"] = "shared by query heads or not, as yours"
+    if here.pp == 1:
+        alone = "there is one pipeline rank"
+        found["virtual_pipeline_model_parallel_size"] = alone
+        found["pipeline_layer_split"] = alone
+    elif here.pp == 2 < world.pp:
+        one = owner(lambda case: case.pp > 2, 3)
+        found["pipeline_model_parallel_size"] = (
+            f"a first rank and a last one; {one} one between them"
+        )
+    if here.cp > 1 and _passes_on(yours, world):
+        one = owner(lambda case: case.cp > 2, 3)
+        found["context_parallel_size"] = (
+            "every rank of the ring passes on what it has received, as with more"
+            if here.cp > 2
+            else f"a ring of two; {one} one that passes on what it has received"
+        )
+    if _reach(yours, world) and here.cp > 1:
+        found["sliding_window"] = _reason_of_window(yours, world, small, here, owner)
+    if yours.model.sliding_window >= yours.training.seq_length:
+        found["sliding_window"] = "longer than the sequence, as yours"
+    found["global_batch_size"] = _reason_of_batch(yours, world, small, here, owner)
+    if not has_hybrid_shards(yours, world):
+        found["data_parallel_shard_size"] = "one shard for each rank, as yours"
+    elif not has_hybrid_shards(small, here):
+        some = owner(lambda case: case.replicas >= 4, 4)
+        found["data_parallel_shard_size"] = f"one shard for each rank; {some} replicas of shards"
+    kinds, kinds_here = (len(set(kinds_of_blocks(one))) for one in (yours, small))
+    if kinds_here < kinds:
+        some = f"{kinds_here} of {counted(kinds, 'kind')} of blocks"
+        found["num_hidden_layers"] = found["layer_types"] = f"{some}: there is no room for more"
+    return found
+
+
+Owner = Callable[[Callable[[World], bool], int], str]
+
+
+def _reason_of_window(yours: Config, world: World, small: Config, here: World, owner: Owner) -> str:
+    reach = _reach(yours, world)
+    reach_here = _reach(small, here)
+    chunks = counted(reach_here, "chunk")
+    if reach >= 2 * world.cp - 1:
+        return "from the last chunk of the sequence into the first one, as yours"
+    if reach == reach_here:
+        return f"into {chunks} before a token's own, as yours"
+    needed = -(-reach // 2) + 1
+    if needed > ENOUGH:
+        return f"into {chunks} before a token's own, where yours reaches into {reach}"
+    as_many = owner(lambda case: case.cp >= needed, needed)
+    return f"into {chunks} before a token's own; {as_many} {reach}, as yours"
+
+
+def _reason_of_batch(yours: Config, world: World, small: Config, here: World, owner: Owner) -> str:
+    """What the microbatches of a step are to the pipeline ranks."""
+    count = microbatches_of(yours, world)
+    if count == 1:
+        return "one microbatch in a step, as yours"
+    if here.pp == 1 or world.pp == 1:
+        return "several microbatches in a step, as yours"
+    relation = _relation(count, world.pp)
+    if relation == _relation(microbatches_of(small, here), here.pp):
+        return f"{relation}, as yours"
+    fewer = owner(lambda case: case.pp > 2, 3)
+    return f"several microbatches in a step; {fewer} {relation}, as yours"
+
+
+def microbatches_of(config: Config, world: World) -> int:
+    """Return the microbatches of a step."""
+    training = config.training
+    return training.global_batch_size // (training.micro_batch_size * world.dp)
+
+
+def _relation(microbatches: int, ranks: int) -> str:
+    if microbatches < ranks:
+        return "fewer microbatches in a step than pipeline ranks"
+    if microbatches == ranks:
+        return "as many microbatches in a step as pipeline ranks"
+    whole = microbatches % ranks == 0
+    return f"microbatches in a step that are {'a' if whole else 'no'} multiple of pipeline ranks"
