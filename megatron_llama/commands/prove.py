@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -75,7 +76,7 @@ def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
                 print(line)
             left = (ends - time.monotonic()) / (len(cases) - number)
             print(f"comparing, for about {left:.0f} s at most\n", flush=True)
-            proofs.append(prove_case(pool, case, Path(runs) / str(number), left))
+            proofs.append(prove_case(pool, case, Path(runs) / str(number), left, say=_progress))
             for line in lines(proofs[-1]):
                 print(line)
             print(flush=True)
@@ -84,6 +85,11 @@ def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
         write_text("--output", str(folder / "prove.html"), page(proofs, "prove"))
     print(verdict(proofs))
     return 0 if all(proof.holds for proof in proofs) else 1
+
+
+def _progress(line: str) -> None:
+    """Say what a proof is doing, beside what it has found."""
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def _fuzz(count: int, seed: int, budget: float) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ RATE_BOUND = 1e-12
 """Rates are computed in fp64."""
 EPS = torch.finfo(torch.float32).eps
 TINY = torch.finfo(torch.float32).tiny
+LIMIT = 0.45
+"""No bound is above it, whatever rounding was measured to change: a gradient or an update that is
+missing deviates by 1, one that is twice or half of what it should be by 0.5 at least."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Allowed:
     limit: float
     """Whatever rounding was measured to change: losses, norms and the gradient of all tensors
     together may not deviate by more."""
+    last_bit: float
+    """Of the gradient of all tensors together: what is smaller may be rounding alone. The gradient
+    of a tensor counts as so large at least when its deviation is made relative."""
 
 
 @dataclass(frozen=True)
@@ -87,31 +93,46 @@ class History:
     """Before clipping."""
     gradients: tuple[Mapping[str, Tensor], ...]
     """Of every trained tensor, before clipping, fp64."""
-    validation_losses: Mapping[int, float]
-    """By step."""
+    validation_losses: Mapping[int, float] | None
+    """By step. None of a training that evaluates nothing."""
 
 
 Rounding = tuple[History, History]
 """Two runs that differ by rounding alone, which is measured by them."""
 IN_FP32 = Allowed(
-    loss=1e-6, norm=2e-5, gradient=2e-5, roundings=2.0, gradient_roundings=8.0, limit=0.01
+    loss=1e-6,
+    norm=2e-5,
+    gradient=2e-5,
+    roundings=2.0,
+    gradient_roundings=8.0,
+    limit=0.01,
+    last_bit=16 * EPS,
 )
 """Gradients of 3,000 tensors in fp32 were at most 1.8 times as far from one process as that is
 from fp64."""
 
 
 IN_BF16 = Allowed(
-    loss=1e-3, norm=1e-2, gradient=2e-2, roundings=4.0, gradient_roundings=6.0, limit=0.3
+    loss=1e-3,
+    norm=1e-2,
+    gradient=2e-2,
+    roundings=4.0,
+    gradient_roundings=6.0,
+    limit=0.3,
+    last_bit=2.0**-16,
 )
 IN_FP16 = Allowed(
-    loss=1e-4, norm=1e-3, gradient=2e-3, roundings=4.0, gradient_roundings=6.0, limit=0.1
+    loss=1e-4,
+    norm=1e-3,
+    gradient=2e-3,
+    roundings=4.0,
+    gradient_roundings=6.0,
+    limit=0.1,
+    last_bit=2.0**-16,
 )
 """One number may by chance be near that of fp32, so there are floors. Gradients of single tensors
-were at most 1.5 times as far from fp32 as those of one process in the same precision."""
-IN_BF16_REDUCED = replace(IN_BF16, gradient=0.1)
-"""Where gradients travel in bf16, of which one process has nothing to measure. What Adam makes of
-their first rounding is large in low-rank additions: B begins at 0, so A's next gradient consists of
-B's first step."""
+were at most 1.5 times as far from fp32 as those of one process in the same precision. That has
+nothing to measure the rounding of gradients by that travel in bf16: floors are for that, too."""
 
 
 def gradients_of(
@@ -175,9 +196,10 @@ def rows_of_histories(
     norms = zip(*(run.grad_norms for run in runs), strict=True)
     for step, numbers in enumerate(norms, 1):
         yield _number(check, "gradient norm", allowed.norm, numbers, allowed, step)
-    for step in sorted(found.validation_losses):
-        evaluated = [run.validation_losses[step] for run in runs]
-        yield _number(check, "validation loss", allowed.loss, evaluated, allowed, step)
+    if found.validation_losses is not None and expected.validation_losses is not None:
+        for step in sorted(found.validation_losses.keys() | expected.validation_losses.keys()):
+            evaluated = [(run.validation_losses or {}).get(step, math.nan) for run in runs]
+            yield _evaluation(check, evaluated, allowed, step)
     gradients = zip(*(run.gradients for run in runs), strict=True)
     for step, of_runs in enumerate(gradients, 1):
         yield from _gradients(check, step, of_runs, allowed)
@@ -189,6 +211,16 @@ def _number(
     found, expected, one, other = of_runs
     bound = max(floor, allowed.roundings * relative(one, other))
     return Row(check, what, relative(found, expected), min(bound, allowed.limit), step)
+
+
+def _evaluation(check: str, of_runs: Sequence[float], allowed: Allowed, step: int) -> Row:
+    """Compare a validation loss, which is NaN for a run that has none in this step."""
+    what = "validation loss"
+    missing = [math.isnan(loss) for loss in of_runs]
+    if missing[0] != missing[1]:
+        note = "it is not there" if missing[0] else "it must not be there"
+        return Row(check, what, math.inf, allowed.loss, step, note=note)
+    return _number(check, what, allowed.loss, of_runs, allowed, step)
 
 
 def _gradients(
@@ -203,7 +235,7 @@ def _gradients(
     got = distance(wholes[0], wholes[1])
     yield Row(check, "whole gradient", got, min(bound, allowed.limit), step)
     # A tensor whose gradient is below the last bit of the whole one's has rounding alone.
-    least = EPS * norm_of(wholes[1])
+    least = allowed.last_bit * norm_of(wholes[1])
     for name in sorted(found.keys() | expected.keys()):
         if name not in names:
             note = "it is not trained" if name in expected else "it is trained, and must not be"
@@ -212,7 +244,7 @@ def _gradients(
         rounding = distance(one[name], other[name], least)
         bound = max(floor, allowed.gradient_roundings * rounding)
         got = distance(found[name], expected[name], least)
-        yield Row(check, "gradient", got, bound, step, name)
+        yield Row(check, "gradient", got, min(bound, LIMIT), step, name)
 
 
 def rows_of_updates(
@@ -233,7 +265,16 @@ def rows_of_updates(
     updates = 0
     for step, (state, rate, changes) in enumerate(zip(states, rates, changed, strict=True), 1):
         updates += changes
-        for name in sorted(state.master.keys() & before.master.keys()):
+        lacking = {
+            *((name, "its weight") for name in before.master.keys() - state.master.keys()),
+            *((name, "a moment") for name in state.exp_avg.keys() ^ state.exp_avg_sq.keys()),
+        }
+        for name, what in sorted(lacking):
+            note = f"the checkpoint does not have {what}"
+            yield Row(check, "update", math.inf, 0.0, step, name, note)
+        for name in sorted(before.master.keys() & state.master.keys()):
+            if (name, "a moment") in lacking:
+                continue
             if name in state.exp_avg and changes:
                 yield _second_moment(check, step, name, before, state, optimizer)
                 yield _update(check, step, name, before, state, optimizer, rate, updates)
@@ -264,9 +305,8 @@ def _second_moment(
     unsure = EPS * (moment.abs() + beta1 * old_moment.abs()) / (1 - beta1)
     allowed = EPS * (square + beta2 * old_square) + TINY
     allowed += (1 - beta2) * unsure * (2 * gradient.abs() + unsure)
-    bound = _ratio(UPDATE_ROUNDINGS * norm_of(allowed), norm_of(expected))
-    deviation = distance(square, expected)
-    return Row(check, "second moment", deviation, bound, step, name)
+    rounding = UPDATE_ROUNDINGS * norm_of(allowed)
+    return _of_rounding(check, "second moment", square, expected, rounding, step, name)
 
 
 def _update(
@@ -287,10 +327,23 @@ def _update(
     expected = -rate * (direction + decay * weight)
     found = new.master[name].double() - weight
     allowed = EPS * (weight.abs() + rate * (direction.abs() + decay * weight.abs()))
-    # Where the rate is 0 nothing may change, and there is nothing to be relative to.
-    bound = _ratio(UPDATE_ROUNDINGS * norm_of(allowed), norm_of(expected)) if rate else 0.0
-    deviation = distance(found, expected)
-    return Row(check, "update", deviation, bound, step, name)
+    # Where the rate is 0 nothing may change.
+    rounding = UPDATE_ROUNDINGS * norm_of(allowed) if rate else 0.0
+    return _of_rounding(check, "update", found, expected, rounding, step, name)
+
+
+def _of_rounding(
+    check: str, what: str, found: Tensor, expected: Tensor, rounding: float, step: int, name: str
+) -> Row:
+    """Compare a tensor with what it has to be up to a difference of L2 norm ``rounding``.
+
+    One that is itself hardly larger, such as an update at a rate of 1e-9, is compared with what
+    rounding would make of it: so the bound is below 1, and the row says so."""
+    whole = norm_of(expected)
+    least = rounding / LIMIT
+    note = "it is below the last bits of what it is computed from" if whole < least else ""
+    bound = _ratio(rounding, max(whole, least))
+    return Row(check, what, distance(found, expected, least), bound, step, name, note)
 
 
 def rows_of_changes(
@@ -305,13 +358,13 @@ def rows_of_changes(
     before: Sequence[Mapping[str, Tensor]] = (start, start, start)
     for step, states in enumerate(zip(found, single, exact, strict=True), 1):
         masters = [state.master for state in states]
-        for name in sorted(masters[0].keys() & before[0].keys()):
+        for name in sorted(set.intersection(*map(set, (*masters, *before)))):
             here, there, true = (
                 master[name].double() - old[name].double()
                 for master, old in zip(masters, before, strict=True)
             )
             bound = max(CHANGE_BOUND, IN_FP32.gradient_roundings * distance(there, true))
-            yield Row(check, "update", distance(here, there), bound, step, name)
+            yield Row(check, "update", distance(here, there), min(bound, LIMIT), step, name)
         before = masters
 
 

@@ -118,7 +118,7 @@ def sentence(row: Row) -> str:
     at = "" if row.step is None else f" of step {row.step}"
     why = f": {row.note}" if row.note else ""
     if row.what == "the run":
-        return f"the run ends with an error{why}"
+        return f"the run does not come to what was asked for{why}"
     if row.what in ("loss", "validation loss"):
         return f"the {row.what}{at} differs: the forward pass, or what it reads{why}"
     if row.what == "gradient norm":
@@ -197,11 +197,11 @@ def locate(
     rows: Sequence[Row],
     again: Callable[[Case], Sequence[Row] | None],
     *,
-    time_left: Callable[[], bool],
+    time_left: Callable[[Case], bool],
 ) -> Location | None:
     """Say where rows of a check that does not hold are wrong first, and run the check ``again``
-    without each axis, while there is ``time_left``. ``again`` returns None for a case that cannot
-    be run or compared. None if all rows hold."""
+    without each axis, where there is ``time_left`` for that case. ``again`` returns None for a case
+    that cannot be run or compared. None if all rows hold."""
     first = first_wrong(rows)
     if first is None:
         return None
@@ -209,7 +209,7 @@ def locate(
     not_tried: list[str] = []
     needed: list[str] = []
     for name, other in axes_of(case):
-        if not time_left():
+        if not time_left(other):
             not_tried.append(name)
             continue
         found = again(other)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_llama.errors import ConfigError
 from megatron_llama.prove import data_check
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import (
     IN_BF16,
-    IN_BF16_REDUCED,
     IN_FP16,
     IN_FP32,
     Row,
@@ -25,7 +23,7 @@ from megatron_llama.prove.compare import (
 )
 from megatron_llama.prove.export_check import rows_of_export
 from megatron_llama.prove.locate import Location, first_wrong, locate
-from megatron_llama.prove.pool import PRINTED_LAST, WorkerError, WorkerPool
+from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.prove.reference import (
     NotComparedError,
     in_fp32,
@@ -36,12 +34,14 @@ from megatron_llama.prove.reference import (
 )
 from megatron_llama.prove.resume import rows_of_reshard, rows_of_resume
 from megatron_llama.prove.run import Trained
-from megatron_llama.prove.runs import Runs, rates_of, reads_of
+from megatron_llama.prove.runs import RunError, Runs, rates_of, reads_of
 
 CHECKS = ("one process", "transformers", "precision", "resume", "reshard", "export", "data")
 """In the order in which they run."""
 THE_RUN = "the run"
-"""What a row is about that says that a run ended with an error."""
+"""What a row is about that says that a run ended with an error, or is not what it was asked for."""
+SMALL_LOSS_SCALES = (2.0**12, 2.0**6, 1.0)
+"""Tried where steps overflow with the loss scale of a case."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,14 @@ class Proof:
 
 
 Check = Callable[[Runs, Case, int], Iterator[Row]]
-"""Yields what it compares in the first steps of a case; 0: in all. Raises NotComparedError,
-WorkerError, and ConfigError for a case that cannot run."""
+"""Yields what it compares in the first steps of a case; 0: in all. Raises NotComparedError, and
+RunError for a run that it cannot compare."""
+Say = Callable[[str], None]
+"""Told what a proof is doing, in lines."""
+
+
+def nobody(line: str) -> None:
+    """Listen to what a proof is doing, and do nothing."""
 
 
 def prove_case(
@@ -116,13 +122,15 @@ def prove_case(
     checks: Collection[str] = CHECKS,
     steps: int = STEPS,
     axes: bool = True,
+    say: Say = nobody,
 ) -> Proof:
     """Make ``checks`` of a case in ``budget`` seconds, in ``steps`` steps, and say where the first
     one that does not hold is wrong. A check for which no time is left does not run; one that has
     begun goes on to its end.
 
     What is written goes into ``folder``. ``axes``: a case that does not hold is run again without
-    each of its axes. Raises ConfigError for a case that cannot run at all."""
+    each of its axes. ``say`` is told when a check begins and what it came to. Raises ConfigError
+    for a case that cannot run at all."""
     began = time.monotonic()
     case = steady(case)
     runs = Runs(pool, folder, steps=steps)
@@ -130,7 +138,7 @@ def prove_case(
     results: list[CheckResult] = []
     location: Location | None = None
 
-    def time_left(for_runs: int = 1) -> bool:
+    def time_left(for_runs: int) -> bool:
         return time.monotonic() - began + for_runs * runs.longest < budget
 
     for name in CHECKS:
@@ -138,61 +146,100 @@ def prove_case(
         if name not in checks:
             results.append(CheckResult(name, (), 0.0, not_run="it was not asked for"))
             continue
-        if not time_left(RUNS_OF[name]):
+        if not time_left(_runs_of(name, runs, case)):
             passed = time.monotonic() - began
             reason = f"no time is left: {passed:.0f} s of {budget:.0f} s have passed"
             results.append(CheckResult(name, (), 0.0, not_run=reason))
             continue
-        rows: list[Row] = []
-        left_out = ""
-        try:
-            for row in CHECK_OF[name](runs, case, 0):
-                rows.append(row)
-        except NotComparedError as reason:
-            left_out = str(reason)
-        except WorkerError as error:
-            told = _told(error).partition(": ")[2]
-            if any(row.note.endswith(told) for result in results for row in result.rows):
-                left_out = "the run ends with an error, as above"
+        say(f"{name} ...")
+        rows, left_out, error = _compared(name, runs, case)
+        if error is not None:
+            failed = _failed(name, case, error)
+            if any(row.note == failed.note for result in results for row in result.rows):
+                left_out = "the run fails, as above"
             else:
-                rows.append(Row(name, THE_RUN, math.inf, 0.0, note=_told(error)))
-        results.append(
-            CheckResult(
-                name,
-                tuple(rows),
-                time.monotonic() - started,
-                not_run="" if rows else left_out,
-                partly=left_out if rows else "",
-            )
+                rows.append(failed)
+        result = CheckResult(
+            name,
+            tuple(rows),
+            time.monotonic() - started,
+            not_run="" if rows else left_out,
+            partly=left_out if rows else "",
         )
+        results.append(result)
+        say(f"{name}: {_came_to(result)}, {result.seconds:.0f} s")
         if location is None and (first := first_wrong(rows)) is not None:
-            again = _again(runs, name, first)
-            location = locate(case, rows, again, time_left=lambda: axes and time_left())
+            until = first.step or 0
+
+            def time_for(
+                other: Case, *, name: str = name, until: int = until, first: Row = first
+            ) -> bool:
+                left = axes and time_left(_runs_of(name, runs, other, until))
+                if left:
+                    say(f"{name}: {first.what} differs; {other.name} ...")
+                return left
+
+            again = _again(runs, name, until)
+            location = locate(case, rows, again, time_left=time_for)
     return Proof(case, tuple(results), location, time.monotonic() - began)
 
 
-def _again(runs: Runs, name: str, first: Row) -> Callable[[Case], tuple[Row, ...] | None]:
+def _came_to(result: CheckResult) -> str:
+    if result.not_run:
+        return "not run"
+    return "holds" if result.holds else "DIFFERS"
+
+
+def _compared(
+    name: str, runs: Runs, case: Case, until: int = 0
+) -> tuple[list[Row], str, RunError | None]:
+    """What a check has compared, why something was not, if so, and what is wrong with a run that it
+    could not compare."""
+    rows: list[Row] = []
+    try:
+        for row in CHECK_OF[name](runs, case, until):
+            rows.append(row)
+    except NotComparedError as reason:
+        return rows, str(reason), None
+    except RunError as error:
+        return rows, "", error
+    return rows, "", None
+
+
+def _failed(name: str, case: Case, error: RunError) -> Row:
+    """A run that did not do what it was asked for. It is named where it is not that of the case."""
+    told = error.told if error.case.name == case.name else str(error)
+    return Row(name, THE_RUN, math.inf, 0.0, note=told)
+
+
+def _again(runs: Runs, name: str, until: int) -> Callable[[Case], Sequence[Row] | None]:
     """The check, of another case and no further than to the step that was wrong first."""
 
-    def again(case: Case) -> tuple[Row, ...] | None:
-        try:
-            return tuple(CHECK_OF[name](runs, case, first.step or 0))
-        except (NotComparedError, ConfigError):
-            return None
-        except WorkerError as error:
-            if any("ConfigError" in text for text in error.errors.values()):
-                return None
-            return (Row(name, THE_RUN, math.inf, 0.0, note=_told(error)),)
+    def again(case: Case) -> Sequence[Row] | None:
+        rows, _, error = _compared(name, runs, case, until)
+        if error is not None:
+            return None if error.refused else (*rows, _failed(name, case, error))
+        return rows or None
 
     return again
 
 
-def _told(error: WorkerError) -> str:
-    """The last line of what the first rank that failed has raised."""
-    rank, text = next(iter(error.errors.items()))
-    raised = text.partition(PRINTED_LAST)[0]
-    lines = [line for line in raised.splitlines() if line.strip()]
-    return f"rank {rank}: {lines[-1].strip()}" if lines else f"rank {rank}"
+def _runs_of(name: str, runs: Runs, case: Case, until: int = 0) -> int:
+    """How many runs a check has still to make."""
+    plain = in_fp32(case)
+    twins = (one_process(plain), one_process(plain, fp64=True))
+    trained = {
+        "one process": (plain, *twins),
+        "transformers": twins,
+        "precision": (case, _alone(case), twins[0]),
+        "resume": (case,),
+        "reshard": (plain, *twins),
+        "export": (case,),
+        "data": (plain,),
+    }[name]
+    # transformers' training, and the runs that go on.
+    others = {"transformers": 1, "resume": 1, "reshard": 2}.get(name, 0)
+    return sum(not runs.has(one, until) for one in trained) + others
 
 
 def _one_process(runs: Runs, case: Case, until: int) -> Iterator[Row]:
@@ -250,29 +297,55 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     precision measures the rounding."""
     if not any(case.options.get(name) for name in ("bf16", "fp16", "grad_reduce_in_bf16")):
         raise NotComparedError("everything is in fp32")
+    name = "precision"
     found = runs.trained(case, until)
-    single = runs.trained(one_process(case), until)
-    full = runs.trained(one_process(in_fp32(case)), until)
-    alone, true = (runs.history(run, until) for run in (single, full))
-    allowed = IN_BF16 if case.options.get("bf16") else IN_FP16
-    if case.options.get("grad_reduce_in_bf16"):
-        allowed = IN_BF16_REDUCED
+    single = runs.trained(_alone(case), until)
     here, there = (_skipped_steps(run, until) for run in (found, single))
     note = "" if here == there else f"steps {here or 'none'}, and {there or 'none'} in one process"
-    yield Row("precision", "skipped steps", float(here != there), 0.0, note=note)
-    # A step that overflows has no gradient, and fp32 is a step ahead from there on.
-    if not here and not there:
-        rows = rows_of_histories(
-            "precision", runs.history(found, until), true, (alone, true), allowed
+    yield Row(name, "skipped steps", float(here != there), 0.0, note=note)
+    yield from _rows_of_steps(name, runs, found, until)
+    if here or there:
+        # A step that overflows has no gradient, and fp32 is a step ahead from there on.
+        case, single = _without_overflow(runs, case, until)
+        found = runs.trained(case, until)
+        yield from _rows_of_steps(name, runs, found, until)
+    full = runs.trained(one_process(in_fp32(case)), until)
+    alone, true = (runs.history(run, until) for run in (single, full))
+    in_bf16 = case.options.get("bf16") or case.options.get("grad_reduce_in_bf16")
+    allowed = IN_BF16 if in_bf16 else IN_FP16
+    mine = runs.history(found, until)
+    yield from rows_of_histories(name, mine, true, (alone, true), allowed)
+    if here or there:
+        steps = ", ".join(map(str, sorted({*here, *there})))
+        scale = found.config.training.initial_loss_scale
+        raise NotComparedError(
+            f"gradients of the loss scale that is asked for: steps {steps} overflow and have none; "
+            f"--initial-loss-scale {scale:g} was compared instead"
         )
-        # B of an addition begins at 0. The gradient of A in the second step is made of Adam's first
-        # steps of B: full ones, also of elements whose gradients were rounding.
-        yield from (row for row in rows if not (_is_lora_a(row) and (row.step or 0) > 1))
-    yield from _rows_of_steps("precision", runs, found, until)
 
 
-def _is_lora_a(row: Row) -> bool:
-    return row.tensor is not None and row.tensor.endswith(".lora_A.weight")
+def _alone(case: Case) -> Case:
+    """The case in its own precision in one process. In fp16 it keeps its microbatches: the weight
+    gradients of a larger one are larger, and overflow with a smaller loss scale."""
+    single = one_process(case)
+    if not case.options.get("fp16"):
+        return single
+    size = case.options.get("micro_batch_size", 1)
+    return replace(single, options={**single.options, "micro_batch_size": size})
+
+
+def _without_overflow(runs: Runs, case: Case, until: int) -> tuple[Case, Trained]:
+    """The case with a loss scale of which one process skips no step, and the run of one process.
+    Raises NotComparedError if there is none."""
+    for scale in SMALL_LOSS_SCALES:
+        options = {"initial_loss_scale": scale, "min_loss_scale": 1.0, "loss_scale_window": 1000}
+        other = replace(
+            case, name=f"{case.name}, loss scale {scale:g}", options={**case.options, **options}
+        )
+        single = runs.trained(_alone(other), until)
+        if not _skipped_steps(single, until):
+            return other, single
+    raise NotComparedError(f"steps overflow even with --initial-loss-scale {scale:g}")
 
 
 def _skipped_steps(run: Trained, until: int) -> tuple[int, ...]:
@@ -291,6 +364,8 @@ def _export(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     """What a whole run has exported against its last checkpoint."""
     found = runs.trained(case)
     if found.export is None:
+        if found.iterations[-1] == found.config.training.train_iters:
+            raise RunError(found.case, "it has come to its end and exported nothing")
         raise NotComparedError("the run exports at its end, which is further than it was run")
     yield from rows_of_export(found, runs.materials(case))
 
@@ -306,10 +381,3 @@ CHECK_OF: Mapping[str, Check] = MappingProxyType(
         "data": _data,
     }
 )
-RUNS_OF: Mapping[str, int] = MappingProxyType(
-    {
-        **{"one process": 3, "transformers": 1, "precision": 2, "resume": 2, "reshard": 3},
-        **{"export": 1, "data": 0},
-    }
-)
-"""Runs for which there has to be time."""

@@ -58,14 +58,10 @@ def middle(trained: Trained) -> int:
 def rows_of_resume(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     """Go on from the middle of a run, in its own layout and precision, and compare everything with
     the run that nobody interrupted: to the bit. The run has its first ``until`` steps, or more; 0:
-    all. Raises WorkerError, ConfigError and NotComparedError."""
+    all. Raises RunError and NotComparedError."""
     trained = runs.trained(case, until)
     at = middle(trained)
     again = runs.gone_on(case, trained, at)
-    if again.iterations != trained.iterations[trained.iterations.index(at) + 1 :]:
-        note = f"steps {again.iterations} instead of those after {at} of {trained.iterations}"
-        yield Row(RESUME, "the run", math.inf, 0.0, note=note)
-        return
     whole = {step.iteration: step for step in trained.ranks[0].steps}
     for step in again.ranks[0].steps:
         here, there = step.iteration, whole[step.iteration]
@@ -74,14 +70,28 @@ def rows_of_resume(runs: Runs, case: Case, until: int) -> Iterator[Row]:
             ("gradient norm", step.grad_norm, there.grad_norm),
             ("learning rate", step.lr, there.lr),
         ):
-            yield Row(RESUME, what, relative(found, expected), 0.0, here)
-    for here, loss in again.validation_losses.items():
-        if here > at:
-            expected = trained.validation_losses.get(here, math.nan)
-            yield Row(RESUME, "validation loss", relative(loss, expected), 0.0, here)
+            yield Row(RESUME, what, _apart(found, expected), 0.0, here)
+    evaluated, before = again.validation_losses, trained.validation_losses
+    for here in sorted(evaluated.keys() | before.keys()):
+        if at < here <= again.iterations[-1]:
+            if here in evaluated and here in before:
+                yield Row(
+                    RESUME, "validation loss", _apart(evaluated[here], before[here]), 0.0, here
+                )
+            else:
+                note = "only one of the runs has it"
+                yield Row(RESUME, "validation loss", math.inf, 0.0, here, note=note)
     expected_states = dict(zip(trained.iterations, runs.states(trained), strict=True))
     for here, found_state in zip(again.iterations, runs.states(again), strict=True):
         yield from _same_bits(here, found_state, expected_states[here])
+
+
+def _apart(found: float, expected: float) -> float:
+    """How far two numbers are apart that have to be the same. A step of fp16 that overflows has no
+    norm in either run."""
+    if math.isnan(found) and math.isnan(expected):
+        return 0.0
+    return relative(found, expected)
 
 
 def _same_bits(step: int, found: Tensors, expected: Tensors) -> Iterator[Row]:
@@ -142,8 +152,7 @@ def _resolved(case: Case) -> Config:
 def rows_of_reshard(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     """Go on from the middle of a run, in fp32, in one process and in another layout, and compare
     both with the run that nobody interrupted, within the rounding that one process in fp64
-    measures. The run has its first ``until`` steps, or more; 0: all. Raises WorkerError and
-    ConfigError."""
+    measures. The run has its first ``until`` steps, or more; 0: all. Raises RunError."""
     plain = in_fp32(case)
     trained = runs.trained(plain, until)
     single = runs.trained(one_process(plain), until)

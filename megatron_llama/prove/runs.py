@@ -11,16 +11,30 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import History, gradients_of
 from megatron_llama.prove.data_check import RankReads, Reads
 from megatron_llama.prove.materials import Materials, make_materials
-from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.prove.pool import PRINTED_LAST, WorkerError, WorkerPool
 from megatron_llama.prove.reference import SPREAD, learning_rates
 from megatron_llama.prove.run import Tensors, Trained, run, states
 
 TIMEOUT = 180.0
 """Seconds that a run may take."""
+
+
+class RunError(Exception):
+    """A run did not do what it was asked for: it was refused, ended with an error or too early,
+    repeated a step, or has not saved one. The message says which run, and what."""
+
+    def __init__(self, case: Case, told: str, *, refused: bool = False) -> None:
+        super().__init__(f"{case.name}: {told}")
+        self.case = case
+        self.told = told
+        """What the run has done, without its name."""
+        self.refused = refused
+        """Whether the options are refused."""
 
 
 class Runs:
@@ -35,7 +49,7 @@ class Runs:
         """Seconds of the longest run so far."""
         self._numbers = count()
         self._materials: dict[str, Materials] = {}
-        self._trained: dict[tuple[str, int], Trained | Exception] = {}
+        self._trained: dict[tuple[str, int], Trained | RunError] = {}
         self._states: dict[Path, Tensors] = {}
 
     def materials(self, case: Case) -> Materials:
@@ -50,33 +64,42 @@ class Runs:
 
     def trained(self, case: Case, until: int = 0) -> Trained:
         """The run of a case, or its first ``until`` steps, of which there may be more. Raises
-        WorkerError and ConfigError."""
+        RunError."""
         until = until or self.steps
-        key = repr((sorted(case.options.items()), case.world_size, case.sft))
-        for steps in range(until, self.steps + 1):
-            if (key, steps) in self._trained:
-                break
-        else:
-            steps = until
-            self._trained[key, steps] = self._train(case, until)
-        found = self._trained[key, steps]
-        if isinstance(found, Exception):
+        found = self._found(case, until)
+        if found is None:
+            found = self._trained[self._key(case), until] = self._train(case, until)
+        if isinstance(found, RunError):
             raise found
         return found
+
+    def has(self, case: Case, until: int = 0) -> bool:
+        """Whether ``trained`` returns, or raises, without a run."""
+        return self._found(case, until or self.steps) is not None
+
+    def _found(self, case: Case, until: int) -> Trained | RunError | None:
+        key = self._key(case)
+        found = (self._trained.get((key, steps)) for steps in range(until, self.steps + 1))
+        return next((one for one in found if one is not None), None)
+
+    def _key(self, case: Case) -> str:
+        return repr((sorted(case.options.items()), case.world_size, case.sft))
 
     def gone_on(self, case: Case, begun: Trained, at: int) -> Trained:
         """A run that goes on from step ``at`` of another one, to its last step, as a case that
-        may have another layout. Raises WorkerError and ConfigError."""
-        found = self._train(case, begun.iterations[-1], begun.checkpoints[at])
-        if isinstance(found, Exception):
+        may have another layout. Raises RunError."""
+        found = self._train(case, begun.iterations[-1], begun.checkpoints[at], at)
+        if isinstance(found, RunError):
             raise found
         return found
 
-    def _train(self, case: Case, until: int, start: Path | None = None) -> Trained | Exception:
+    def _train(
+        self, case: Case, until: int, start: Path | None = None, at: int = 0
+    ) -> Trained | RunError:
         began = time.monotonic()
         folder = self.folder / f"run-{next(self._numbers)}"
         try:
-            return run(
+            trained = run(
                 self.pool,
                 case,
                 folder,
@@ -86,16 +109,27 @@ class Runs:
                 until=until,
                 timeout=TIMEOUT,
             )
-        except Exception as error:
-            return error
+        except ConfigError as error:
+            return RunError(case, f"it is refused: {error}", refused=True)
+        except WorkerError as error:
+            refused = any(ConfigError.__name__ in text for text in error.errors.values())
+            return RunError(case, _told(error), refused=refused)
         finally:
             self.longest = max(self.longest, time.monotonic() - began)
+        last = min(until, trained.config.training.train_iters)
+        wrong = _not_asked_for(trained, at + 1, last)
+        return RunError(case, wrong) if wrong else trained
 
     def states(self, trained: Trained) -> tuple[Tensors, ...]:
-        """What each step has left, in the order of the steps."""
-        for path in trained.checkpoints.values():
+        """What each step has left, in the order of the steps. Raises RunError for a checkpoint that
+        cannot be read."""
+        for step, path in trained.checkpoints.items():
             if path not in self._states:
-                self._states[path] = states(path)
+                try:
+                    self._states[path] = states(path)
+                except CheckpointError as error:
+                    told = f"its checkpoint of step {step} cannot be read: {error}"
+                    raise RunError(trained.case, told) from error
         return tuple(self._states[trained.checkpoints[step]] for step in trained.iterations)
 
     def history(self, trained: Trained, until: int = 0) -> History:
@@ -115,6 +149,26 @@ class Runs:
         for file in sorted(self.materials(case).model.glob("*.safetensors")):
             weights |= load_file(file)
         return weights
+
+
+def _told(error: WorkerError) -> str:
+    """The last line of what the first rank that failed has raised."""
+    rank, text = next(iter(error.errors.items()))
+    raised = text.partition(PRINTED_LAST)[0]
+    lines = [line for line in raised.splitlines() if line.strip()]
+    return f"rank {rank}: {lines[-1].strip()}" if lines else f"rank {rank}"
+
+
+def _not_asked_for(trained: Trained, first: int, last: int) -> str:
+    """Say how a run is not that of the steps ``first`` to ``last``; empty where it is."""
+    asked = tuple(range(first, last + 1))
+    for rank, record in enumerate(trained.ranks):
+        steps = tuple(step.iteration for step in record.steps)
+        if steps != asked:
+            found = ", ".join(map(str, steps)) or "none"
+            return f"rank {rank} has trained the steps {found} instead of {first} to {last}"
+    missing = [str(step) for step in asked if step not in trained.checkpoints]
+    return f"it has not saved the steps {', '.join(missing)}" if missing else ""
 
 
 LIKE = frozenset(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_llama import training
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.hf import hf_config_from_model
 from megatron_llama.conversion.hf import writer
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed.comm import autograd
@@ -26,6 +27,7 @@ from megatron_llama.distributed.comm.collectives import DONE, Pending
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine import build as engine_build
+from megatron_llama.engine import lr
 from megatron_llama.engine import optimizer as engine
 from megatron_llama.engine.gradients import GradientBuckets, _Exchanges
 from megatron_llama.engine.offload.exact import ExactOffload
@@ -33,7 +35,7 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Step
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.model import init, llama
 from megatron_llama.model.llama import Positions, Stage
-from megatron_llama.nn import context, loss, ops, rotary
+from megatron_llama.nn import context, loss, ops, recompute, rotary
 from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import _Lookup
@@ -136,7 +138,7 @@ class _Saved:
 
 def padding_of_the_vocabulary() -> AbstractContextManager[object]:
     """Rows that pad the vocabulary, to a multiple that depends on tp, take part in the softmax."""
-    correct = runtime.cross_entropy
+    correct = loss.cross_entropy
 
     def cross_entropy(logits: Tensor, labels: Tensor, tp: Any, vocab_size: int, **options: Any) -> Tensor:
         return correct(logits, labels, tp, logits.shape[-1] * tp.size, **options)
@@ -231,7 +233,7 @@ def virtual_stages_rank_by_rank() -> AbstractContextManager[object]:
 
 def recomputed_from_the_layer_before() -> AbstractContextManager[object]:
     """Backward computes each layer again from the input of the layer before it."""
-    correct = llama.recomputed
+    correct = recompute.recomputed
     inputs: list[Tensor] = []
 
     def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Tensor:
@@ -337,7 +339,7 @@ def data_repeated() -> AbstractContextManager[object]:
 
 def schedule_in_processes() -> AbstractContextManager[object]:
     """The schedule of the learning rate goes on by one step for each process."""
-    correct = training.learning_rate
+    correct = lr.learning_rate
 
     def learning_rate(config: Any, train_iters: int, iteration: int, consumed_samples: int) -> float:
         processes = dist.get_world_size() if dist.is_initialized() else 1
@@ -492,7 +494,7 @@ def moments_forgotten_in_another_layout() -> AbstractContextManager[object]:
 
 def exported_as_tied() -> AbstractContextManager[object]:
     """The exported config.json says that the head is the embedding, which it is not."""
-    correct = writer.hf_config_from_model
+    correct = hf_config_from_model
     return patch.object(writer, "hf_config_from_model", lambda *args, **options: correct(*args, **options) | {"tie_word_embeddings": True})
 
 
@@ -526,8 +528,8 @@ SMALL: Mapping[str, object] = {
 DOCUMENTS: Mapping[str, object] = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 
 
-def _case(name: str, world_size: int = 1, *, sft: bool = False, **options: object) -> Case:
-    return Case(name, SMALL | options, world_size, sft)
+def _case(name: str, world_size: int = 1, *, sft: bool = False, documents: bool = False, **options: object) -> Case:
+    return Case(name, {**SMALL, **(DOCUMENTS if documents else {}), **options}, world_size, sft)
 
 
 TENSOR = _case(
@@ -542,7 +544,7 @@ TENSOR = _case(
 )
 """Norms of heads, biases, and a key/value head that both ranks hold."""
 LOW_RANK = _case("low-rank additions", 2, tensor_model_parallel_size=2, sequence_parallel=True, lora_rank=4)
-CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", **DOCUMENTS)
+CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", documents=True)
 PIPELINE = _case(
     "pipeline",
     2,
@@ -554,7 +556,7 @@ PIPELINE = _case(
     recompute_granularity="full",
     micro_batch_size=2,
 )
-DATA = _case("data", 2, data_parallel_sharding_strategy="optim", micro_batch_size=1, **DOCUMENTS)
+DATA = _case("data", 2, data_parallel_sharding_strategy="optim", micro_batch_size=1, documents=True)
 REPLICAS = _case(
     "replicas and offload",
     2,

@@ -9,7 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.prove.compare import IN_FP32, History, Row, gradients_of, rows_of_histories, rows_of_rates, rows_of_updates
+from megatron_llama.prove.compare import (
+    IN_BF16,
+    IN_FP32,
+    History,
+    Row,
+    gradients_of,
+    rows_of_changes,
+    rows_of_histories,
+    rows_of_rates,
+    rows_of_updates,
+)
 from megatron_llama.prove.run import Tensors
 from torch import Tensor
 
@@ -145,3 +155,54 @@ def test_a_tensor_that_only_one_trains_does_not_hold() -> None:
 def test_what_is_no_number_does_not_hold() -> None:
     assert not Row("one process", "loss", math.nan, 1.0).holds
     assert [row.holds for row in rows_of_rates("one process", (1e-3, 1e-3, math.nan), (1e-3, 1.1e-3, 1e-3))] == [True, False, False]
+
+
+def test_a_gradient_that_is_missing_never_holds() -> None:
+    """Not even where one process is so far from fp32 that six times its rounding is the whole gradient."""
+    exact, alone = history(), history(0.85, of=VECTOR)
+    missing = list(rows_of_histories("precision", history(0.0, of=VECTOR), exact, (alone, exact), IN_BF16))
+    assert ("gradient", VECTOR) in wrong_kinds(missing) and all(row.bound < 1 for row in missing)
+    near = list(rows_of_histories("precision", history(1.25, of=VECTOR), exact, (alone, exact), IN_BF16))
+    assert ("gradient", VECTOR) not in wrong_kinds(near)
+
+
+def test_a_change_that_one_process_does_not_make_does_not_hold() -> None:
+    """Of ZenFlow, whose columns fp64 updates and fp32 does not: no bound can be made of that."""
+    start = {MATRIX: torch.ones(4, 4)}
+    same, moved = (Tensors({MATRIX: torch.full((4, 4), value)}, {}, {}, {}) for value in (1.0, 1.1))
+    (row,) = rows_of_changes("one process", start, [moved], [same], [moved])
+    assert not row.holds and row.bound < 1
+    (missing,) = rows_of_changes("one process", start, [same], [moved], [same])
+    assert missing.got == 1.0 and not missing.holds
+
+
+def test_an_update_below_the_last_bits_has_a_bound_below_1() -> None:
+    """At a rate of 1e-9 nothing of a weight around 1 changes; in a second step it changes by 1e-3."""
+    states, start, _ = train(OPTIMIZER, (1e-9,))
+    rows = list(rows_of_updates("one process", states, start, OPTIMIZER, (1e-9,), [True]))
+    lost = [row for row in rows if "last bits" in row.note]
+    assert {row.what for row in lost} == {"update"} and all(row.holds and row.bound < 1 for row in rows)
+    moved = replace(states[0], master={name: weight + 1e-3 for name, weight in states[0].master.items()})
+    found = list(rows_of_updates("one process", [moved], start, OPTIMIZER, (1e-9,), [True]))
+    assert {("update", MATRIX), ("update", VECTOR)} <= wrong_kinds(found)
+
+
+def test_validation_losses_of_one_run_alone_do_not_hold() -> None:
+    alone = history()
+    for here, there, said in (({1: 2.0}, {1: 2.0, 3: 2.1}, "not there"), ({1: 2.0, 3: 2.1}, {1: 2.0}, "must not")):
+        found, expected = replace(alone, validation_losses=here), replace(alone, validation_losses=there)
+        rows = [row for row in rows_of_histories("one process", found, expected, (expected, expected), IN_FP32) if not row.holds]
+        assert [(row.what, row.step) for row in rows] == [("validation loss", 3)] and said in rows[0].note
+    theirs = replace(alone, validation_losses=None)
+    assert not wrong_kinds(list(rows_of_histories("transformers", theirs, alone, (alone, alone), IN_FP32)))
+
+
+def test_what_a_checkpoint_lacks_does_not_hold() -> None:
+    states, start, _ = train(OPTIMIZER, RATES[1:3])
+    states[1] = replace(states[1], master={name: weight for name, weight in states[1].master.items() if name != FROZEN}, exp_avg_sq={})
+    rows = [row for row in rows_of_updates("one process", states, start, OPTIMIZER, RATES[1:3], [True] * 2) if not row.holds]
+    assert {(row.tensor, row.note.rpartition("have ")[2]) for row in rows} == {
+        (FROZEN, "its weight"),
+        (MATRIX, "a moment"),
+        (VECTOR, "a moment"),
+    }

@@ -154,11 +154,11 @@ def test_the_axes_without_which_it_holds_are_named() -> None:
             return None
         return rows if case.options["sequence_parallel"] else rows[:1]
 
-    found = locate(CASE, rows, again, time_left=lambda: True)
+    found = locate(CASE, rows, again, time_left=lambda case: True)
     assert found is not None and found.row == rows[1]
     assert found.named == ("sequence parallelism", "tensor parallelism")
     assert found.needed == ("the pipeline's schedule and split", "pipeline parallelism") and not found.not_tried
     assert {axis.name: axis.off for axis in found.axes}["sequence parallelism"] == {"sequence_parallel": False}
-    hurried = locate(CASE, rows, again, time_left=lambda: False)
+    hurried = locate(CASE, rows, again, time_left=lambda case: False)
     assert hurried is not None and not hurried.axes and len(hurried.not_tried) == 12 and not hurried.needed
-    assert locate(CASE, rows[:1], again, time_left=lambda: True) is None
+    assert locate(CASE, rows[:1], again, time_left=lambda case: True) is None

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.errors import ConfigError
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.compare import Row
+from megatron_llama.prove.fuzz import finding_of
 from megatron_llama.prove.pool import PRINTED_LAST, WorkerError, WorkerPool
 from megatron_llama.prove.proof import CHECKS, CheckResult, prove_case, used
+from megatron_llama.prove.run import RankRecord
 
 from tests.harness import Cluster
 
@@ -91,6 +96,76 @@ def test_a_run_that_ends_with_an_error_is_a_finding(tmp_path: Path) -> None:
     assert "as above" in proof.checks[-1].not_run, "it is said once"
     assert proof.location is not None
     assert proof.location.named == ("sequence parallelism", "tensor parallelism") and not proof.location.not_tried
+
+
+Change = Callable[[list[RankRecord], Path], None]
+
+
+class Changed:
+    """A pool of which every run with the option ``option`` is changed after its end."""
+
+    def __init__(self, pool: WorkerPool, change: Change, option: str) -> None:
+        self._pool = pool
+        self._change = change
+        self._option = option
+
+    def run(self, world_size: int, function: Callable[..., Any], case: Case, *, timeout: float, output: Path) -> list[Any]:
+        """See WorkerPool."""
+        ranks = self._pool.run(world_size, function, case, timeout=timeout, output=output)
+        if case.options.get(self._option):
+            self._change(ranks, output.parent)
+        return ranks
+
+
+def ends_early(ranks: list[RankRecord], folder: Path) -> None:
+    ranks[0] = replace(ranks[0], steps=ranks[0].steps[:1])
+
+
+def repeats_a_step(ranks: list[RankRecord], folder: Path) -> None:
+    ranks[0] = replace(ranks[0], steps=(ranks[0].steps[0], *ranks[0].steps))
+
+
+def lacks_a_checkpoint(ranks: list[RankRecord], folder: Path) -> None:
+    shutil.rmtree(checkpoint_path(folder / "saved", 1))
+
+
+def has_a_damaged_checkpoint(ranks: list[RankRecord], folder: Path) -> None:
+    for file in checkpoint_path(folder / "saved", 2).glob("*"):
+        file.write_bytes(file.read_bytes()[:20])
+
+
+def is_refused(ranks: list[RankRecord], folder: Path) -> None:
+    raise WorkerError("a run failed", {0: "Traceback\nmegatron_llama.errors.ConfigError: --fp64: got True"})
+
+
+@pytest.mark.parametrize(
+    ("change", "option", "said"),
+    [
+        (ends_early, "lr", "rank 0 has trained the steps 1 instead of 1 to 2"),
+        (repeats_a_step, "lr", "rank 0 has trained the steps 1, 1, 2 instead of 1 to 2"),
+        (lacks_a_checkpoint, "lr", "it has not saved the steps 1"),
+        pytest.param(
+            has_a_damaged_checkpoint, "fp64", "as given, one process: its checkpoint of step 2 cannot be read: ", marks=pytest.mark.long
+        ),
+        pytest.param(
+            is_refused, "fp64", "as given, one process: rank 0: megatron_llama.errors.ConfigError: --fp64: got True", marks=pytest.mark.long
+        ),
+    ],
+    ids=["ends early", "repeats a step", "lacks a checkpoint", "has a damaged checkpoint", "is refused"],
+)
+def test_a_run_that_is_not_what_it_was_asked_for_is_a_finding(
+    change: Change, option: str, said: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Whether that of the case, or that of one process in fp64, which is named."""
+    pool = cast(WorkerPool, Changed(cluster, change, option))
+    said_of: list[str] = []
+    case = Case("as given", SMALL, 1)
+    proof = prove_case(pool, case, tmp_path, 600.0, checks=("one process",), steps=2, axes=False, say=said_of.append)
+    (row,) = proof.rows
+    assert row.what == "the run" and row.note.startswith(said) and not proof.holds
+    assert proof.location is not None and row.note in proof.location.where
+    assert finding_of(proof).verdict == "failed", "the case itself could begin"
+    assert said_of[0] == "one process ..." and said_of[1].startswith("one process: DIFFERS, ")
 
 
 def test_what_cannot_run_at_all_is_refused(cluster: Cluster, tmp_path: Path) -> None:

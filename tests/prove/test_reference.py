@@ -62,6 +62,13 @@ def test_a_small_epsilon_grows_and_is_said() -> None:
     assert steady(large) == large
 
 
+def test_the_epsilon_of_low_rank_additions_in_half_precision_is_larger() -> None:
+    """A's second gradient is made of Adam's first step of B: a full one where the gradient was rounding."""
+    low_rank = {**CASE.options, "lora_rank": 2}
+    assert steady(replace(CASE, options=low_rank)).options["adam_eps"] == 1e-2
+    assert steady(in_fp32(replace(CASE, options=low_rank))).options["adam_eps"] == 1e-6
+
+
 WARMUPS: tuple[dict[str, float], ...] = ({}, {"lr_warmup_iters": 3}, {"lr_warmup_fraction": 0.2}, {"lr_warmup_samples": 21})
 DECAYS: tuple[dict[str, int], ...] = ({"lr_decay_iters": 9}, {"lr_decay_samples": 70})
 STYLES = ("constant", "linear", "cosine", *(("WSD", style) for style in ("exponential", "linear", "cosine", "minus_sqrt")))

@@ -1,13 +1,21 @@
 """What `prove --fuzz` has found, each in its smallest form."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
+import torch
 from megatron_llama.api.common.options import read_options
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.nn.lora import ColumnAdapters
 from megatron_llama.prove.given import SECTIONS
 from megatron_llama.prove.materials import make_materials
+from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.prove.proof import prove_case
 from megatron_llama.prove.shrink import shrink
+from torch import Tensor
 
 from tests.harness import Cluster
 
@@ -39,9 +47,61 @@ def test_what_can_run_can_be_proven(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_steps_that_overflow_are_no_difference(cluster: Cluster, tmp_path: Path) -> None:
-    options = {**SMALL, "fp16": True, "initial_loss_scale": 2.0**32}
+def test_steps_that_overflow_are_no_difference_and_the_gradients_are_compared(cluster: Cluster, tmp_path: Path) -> None:
+    options = {**SMALL, "fp16": True, "initial_loss_scale": 2.0**32, "min_loss_scale": 16.0}
     (case,) = shrink(read_options(None, options, SECTIONS), 1, 8)
-    proof = prove_case(cluster, case, tmp_path, 120.0, checks=("precision",), steps=2, axes=False)
-    assert proof.holds and any(row.what == "skipped steps" for row in proof.rows)
-    assert not any(row.what == "gradient" for row in proof.rows), "no step has overflowed: this shows nothing"
+    proof = prove_case(cluster, case, tmp_path, 120.0, checks=("precision", "resume"), steps=2, axes=False)
+    assert proof.holds, [row for row in proof.rows if not row.holds]
+    (precision, resume) = (check for check in proof.checks if not check.not_run)
+    assert "steps 1, 2 overflow" in precision.partly and "--initial-loss-scale 4096" in precision.partly
+    assert {(row.what, row.step) for row in precision.rows} >= {("gradient", 1), ("gradient", 2), ("loss", 2), ("unchanged weight", 2)}
+    assert any(row.what == "gradient norm" for row in resume.rows), "no number in either run: equal"
+
+
+LOW_RANK: dict[str, object] = {**SMALL, "fp16": True, "lora_rank": 2, "lr": 1e-3}
+
+
+@pytest.mark.long
+def test_low_rank_additions_in_fp16_hold_and_nothing_else_is_printed(
+    cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    """Frozen weights are kept in fp16, and their sums with the additions are exported in fp32."""
+    (case,) = shrink(read_options(None, LOW_RANK, SECTIONS), 1, 8)
+    proof = prove_case(cluster, case, tmp_path, 120.0, checks=("transformers", "precision", "export"), steps=2, axes=False)
+    assert proof.holds, [row for row in proof.rows if not row.holds]
+    compared = [row for row in proof.rows if row.check == "precision" and row.step == 2 and "lora_A" in str(row.tensor)]
+    assert {row.what for row in compared} == {"gradient", "second moment", "update"} and all(row.bound < 0.2 for row in compared)
+    assert capfd.readouterr() == ("", "") and not recwarn.list, "what libraries say is none of a proof"
+
+
+def with_half_gradients(place: Place, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a job of the pool; the first half of low-rank additions has half its gradient where numbers are no fp32 ones."""
+    correct = ColumnAdapters.low
+
+    def low(self: ColumnAdapters, x: Any) -> Tensor:
+        found = correct(self, x)
+        return found if found.dtype == torch.float32 else found.detach() + (found - found.detach()) * 0.5
+
+    with patch.object(ColumnAdapters, "low", low):
+        return function(place, *args)
+
+
+class Halving:
+    """A pool with this fault."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """See WorkerPool."""
+        return self._pool.run(world_size, with_half_gradients, function, *args, **options)
+
+
+@pytest.mark.long
+def test_a_first_half_of_additions_that_is_wrong_in_half_precision_alone_is_found(cluster: Cluster, tmp_path: Path) -> None:
+    """One process has the fault, too: no rounding that it measures makes a bound of 1."""
+    (case,) = shrink(read_options(None, LOW_RANK, SECTIONS), 1, 8)
+    pool = cast(WorkerPool, Halving(cluster))
+    proof = prove_case(pool, case, tmp_path, 120.0, checks=("precision",), steps=2, axes=False)
+    wrong = [row for row in proof.rows if not row.holds]
+    assert wrong and all("q_proj.lora_A" in str(row.tensor) or row.what == "gradient" for row in wrong), wrong

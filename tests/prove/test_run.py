@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -111,6 +113,27 @@ def test_a_run_stops_and_goes_on_where_it_is_told_to(cluster: Cluster, trained: 
     found = run(cluster, BLEND, tmp_path, materials, start=start, steps=4, until=3)
     assert found.iterations == (2, 3) and found.export is None
     assert found.losses == trained.losses[1:3], "learning rates are those of the whole run"
+
+
+def test_a_configuration_is_what_it_documents_not_what_was_written_before(trained: Trained, materials: Materials, tmp_path: Path) -> None:
+    """A writer that is wrong is wrong in the folder with which the run began, too."""
+    assert trained.export is not None
+    begun, exported = tmp_path / "begun", tmp_path / "exported"
+    for folder in (begun, exported):
+        shutil.copytree(trained.export, folder)
+        config = json.loads((materials.model / "config.json").read_text()) | {"rms_norm_eps": 0.1, "dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(config))
+    rows = list(rows_of_export(replace(trained, export=exported), replace(materials, model=begun)))
+    wrong = [row for row in rows if not row.holds]
+    assert [(row.what, row.note) for row in wrong[:-1]] == [("config.json", "rms_norm_eps: 0.1 instead of 1e-05")]
+    assert wrong[-1].what == "logits"
+
+
+def test_logits_that_are_not_compared_are_said(trained: Trained, materials: Materials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_llama.prove.export_check.obstacle", lambda model: "transformers is not installed")
+    rows = rows_of_export(trained, materials)
+    with pytest.raises(NotComparedError, match="logits with transformers: transformers is not installed"):
+        list(rows)
 
 
 def test_an_export_is_compared_with_the_checkpoint(trained: Trained, materials: Materials) -> None:

@@ -41,7 +41,9 @@ class TransformersModel:
         architecture = getattr(transformers, FAMILIES[config.model_type].architecture)
         # transformers' fused kernels leave a cap on scores out.
         kernels = {"attn_implementation": "eager"} if config.attn_logit_softcapping else {}
-        model: Any = architecture.from_pretrained(folder, **kernels)
+        # In the dtype of the files Gemma's factor of the embedding would be rounded to it, and stay
+        # so. torch_dtype is the name that transformers 4 and 5 understand.
+        model: Any = architecture.from_pretrained(folder, torch_dtype=torch.float32, **kernels)
         self.cap = config.final_logit_softcapping
         self._device = devices.accelerator(0)
         self._model = model.float().to(self._device).eval()
