@@ -70,7 +70,7 @@ def test_low_rank_additions_in_fp16_hold_and_nothing_else_is_printed(
     proof = prove_case(cluster, case, tmp_path, 120.0, checks=("transformers", "precision", "export"), steps=2, axes=False)
     assert proof.holds, [row for row in proof.rows if not row.holds]
     compared = [row for row in proof.rows if row.check == "precision" and row.step == 2 and "lora_A" in str(row.tensor)]
-    assert {row.what for row in compared} == {"gradient", "second moment", "update"} and all(row.bound < 0.2 for row in compared)
+    assert {row.what for row in compared} >= {"gradient", "second moment", "update"} and all(row.bound < 0.2 for row in compared)
     assert capfd.readouterr() == ("", "") and not recwarn.list, "what libraries say is none of a proof"
 
 
@@ -103,5 +103,5 @@ def test_a_first_half_of_additions_that_is_wrong_in_half_precision_alone_is_foun
     (case,) = shrink(read_options(None, LOW_RANK, SECTIONS), 1, 8)
     pool = cast(WorkerPool, Halving(cluster))
     proof = prove_case(pool, case, tmp_path, 120.0, checks=("precision",), steps=2, axes=False)
-    wrong = [row for row in proof.rows if not row.holds]
-    assert wrong and all("q_proj.lora_A" in str(row.tensor) or row.what == "gradient" for row in wrong), wrong
+    wrong = {(row.what, row.step, str(row.tensor).split(".")[-2]) for row in proof.rows if not row.holds}
+    assert ("gradient", 2, "lora_A") in wrong and ("gradient", 2, "lora_B") not in wrong
