@@ -1,27 +1,37 @@
 """Compares what the ranks of a run have read with what was written for it: every sample once, the
-labels the next tokens, masks and positions as the options say.
+labels the next tokens, masks and positions as the options say, the parts of a blend by their
+weights, and as many samples as the run has.
 
-Nothing here comes from the loader: samples are cut from the documents, and examples are known from
-the conversations, as they were written."""
+What a sample has to be comes from ``samples.py``; nothing here comes from the loader."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 
 from megatron_llama.config.batch_ramp import BatchSizes
-from megatron_llama.config.blend import read_blend
+from megatron_llama.config.blend import Blend, read_blend
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.compare import Row
-from megatron_llama.prove.materials import Materials, Talk
+from megatron_llama.prove.materials import Materials, parsed_options
+from megatron_llama.prove.reference import NotComparedError
+from megatron_llama.prove.samples import (
+    Expected,
+    expected_of,
+    samples_of_examples,
+    stream_samples,
+    trained_examples,
+    training_share,
+)
+from megatron_llama.sft.sft_config import SFTConfig
 
 CHECK = "data"
 
@@ -36,25 +46,6 @@ class RankReads:
 
 Reads = Mapping[int, Sequence[RankReads]]
 """By step, from 1: what each rank has read, in the order of the ranks."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One sample, or one example of it, as it has to be: s tokens each."""
-
-    tokens: tuple[int, ...]
-    labels: tuple[int, ...]
-    counts: tuple[bool, ...]
-    """Whether each label is in the loss."""
-    positions: tuple[int, ...]
-    documents: tuple[int, ...]
-    """The number of each token's document within the sample; all 0 where attention crosses
-    documents."""
-
-    @property
-    def window(self) -> tuple[int, ...]:
-        """Its tokens, the last label among them."""
-        return (*self.tokens, self.labels[-1])
 
 
 FIELDS: Mapping[str, Callable[[Expected], object]] = MappingProxyType(
@@ -72,107 +63,116 @@ FIELDS: Mapping[str, Callable[[Expected], object]] = MappingProxyType(
 class Read:
     """One sample as a rank has read it."""
 
-    step: int
     place: int
     """Its place in the global batch."""
     data_rank: int
     found: Expected
 
+    def __str__(self) -> str:
+        return f"data rank {self.data_rank}, sample {self.place} of the step"
+
+
+SamplesRead = Mapping[int, Sequence[Read]]
+"""By step: its samples, in the order of the run."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A dataset of a run, which may stand in the blend more than once."""
+
+    documents: Sequence[Sequence[int]]
+    """Those of training."""
+    samples: Sequence[Expected]
+    """In file order."""
+    share: float
+    """Of all samples of the run."""
+    largest: float
+    """The largest of its shares, where it stands in the blend more than once."""
+    times: int
+    """How often it stands in the blend."""
+
 
 def rows_of_data(reads: Reads, config: Config, materials: Materials, case: Case) -> Iterator[Row]:
-    """Compare what a run has read with what was written for it."""
+    """Compare what a run has read with what was written for it. Raises NotComparedError for what
+    nobody here knows."""
     yield from rows_of_reads(reads, config)
+    read = samples_of(reads, config)
+    # A run that goes back leaves out samples, so that its passes have gaps.
+    in_passes = config.training.on_bad_step != "rollback"
     if case.sft:
-        talks: Sequence[Talk] = materials.talks
+        length = config.training.seq_length
+        if not all(talk.ids for talk in materials.talks):
+            raise NotComparedError(
+                "the conversations: transformers, which renders a built-in template a second time, "
+                "is not installed (pip install transformers)"
+            )
+        sft = parsed_options(case).get(SFTConfig)
+        examples: Sequence[Expected] = trained_examples(materials.talks, sft, length)
         if not materials.valid_talks:
-            talks = _training_share(talks, config)
-        # A built-in template has made the tokens, so they are not known.
-        if all(talk.ids for talk in talks):
-            yield from rows_of_examples(reads, _examples(talks, config, case))
+            examples = training_share(examples, config.data.split)
+        yield from rows_of_examples(read, examples, in_passes=in_passes)
+        a_pass = samples_of_examples(examples, sft, length)
+        yield from rows_of_length(read, config, a_pass, a_pass)
         return
+    blend = read_blend(config.data.data_path)
+    parts = parts_of(blend, config, materials)
     if config.data.megatron_data_order:
-        yield from rows_without_order(reads, config, materials.eod)
+        yield from rows_without_order(read, parts, config, materials.eod)
         return
-    prefixes = read_blend(config.data.data_path).prefixes
-    parts = [
-        stream_samples(_training_share(documents, config), config, materials.eod)
-        for documents in materials.documents.values()
-    ]
-    in_order = config.data.data_order == "sequential" and len(prefixes) == 1
-    again = len(prefixes) - len(parts)
-    yield from rows_of_stream(reads, parts, in_order=in_order, again=again)
+    in_order = config.data.data_order == "sequential" and len(blend.prefixes) == 1
+    yield from rows_of_stream(read, parts, in_order=in_order, in_passes=in_passes)
+    yield from rows_of_length(read, config, *pass_over(blend, parts, read))
 
 
-T = TypeVar("T")
-
-
-def _training_share(everything: Sequence[T], config: Config) -> Sequence[T]:
-    weights = [float(weight) for weight in config.data.split.split(",")]
-    return everything[: round(len(everything) * weights[0] / sum(weights))]
-
-
-def _examples(talks: Sequence[Talk], config: Config, case: Case) -> tuple[Expected, ...]:
-    """The conversations that are trained, as --loss-on and --on-long-sample say."""
-    length = config.training.seq_length
-    loss_on = case.options.get("loss_on", "assistant")
-    found = []
-    for talk in talks:
-        if case.options.get("on_long_sample") == "drop" and len(talk.ids) > length + 1:
-            continue
-        last = max(talk.answers)
-        answers = [
-            loss_on == "all" or (answer == last if loss_on == "last" else answer > 0)
-            for answer in talk.answers
-        ]
-        example = example_of(talk.ids, answers, length)
-        # One that has no answer left when it is cut cannot be used.
-        if any(example.counts):
-            found.append(example)
-    return tuple(found)
-
-
-def stream_samples(
-    documents: Sequence[Sequence[int]], config: Config, eod: int
-) -> tuple[Expected, ...]:
-    """The samples of the training documents of one dataset, in file order."""
-    stream = [int(token) for document in documents for token in document]
-    length = config.training.seq_length
+def parts_of(blend: Blend, config: Config, materials: Materials) -> tuple[Part, ...]:
+    """The datasets of a run, as they were written."""
+    documents = {
+        prefix: training_share(materials.documents[prefix], config.data.split)
+        for prefix in dict.fromkeys(blend.prefixes)
+    }
+    samples = {
+        prefix: stream_samples(of_prefix, config, materials.eod)
+        for prefix, of_prefix in documents.items()
+    }
+    weights = blend.weights or tuple(len(samples[prefix]) for prefix in blend.prefixes)
+    shares: dict[str, list[float]] = {prefix: [] for prefix in documents}
+    for prefix, weight in zip(blend.prefixes, weights, strict=True):
+        shares[prefix].append(weight / sum(weights))
     return tuple(
-        expected_of(stream[start : start + length + 1], config, eod)
-        for start in range(0, len(stream) - length, length)
+        Part(documents[prefix], samples[prefix], sum(of_prefix), max(of_prefix), len(of_prefix))
+        for prefix, of_prefix in shares.items()
     )
 
 
-def expected_of(window: Sequence[int], config: Config, eod: int) -> Expected:
-    """A sample of consecutive tokens, one more than it has places."""
-    data = config.data
-    positions = []
-    documents = []
-    position = document = 0
-    for token in window[:-1]:
-        positions.append(position)
-        documents.append(document)
-        position += 1
-        if token == eod:
-            position = 0 if data.reset_position_ids else position
-            document += data.reset_attention_mask
-    counts = tuple(not (data.eod_mask_loss and token == eod) for token in window[:-1])
-    return Expected(
-        tuple(window[:-1]), tuple(window[1:]), counts, tuple(positions), tuple(documents)
+def pass_over(blend: Blend, parts: Sequence[Part], read: SamplesRead) -> tuple[float, float]:
+    """The least and the most samples that a pass may have. Of datasets without weights it is all
+    that they have. With weights it ends before some dataset begins again: where one does so among
+    the samples that were ``read`` it is known; else that one may be ahead of its weight or
+    behind."""
+    off = spread(parts) if blend.weights is not None else 0.0
+    if off and all(part.times == 1 for part in parts):
+        left = Counter(sample.window for part in parts for sample in part.samples)
+        windows = (one.found.window for in_step in read.values() for one in in_step)
+        for place, window in enumerate(windows):
+            left[window] -= 1
+            if left[window] < 0:
+                return place, place
+    least, most = (
+        min((len(part.samples) + more) / part.largest for part in parts) for more in (-off, off)
     )
+    return least, most
 
 
-def example_of(ids: Sequence[int], answers: Sequence[bool], length: int) -> Expected:
-    """A conversation, cut to what a sample holds, of which only the answers count."""
-    ids = tuple(int(token) for token in ids[: length + 1])
-    places = len(ids) - 1
-    counts = tuple(bool(answer) for answer in answers[1 : length + 1])
-    return Expected(ids[:-1], ids[1:], counts, tuple(range(places)), (0,) * places)
+def spread(parts: Sequence[Part]) -> float:
+    """By how many samples a dataset may be ahead of its weight, or behind: half of one for every
+    time that the datasets of a blend are halved until one is left, and one at least."""
+    return max(1.0, math.ceil(math.log2(sum(part.times for part in parts))) / 2)
 
 
 def rows_of_reads(reads: Reads, config: Config) -> Iterator[Row]:
     """Compare the ranks with each other: those that share samples have read the same, and all
-    together as many as a step has."""
+    together as many as a step has, of each of which some label counts. Nothing counts in the places
+    that the last step of --epochs leaves empty."""
     sizes = BatchSizes.from_training(config.training)
     consumed = 0
     for step in sorted(reads):
@@ -183,11 +183,18 @@ def rows_of_reads(reads: Reads, config: Config) -> Iterator[Row]:
             if not _same(read, other):
                 wrong = wrong or f"rank {rank} has read others than rank 0 of its data rank"
         yield Row(CHECK, "ranks alike", float(bool(wrong)), 0.0, step, note=wrong)
-        found = sum(batch.tokens.shape[1] for read in first.values() for batch in read.microbatches)
+        found = _in_order(reads[step])
         wanted = sizes.places(consumed)
-        note = "" if found == wanted else f"{found} samples instead of {wanted}"
-        yield Row(CHECK, "batch size", abs(found - wanted) / wanted, 0.0, step, note=note)
-        consumed += sizes.at(consumed)
+        note = "" if len(found) == wanted else f"{len(found)} samples instead of {wanted}"
+        got = abs(len(found) - wanted) / wanted
+        yield Row(CHECK, "batch size", got, 0.0, step, note=note)
+        samples = sizes.at(consumed)
+        odd = [read for read in found if any(read.found.counts) != (read.place < samples)]
+        note = "" if not odd else f"{odd[0]}: no label counts"
+        if odd and odd[0].place >= samples:
+            note = f"{odd[0]}: its labels count, but the step has {samples} samples"
+        yield Row(CHECK, "samples that count", len(odd) / wanted, 0.0, step, note=note)
+        consumed += samples
 
 
 def _same(read: RankReads, other: RankReads) -> bool:
@@ -203,18 +210,31 @@ def _same(read: RankReads, other: RankReads) -> bool:
     )
 
 
-def samples_of(reads: Reads) -> Iterator[Read]:
-    """What was read, sample by sample, in the order of the run. Places that the last step of
-    --epochs leaves empty, where no label counts, are left out."""
+def samples_of(reads: Reads, config: Config) -> SamplesRead:
+    """What was read, sample by sample, in the order of the run, without the places that the last
+    step of --epochs leaves empty."""
+    sizes = BatchSizes.from_training(config.training)
+    found: dict[int, list[Read]] = {}
+    consumed = 0
     for step in sorted(reads):
-        ranks = {read.data_rank: read for read in reversed(reads[step])}
-        place = 0
-        for microbatches in zip(*(ranks[rank].microbatches for rank in sorted(ranks)), strict=True):
-            for rank, batch in zip(sorted(ranks), microbatches, strict=True):
-                for found in _rows_of(batch):
-                    if any(found.counts):
-                        yield Read(step, place, rank, found)
-                    place += 1
+        samples = sizes.at(consumed)
+        found[step] = [read for read in _in_order(reads[step]) if read.place < samples]
+        consumed += samples
+    return found
+
+
+def _in_order(ranks_read: Sequence[RankReads]) -> list[Read]:
+    """What the ranks have read in a step, in the order of the global batch."""
+    ranks = {read.data_rank: read for read in reversed(ranks_read)}
+    most = max(len(read.microbatches) for read in ranks.values())
+    read = [
+        (rank, found)
+        for number in range(most)
+        for rank in sorted(ranks)
+        for batch in ranks[rank].microbatches[number : number + 1]
+        for found in _rows_of(batch)
+    ]
+    return [Read(place, rank, found) for place, (rank, found) in enumerate(read)]
 
 
 def _rows_of(batch: Batch) -> Iterator[Expected]:
@@ -235,82 +255,181 @@ def _rows_of(batch: Batch) -> Iterator[Expected]:
 
 
 def rows_of_stream(
-    reads: Reads, parts: Sequence[Sequence[Expected]], *, in_order: bool = False, again: int = 0
+    read: SamplesRead, parts: Sequence[Part], *, in_order: bool = False, in_passes: bool = True
 ) -> Iterator[Row]:
-    """Compare each sample with those that were written, by its tokens. ``parts``: the samples of
-    each dataset. ``in_order``: the run reads them from the first to the last. ``again``: how many
-    datasets stand in the blend a second time."""
-    by_window = {sample.window: sample for part in parts for sample in part}
-    by_tokens = {sample.tokens: sample for part in parts for sample in part}
-    times: Counter[tuple[int, ...]] = Counter()
+    """Compare each sample with those that were written, by its tokens, and how many are of each
+    dataset with its share. ``in_order``: the run reads them from the first to the last.
+    ``in_passes``: a pass over a dataset ends before the next one begins."""
+    by_window = {sample.window: sample for part in parts for sample in part.samples}
+    by_tokens = {sample.tokens: sample for part in parts for sample in part.samples}
+    times: list[tuple[int, ...]] = []
     place = 0
-    for step, read_in_step in _by_step(reads):
+    for step, read_in_step in read.items():
         wrong = dict.fromkeys(("samples", *FIELDS), "")
         if in_order:
             wrong["order"] = ""
-        for read in read_in_step:
-            where = f"data rank {read.data_rank}, sample {read.place} of the step"
+        for one in read_in_step:
             # With wrong labels the last one is wrong, too.
-            sample = by_window.get(read.found.window, by_tokens.get(read.found.tokens))
+            sample = by_window.get(one.found.window, by_tokens.get(one.found.tokens))
             if sample is None:
-                wrong["samples"] = wrong["samples"] or f"{where}: no such text was written"
+                wrong["samples"] = wrong["samples"] or f"{one}: no such text was written"
                 continue
-            times[sample.window] += 1
+            times.append(sample.window)
             for name, field in FIELDS.items():
-                if field(read.found) != field(sample):
-                    wrong[name] = wrong[name] or where
-            if in_order and sample.window != parts[0][place % len(parts[0])].window:
-                wrong["order"] = wrong["order"] or where
+                if field(one.found) != field(sample):
+                    wrong[name] = wrong[name] or str(one)
+            first = parts[0].samples
+            if in_order and sample.window != first[place % len(first)].window:
+                wrong["order"] = wrong["order"] or str(one)
             place += 1
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
+    owned = [{sample.window for sample in part.samples} for part in parts]
+    if len(parts) > 1:
+        yield from rows_of_blend(read, parts, [own.__contains__ for own in owned], spread(parts))
     for number, part in enumerate(parts):
-        windows = [sample.window for sample in part]
-        yield _once(windows, times, f"dataset {number}", again)
+        of_part = [window for window in times if window in owned[number]]
+        windows = [sample.window for sample in part.samples]
+        passes = in_passes and part.times == 1
+        again = part.times - 1
+        yield _once(windows, of_part, f"dataset {number}", in_passes=passes, again=again)
 
 
-def rows_without_order(reads: Reads, config: Config, eod: int) -> Iterator[Row]:
-    """Compare each sample with what follows from its own tokens, and see that none comes twice:
-    for an order of documents that is not rebuilt here."""
+def rows_of_blend(
+    read: SamplesRead,
+    parts: Sequence[Part],
+    is_of: Sequence[Callable[[tuple[int, ...]], bool]],
+    most: float,
+) -> Iterator[Row]:
+    """Compare how many samples have been read of each dataset, up to the end of every step, with
+    its share. ``is_of`` says for each whether a window is of it. A dataset may be ``most`` samples
+    ahead or behind for every time that it stands in the blend."""
+    counts = [0] * len(parts)
+    total = unclear = 0
+    for step, read_in_step in read.items():
+        for one in read_in_step:
+            owners = [number for number, owns in enumerate(is_of) if owns(one.found.window)]
+            total += 1
+            # The same text may have been written twice.
+            unclear += len(owners) != 1
+            if len(owners) == 1:
+                counts[owners[0]] += 1
+        behind = [
+            abs(count - total * part.share) / part.times
+            for count, part in zip(counts, parts, strict=True)
+        ]
+        bound = most + unclear
+        number = behind.index(max(behind))
+        note = ""
+        if behind[number] > bound:
+            wanted = total * parts[number].share
+            note = f"{counts[number]} of {total} samples are of dataset {number}, not {wanted:.1f}"
+        yield Row(CHECK, "blend", behind[number], bound, step, note=note)
+
+
+def rows_without_order(
+    read: SamplesRead, parts: Sequence[Part], config: Config, eod: int
+) -> Iterator[Row]:
+    """Look each sample up in the documents that were written, compare it with what follows from its
+    own tokens, and see that none comes twice: for an order of documents that is not rebuilt
+    here."""
+    texts = [Texts(part.documents, config.training.seq_length, eod) for part in parts]
     seen: set[tuple[int, ...]] = set()
-    for step, read_in_step in _by_step(reads):
-        wrong = dict.fromkeys((*FIELDS, "read once"), "")
-        for read in read_in_step:
-            where = f"data rank {read.data_rank}, sample {read.place} of the step"
-            expected = expected_of(read.found.window, config, eod)
+    for step, read_in_step in read.items():
+        wrong = dict.fromkeys(("samples", *FIELDS, "read once"), "")
+        for one in read_in_step:
+            window = one.found.window
+            # With wrong labels the last one is wrong, too.
+            if not any(text.has(window) or text.has(window[:-1]) for text in texts):
+                wrong["samples"] = wrong["samples"] or f"{one}: no such text was written"
+            expected = expected_of(window, config, eod)
             for name, field in FIELDS.items():
-                if field(read.found) != field(expected):
-                    wrong[name] = wrong[name] or where
-            if read.found.window in seen:
-                wrong["read once"] = wrong["read once"] or f"{where} was read before"
-            seen.add(read.found.window)
+                if field(one.found) != field(expected):
+                    wrong[name] = wrong[name] or str(one)
+            if window in seen:
+                wrong["read once"] = wrong["read once"] or f"{one} was read before"
+            seen.add(window)
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
+    if len(parts) > 1:
+        # Megatron takes the next sample of the dataset that is furthest behind, which lets the
+        # others fall behind a little more.
+        yield from rows_of_blend(read, parts, [text.has for text in texts], spread(parts) + 1)
 
 
-def rows_of_examples(reads: Reads, examples: Sequence[Expected]) -> Iterator[Row]:
+class Texts:
+    """The documents of a dataset, to look up samples that are cut from them in any order."""
+
+    def __init__(self, documents: Sequence[Sequence[int]], length: int, eod: int) -> None:
+        """``length``: the tokens of a sample, of which a window has one more."""
+        self._eod = eod
+        self._whole = {tuple(document) for document in documents}
+        self._ends = {each[start:] for each in self._whole for start in range(len(each))}
+        self._begins = {each[:stop] for each in self._whole for stop in range(len(each))}
+        self._within = {
+            each[start : start + count]
+            for each in self._whole
+            for count in (length, length + 1)
+            for start in range(len(each) - count)
+        }
+
+    def has(self, window: tuple[int, ...]) -> bool:
+        """Whether it is the end of a document, whole ones, and the beginning of one, or lies within
+        one."""
+        pieces: list[tuple[int, ...]] = []
+        start = 0
+        for place, token in enumerate(window):
+            if token == self._eod:
+                pieces.append(window[start : place + 1])
+                start = place + 1
+        rest = window[start:]
+        if not pieces:
+            return rest in self._within or rest in self._begins
+        whole = all(piece in self._whole for piece in pieces[1:])
+        return pieces[0] in self._ends and whole and rest in self._begins
+
+
+def rows_of_examples(
+    read: SamplesRead, examples: Sequence[Expected], *, in_passes: bool = True
+) -> Iterator[Row]:
     """Compare each example of each sample with the conversation that has its tokens. What follows
     the last one is padding, of which nothing may count."""
     by_window = {example.window: example for example in examples}
     by_tokens = {example.tokens: example for example in examples}
-    times: Counter[tuple[int, ...]] = Counter()
-    for step, read_in_step in _by_step(reads):
+    times: list[tuple[int, ...]] = []
+    for step, read_in_step in read.items():
         wrong = dict.fromkeys(("examples", "labels", "loss mask", "positions"), "")
-        for read in read_in_step:
-            where = f"data rank {read.data_rank}, sample {read.place} of the step"
-            for part in _documents_of(read.found):
+        for one in read_in_step:
+            for part in _documents_of(one.found):
                 example = by_window.get(part.window, by_tokens.get(part.tokens))
                 if example is None:
                     if any(part.counts):
-                        wrong["examples"] = wrong["examples"] or f"{where}: no such conversation"
+                        wrong["examples"] = wrong["examples"] or f"{one}: no such conversation"
                     continue
-                times[example.window] += 1
+                times.append(example.window)
                 for name in ("labels", "loss mask", "positions"):
                     if FIELDS[name](part) != FIELDS[name](example):
-                        wrong[name] = wrong[name] or where
+                        wrong[name] = wrong[name] or str(one)
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
-    yield _once([example.window for example in examples], times, "the conversations")
+    windows = [example.window for example in examples]
+    yield _once(windows, times, "the conversations", in_passes=in_passes)
+
+
+def rows_of_length(read: SamplesRead, config: Config, least: float, most: float) -> Iterator[Row]:
+    """Compare the samples of a run of --epochs with those of so many passes, each of which has
+    ``least`` to ``most``."""
+    training = config.training
+    # A run that goes back says what it leaves out, which is not known here.
+    if not training.epochs or training.on_bad_step == "rollback":
+        return
+    found = training.train_samples
+    if max(read) >= training.train_iters:
+        found = sum(any(one.found.counts) for in_step in read.values() for one in in_step)
+    wanted = max(1, round(training.epochs * (least + most) / 2))
+    bound = training.epochs * (most - least) / 2 + 2 * (most > least)
+    note = "" if abs(found - wanted) <= bound else f"{found} samples instead of {wanted}"
+    yield Row(CHECK, "samples of the run", float(abs(found - wanted)), bound, note=note)
 
 
 def _documents_of(sample: Expected) -> Iterator[Expected]:
@@ -328,27 +447,29 @@ def _documents_of(sample: Expected) -> Iterator[Expected]:
             start = stop
 
 
-def _by_step(reads: Reads) -> Iterator[tuple[int, list[Read]]]:
-    found: dict[int, list[Read]] = {step: [] for step in sorted(reads)}
-    for read in samples_of(reads):
-        found[read.step].append(read)
-    yield from found.items()
-
-
 def _once(
-    keys: Sequence[tuple[int, ...]], times: Counter[tuple[int, ...]], of: str, again: int = 0
+    keys: Sequence[tuple[int, ...]],
+    read: Sequence[tuple[int, ...]],
+    of: str,
+    *,
+    in_passes: bool,
+    again: int = 0,
 ) -> Row:
-    """Whether a pass over the samples ends before one of them comes again: how often they were
-    read differs by one at most, by more where ``again`` other passes go over the same samples.
-    Equal samples are counted together."""
+    """Whether a pass over the samples ends before one of them comes again. ``read`` holds what was
+    read, in the order of the run. Where it is no order of passes it is seen in the end: how often
+    they were read differs by one at most, by more where ``again`` other passes go over the same
+    samples. Equal samples are counted together."""
     written = Counter(keys)
-    read = sum(times[key] for key in written)
-    least = read // len(keys) - again
-    most = -(-read // len(keys)) + again
+    for start in range(0, len(read) if in_passes else 0, len(keys)):
+        if Counter(read[start : start + len(keys)]) - written:
+            number = start // len(keys) + 1
+            note = f"{of}: one of {len(keys)} was read again before pass {number} had ended"
+            return Row(CHECK, "read once", 1.0, 0.0, note=note)
+    times = Counter(read)
+    least = len(read) // len(keys) - again
+    most = -(-len(read) // len(keys)) + again
     for key, copies in written.items():
         if not least * copies <= times[key] <= most * copies:
-            note = (
-                f"{of}: one of {len(keys)} was read {times[key]} times, when {read} had been read"
-            )
+            note = f"{of}: one of {len(keys)} was read {times[key]} times, of {len(read)} in all"
             return Row(CHECK, "read once", 1.0, 0.0, note=note)
     return Row(CHECK, "read once", 0.0, 0.0)

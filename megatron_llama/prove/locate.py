@@ -13,7 +13,8 @@ from megatron_llama.prove.compare import Row
 ORDER_OF_KINDS = (
     "the run",
     *("ranks alike", "batch size", "samples", "order", "examples", "labels", "loss mask"),
-    *("positions", "documents", "read once", "learning rate", "loss", "gradient"),
+    *("samples that count", "positions", "documents", "read once", "blend", "learning rate"),
+    *("loss", "gradient"),
     *(
         "whole gradient",
         "gradient norm",

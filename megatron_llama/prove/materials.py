@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -23,16 +25,25 @@ from torch import Tensor
 
 from megatron_llama.api.common.options import read_options
 from megatron_llama.api.train import SECTIONS
-from megatron_llama.config.blend import is_number, read_blend
+from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.config.blend import Blend, is_number, read_blend
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
+from megatron_llama.data.order import BlendedOrder
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.prove.case import STEPS, Case
+from megatron_llama.prove.samples import (
+    Expected,
+    Talk,
+    samples_of_examples,
+    trained_examples,
+    training_share,
+)
 from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.fingerprint import Fingerprint
@@ -66,18 +77,8 @@ MARKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """What built-in templates need as tokens."""
-
-
-@dataclass(frozen=True)
-class Talk:
-    """An example of instruction tuning."""
-
-    messages: tuple[tuple[str, str], ...]
-    """Role and content."""
-    ids: tuple[int, ...] = ()
-    """Its tokens, before anything is cut; none where a built-in template makes them."""
-    answers: tuple[int, ...] = ()
-    """For each token 0, or the number of the answer that it belongs to, from 1."""
+WITHOUT_TEMPLATE = ("prompt", "text")
+"""Formats of examples that no template renders."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,12 @@ def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
         "eos_token_id": eod,
     }
     materials = Materials(options, hf, tokenizer_folder, vocab_size, eod)
-    # Of a run of several passes so much that the steps go beyond the first.
-    passes = parsed_options(case).get(TrainingConfig).epochs or 1.0
-    samples = math.ceil(SPARE * steps * config.training.global_batch_size / passes)
-    writer = _Writer(folder, library, words, config, samples)
+    passes = parsed_options(case).get(TrainingConfig).epochs
+    samples = math.ceil(SPARE * steps * config.training.global_batch_size)
+    if passes:
+        blend = read_blend(("text",) if case.sft else config.data.data_path)
+        samples = samples_of_a_pass(passes, BatchSizes.from_training(config.training), steps, blend)
+    writer = _Writer(folder, library, words, config, samples, in_passes=passes > 0)
     if not case.sft:
         documents = writer.documents(prefixes, tokenizer_folder)
         own = _data(case, {prefix: str(folder / name) for prefix, name in prefixes.items()})
@@ -146,16 +149,79 @@ def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
         return replace(materials, options={**options, **own}, documents=named)
     sft = parsed.get(SFTConfig)
     built_in = template in BUILT_IN
-    talks = writer.talks("train.jsonl", sft, built_in=built_in, valid=False)
+    render = _renderer(tokenizer_folder, template) if built_in and template else None
+    talks = writer.talks("train.jsonl", sft, render, valid=False)
     options |= {"train_data": (str(folder / "train.jsonl"),)}
     options |= {"chat_template": template if built_in else None}
     valid: tuple[Talk, ...] = ()
     if sft.valid_data:
-        valid = writer.talks("valid.jsonl", sft, built_in=built_in, valid=True)
+        valid = writer.talks("valid.jsonl", sft, render, valid=True)
         options |= {"valid_data": (str(folder / "valid.jsonl"),)}
     else:
         options |= {"split": SPLIT}
     return replace(materials, options=options, talks=talks, valid_talks=valid)
+
+
+def samples_of_a_pass(passes: float, sizes: BatchSizes, steps: int, blend: Blend) -> int:
+    """How many samples a pass has to have for ``passes`` of them to end in the last of ``steps``
+    steps, or in the one before it, with a step that has fewer samples than the others; where there
+    is no such number, as late as can be."""
+    best = (0, False, 0)
+    found = 1
+    for samples in range(1, math.ceil(sizes.samples(steps) / passes) + 1):
+        whole, left = sizes.steps(0, max(1, round(passes * samples)))
+        taken = whole + (left > 0)
+        quality = (min(taken, steps - 1), left > 0, taken)
+        if taken <= steps and quality > best and _is_a_pass(blend, samples):
+            best = quality
+            found = samples
+    return found
+
+
+def _is_a_pass(blend: Blend, samples: int) -> bool:
+    """Whether datasets with whole samples can have a pass of so many."""
+    parts = samples_of_parts(blend, samples)
+    sizes = [parts[prefix] for prefix in blend.prefixes]
+    return len(BlendedOrder(blend.weights or sizes, sizes)) == samples
+
+
+def samples_of_parts(blend: Blend, samples: int) -> dict[str, int]:
+    """How many samples each dataset has to have for a pass over the blend to have ``samples``.
+    Without weights each has more than the one before; with them the one whose turn comes next has
+    no more than have been read of it, and the others have some."""
+    distinct = list(dict.fromkeys(blend.prefixes))
+    weights = blend.weights or [1 + distinct.index(prefix) for prefix in blend.prefixes]
+    order = BlendedOrder(weights, [1] * len(weights))
+    last = blend.prefixes[order.place(samples)[0]]
+    counts = order.counts(samples)
+    found = dict.fromkeys(distinct, 1)
+    for prefix, count in zip(blend.prefixes, counts, strict=True):
+        spare = 0 if blend.weights is None or prefix == last else 2
+        found[prefix] = max(found[prefix], count + spare)
+    return found
+
+
+Render = Callable[[Sequence[tuple[str, str]], bool], str]
+"""Makes a text of messages; of the beginning of an answer, too, if the second is true."""
+
+
+def _renderer(tokenizer: Path, template: str) -> Render | None:
+    """transformers' rendering of a built-in template: not the trainer's. None where transformers is
+    not installed."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import AutoTokenizer
+
+    loaded: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+
+    def render(messages: Sequence[tuple[str, str]], prompt: bool) -> str:
+        given = [{"role": role, "content": content} for role, content in messages]
+        text: str = loaded.apply_chat_template(
+            given, chat_template=BUILT_IN[template], tokenize=False, add_generation_prompt=prompt
+        )
+        return text
+
+    return render
 
 
 class DrawnWeights:
@@ -250,10 +316,19 @@ class _Writer:
     """Writes text in pieces of drawn lengths, one after the other."""
 
     def __init__(
-        self, folder: Path, library: Library, words: Sequence[str], config: Config, samples: int
+        self,
+        folder: Path,
+        library: Library,
+        words: Sequence[str],
+        config: Config,
+        samples: int,
+        *,
+        in_passes: bool,
     ) -> None:
-        """``samples``: how many of them there are to train on, at least."""
+        """``samples``: how many of them there are to train on, at least; ``in_passes``: exactly so
+        many, as far as weights of datasets allow."""
         self._samples = samples
+        self._in_passes = in_passes
         self._folder = folder
         self._library = library
         self._words = cycle(words)
@@ -283,8 +358,11 @@ class _Writer:
             part = weights[name] / sum(weights.values())
             wanted = (self._samples * part + 4) * length / share
             documents: list[tuple[int, ...]] = []
-            while sum(map(len, documents)) < wanted:
-                documents.append(self._document(length))
+            if self._in_passes:
+                documents = self._documents_of(samples_of_parts(blend, self._samples)[name])
+            else:
+                while sum(map(len, documents)) < wanted:
+                    documents.append(self._document(length))
             with IndexedDatasetWriter(self._folder / name, token_dtype(size)) as writer:
                 for document in documents:
                     writer.add(np.array(document))
@@ -302,27 +380,68 @@ class _Writer:
 
     def _document(self, length: int) -> tuple[int, ...]:
         """Text of a tenth to four thirds of a sample, and the token that ends it."""
-        tokens = self._chance.randint(max(2, length // 10), max(3, length * 4 // 3))
+        return self._of_tokens(self._size(length))
+
+    def _size(self, length: int) -> int:
+        return self._chance.randint(max(2, length // 10), max(3, length * 4 // 3))
+
+    def _of_tokens(self, tokens: int) -> tuple[int, ...]:
+        """Text, and the token that ends it."""
         # A word has one token or more.
         ids = self._library.encode(self._take(tokens)).ids
         return (*ids[: tokens - 1], self._eod)
 
-    def talks(self, name: str, sft: SFTConfig, *, built_in: bool, valid: bool) -> tuple[Talk, ...]:
-        """Write a file of examples that is enough for the run, or for its evaluations."""
+    def _documents_of(self, samples: int) -> list[tuple[int, ...]]:
+        """Documents of which the share for training has exactly so many samples, and some for
+        validation."""
+        length = self._training.seq_length
+        # A sample has the first token of the next one as its last label. What is behind the last
+        # whole one is not read.
+        left = whole = samples * length + 1 + length // 2
+        documents: list[tuple[int, ...]] = []
+        while left:
+            # The share is rounded: three documents and one behind them are shared as is meant.
+            tokens = min(self._size(length), max(2, whole // 3))
+            # A document has two tokens at least.
+            tokens = left if left - tokens < 2 else tokens
+            documents.append(self._of_tokens(tokens))
+            left -= tokens
+        training = len(documents)
+        while len(documents) == training or len(training_share(documents, SPLIT)) < training:
+            documents.append(self._of_tokens(2 * length))
+        return documents
+
+    def talks(
+        self, name: str, sft: SFTConfig, render: Render | None, *, valid: bool
+    ) -> tuple[Talk, ...]:
+        """Write a file of examples that is enough for the run, or for its evaluations. ``render``
+        makes texts of them where a built-in template does; None: it is ours, or nobody here
+        can."""
         length = self._training.seq_length
         wanted = 2 * self._training.global_batch_size if valid else self._samples
         style = "messages" if sft.data_format == "auto" else sft.data_format
         talks: list[Talk] = []
+        examples: list[Expected] = []
         tokens = 0
-        while len(talks) < wanted or (sft.packing and tokens < wanted * length):
+
+        def enough() -> bool:
+            if self._in_passes and not valid and all(talk.ids for talk in talks):
+                trained = examples if sft.valid_data else training_share(examples, SPLIT)
+                return samples_of_examples(trained, sft, length) >= wanted
+            return len(talks) >= wanted and not (sft.packing and tokens < wanted * length)
+
+        while not enough():
             # A third of a sample on average where several share one; else up to four thirds, so
             # that some are cut, unless the user wants none that would have to be.
             most = length // 2 if sft.packing else length * 4 // 3
             if sft.on_long_sample == "stop":
                 most = min(most, length * 3 // 4)
             talk = self._talk(style, self._chance.randint(max(8, length // 5), max(9, most)))
-            talks.append(replace(talk, ids=(), answers=()) if built_in else talk)
             tokens += len(talk.ids)
+            if sft.chat_template in BUILT_IN and style not in WITHOUT_TEMPLATE:
+                talk = self._rendered(talk, render)
+            talks.append(talk)
+            examples += trained_examples((talk,), sft, length) if talk.ids else ()
         lines = (json.dumps(_record(talk, style)) + "\n" for talk in talks)
         (self._folder / name).write_text("".join(lines))
         return tuple(talks)
@@ -357,6 +476,27 @@ class _Writer:
             tokens += body
             answers_of += [number if role == "assistant" else 0] * len(body)
         return Talk(tuple(messages), tuple(tokens), tuple(answers_of))
+
+    def _rendered(self, talk: Talk, render: Render | None) -> Talk:
+        """The conversation with the tokens of a built-in template. An answer is what a message adds
+        to the text of those before it and to the beginning of an answer, without the line's end
+        behind it."""
+        if render is None:
+            return replace(talk, ids=(), answers=())
+        spans = [
+            (
+                len(render(talk.messages[:place], True)),
+                len(render(talk.messages[: place + 1], False).rstrip("\n")),
+            )
+            for place, (role, _) in enumerate(talk.messages)
+            if role == "assistant"
+        ]
+        encoded = self._library.encode(render(talk.messages, False), add_special_tokens=False)
+        answers = [
+            sum(n for n, (first, end) in enumerate(spans, 1) if start < end and stop > first)
+            for start, stop in encoded.offsets
+        ]
+        return replace(talk, ids=tuple(encoded.ids), answers=tuple(answers))
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._library.encode(text, add_special_tokens=False).ids

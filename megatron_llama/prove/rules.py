@@ -85,7 +85,7 @@ SCALED: Mapping[str, str] = MappingProxyType(
         "global_batch_size": "one microbatch in a step or several, as yours",
         "rampup_batch_size": "it grows, if yours does, within the steps that are run",
         "train_samples": "the steps that are run",
-        "epochs": "the steps that are run, of one pass",
+        "epochs": "a part of a pass, one, or more, as yours; the last step has fewer samples",
         "check_weight_hash_across_dp_replicas_interval": "within the steps that are run",
         "eval_interval": "within the steps that are run",
         "eval_iters": "some batches tell as much",
@@ -114,7 +114,7 @@ SCALED: Mapping[str, str] = MappingProxyType(
         ),
         "lora_rank": "no rule depends on it",
         "lora_alpha": "in the same proportion to lora_rank",
-        "data_path": "as many datasets, of the text that is read here",
+        "data_path": "as many datasets, up to eight, of the text that is read here",
         "valid_data": "a file of its own, as yours",
         "chat_template": "the tokenizer here has a template of its own",
     }

@@ -35,6 +35,7 @@ from megatron_llama.prove.small_model import (
     small_vocabulary,
 )
 from megatron_llama.prove.small_run import (
+    datasets,
     shard_size_here,
     small_batch,
     small_blend,
@@ -228,8 +229,8 @@ def _values(config: Config, examples: SFTConfig) -> dict[str, Any]:
     """All options by their names."""
     sections = [examples, *(getattr(config, item.name) for item in fields(Config))]
     values = {name: value for section in sections for name, value in vars(section).items()}
-    # That one dataset has another name here is nothing to be told.
-    return values | small_blend(config.data.data_path)
+    # That datasets have other names here is nothing to be told.
+    return values | {"data_path": datasets(config.data.data_path)}
 
 
 def _change(before: object, after: object) -> tuple[str, str]:

@@ -25,8 +25,10 @@ LEAST_LR = 1e-3
 """With less, a few steps change weights around 0.1 by little more than their rounding in bf16."""
 MESSAGES = 4
 """Buckets of a small model whose large one has several, about."""
-PARTS = ("a", "b", "c")
-"""Names of the datasets of a blend."""
+PARTS = ("a", "b", "c", "d", "e", "f", "g", "h")
+"""Names of the datasets of a blend, of which there are no more."""
+PART_OF_A_PASS, MORE_THAN_A_PASS = 0.5, 1.6
+"""Values of --epochs. With 1.6 also a run of two samples a step has a last step of one."""
 
 
 def has_hybrid_shards(yours: Config, world: World) -> bool:
@@ -193,8 +195,8 @@ def small_schedule(yours: Config, here: Config) -> dict[str, Any]:
     length = sizes.samples(STEPS) if in_samples else STEPS
     unit = "samples" if in_samples else "iters"
     values: dict[str, Any] = {
-        "epochs": 0.0,
-        "train_samples": length if in_samples else 0,
+        "epochs": small_epochs(training.epochs),
+        "train_samples": length if in_samples and not training.epochs else 0,
         "lr_warmup_fraction": 0.34 if optimizer.lr_warmup_fraction else 0.0,
     }
     whole = training.train_samples if in_samples else training.train_iters
@@ -248,14 +250,33 @@ def _zenflow(zenflow: ZenFlowConfig) -> dict[str, Any]:
     return values
 
 
+def small_epochs(yours: float) -> float:
+    """Return a part of a pass, one, or more than one, as yours."""
+    if yours > 1:
+        return MORE_THAN_A_PASS
+    return PART_OF_A_PASS if 0 < yours < 1 else yours
+
+
 def small_blend(paths: tuple[str, ...]) -> dict[str, Any]:
-    """Return the datasets of a blend under other names, with their weights; of one, none."""
+    """Return the datasets of a blend under other names, with their weights, as many as there are
+    names; of one, none. One that stands there twice has one name."""
     blend = read_blend(paths)
-    names = PARTS[: len(blend.prefixes)]
     if len(blend.prefixes) < 2:
         return {"data_path": ()}
-    weights = blend.weights
-    if not weights:
-        return {"data_path": names}
-    pairs = zip(weights, names, strict=False)
-    return {"data_path": tuple(word for weight, name in pairs for word in (f"{weight:g}", name))}
+    distinct = list(dict.fromkeys(blend.prefixes))
+    names = dict(zip(distinct, PARTS, strict=False))
+    weights = [str(weight) for weight in blend.weights or ()]
+    places = [place for place, prefix in enumerate(blend.prefixes) if prefix in names]
+    return {
+        "data_path": tuple(
+            word
+            for place in places
+            for word in (*weights[place : place + 1], names[blend.prefixes[place]])
+        )
+    }
+
+
+def datasets(paths: tuple[str, ...]) -> str:
+    """Say how many datasets --data-path has; one or none: nothing."""
+    count = len(read_blend(paths).prefixes)
+    return f"{count} datasets" if count > 1 else ""

@@ -16,16 +16,19 @@ from threading import Event
 import pytest
 import torch
 from megatron_llama.checkpoint.native import MOMENTS
+from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.config.blend import read_blend
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.prove.case import Case
+from megatron_llama.prove.case import STEPS, Case
+from megatron_llama.prove.data_check import rows_of_data
 from megatron_llama.prove.export_check import rows_of_export
-from megatron_llama.prove.materials import Materials, make_materials
+from megatron_llama.prove.materials import Materials, make_materials, samples_of_a_pass
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import NotComparedError
 from megatron_llama.prove.resume import other_layout, rows_of_resume
 from megatron_llama.prove.run import Trained, run, states
-from megatron_llama.prove.runs import Runs
+from megatron_llama.prove.runs import Runs, reads_of
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import read_examples
 from megatron_llama.sft.sft_config import SFTConfig
@@ -89,6 +92,51 @@ def test_conversations_have_the_tokens_and_answers_that_are_known_of_them(style:
     # Nothing predicts the first token.
     answers = [[answer > 0 for answer in talk.answers[1:]] for talk in written.talks]
     assert [mask[1:].tolist() for mask in read.loss_mask] == answers
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml", "llama2", "llama3"])
+def test_conversations_of_a_built_in_template_are_known_from_transformers(template: str, tmp_path: Path) -> None:
+    """The tokens and the answers that transformers makes of them are those that the trainer reads."""
+    case = Case(template, {**MODEL, "chat_template": template, "data_format": "messages"}, 1, sft=True)
+    written = make_materials(case, tmp_path, steps=1)
+    tokenizer = ChatTokenizer(load_tokenizer(written.tokenizer), template)
+    read = read_examples([tmp_path / "train.jsonl"], tokenizer, SFTConfig(data_format="messages"), seq_length=1000)
+    assert not read.problems and len(read) > 4
+    assert [tuple(ids.tolist()) for ids in read.ids] == [talk.ids for talk in written.talks]
+    assert [mask.tolist() for mask in read.loss_mask] == [[answer > 0 for answer in talk.answers] for talk in written.talks]
+    assert {max(talk.answers) for talk in written.talks} == {1, 2}, "answers are numbered"
+
+
+@pytest.mark.parametrize(
+    ("options", "sft"),
+    [
+        ({"data_path": ("1", "a", "5", "b", "1", "c", "20", "d", "2", "e")}, False),
+        ({"data_path": ("a", "b", "a"), "epochs": 1.0}, False),
+        ({"seq_length": 64, "on_long_sample": "drop", "loss_on": "last"}, True),
+        ({"seq_length": 64, "packing": True, "valid_data": ("own",), "epochs": 0.5}, True),
+    ],
+    ids=["weights", "one part twice", "conversations", "packed"],
+)
+def test_passes_end_in_the_last_step_with_a_part_of_a_batch(
+    cluster: Cluster, options: dict[str, object], sft: bool, tmp_path: Path
+) -> None:
+    case = Case("passes", {**MODEL, "num_hidden_layers": 1, "eval_interval": 0, "epochs": 1.6, **options}, 1, sft)
+    written = make_materials(case, tmp_path / "written", steps=3)
+    found = run(cluster, case, tmp_path / "run", written, steps=3)
+    rows = list(rows_of_data(reads_of(found), found.config, written, case))
+    assert found.iterations == (1, 2, 3) and found.export is not None, "it came to its end"
+    assert 8 < found.config.training.train_samples < 12
+    assert all(row.holds for row in rows), [row for row in rows if not row.holds]
+    (length,) = [row for row in rows if row.what == "samples of the run"]
+    assert length.bound == 0, length
+
+
+@pytest.mark.parametrize("passes", [0.5, 1.0, 1.6])
+@pytest.mark.parametrize("sizes", [BatchSizes(2), BatchSizes(4), BatchSizes(8, (2, 2, 8))], ids=["two", "four", "growing"])
+def test_a_pass_has_as_many_samples_as_the_last_step_needs(passes: float, sizes: BatchSizes) -> None:
+    samples = samples_of_a_pass(passes, sizes, STEPS, read_blend(["text"]))
+    whole, left = sizes.steps(0, round(passes * samples))
+    assert whole == STEPS - 1 and left
 
 
 def test_a_run_is_recorded_to_the_bit(trained: Trained, materials: Materials) -> None:

@@ -251,6 +251,33 @@ def test_what_is_kept_is_kept_and_what_is_left_out_is_left_out(name: str) -> Non
         assert all(note.why for note in case.notes if note.yours != note.here)
 
 
+BLENDS: Mapping[str, tuple[list[str], tuple[str, ...], str]] = {
+    "one": (["web"], (), ""),
+    "five": (["web", "code", "books", "wiki", "mail"], ("a", "b", "c", "d", "e"), ""),
+    "weights": (["0.1", "x", "0.25", "y", "0.65", "z", "1", "v"], ("2", "a", "5", "b", "13", "c", "20", "d"), ""),
+    "one twice": (["3", "web", "1", "code", "0.5", "web"], ("6", "a", "2", "b", "1", "a"), ""),
+    "twelve": ([f"part-{number}" for number in range(12)], tuple("abcdefgh"), "12 datasets: 8 datasets"),
+}
+
+
+@pytest.mark.parametrize(("given", "here", "told"), BLENDS.values(), ids=BLENDS)
+def test_no_dataset_of_a_blend_is_left_out_in_silence(given: list[str], here: tuple[str, ...], told: str) -> None:
+    options = {**RUN, "preset": "llama3-8b", "data_path": given}
+    (case,) = shrink(parsed(options), 2, RANKS)
+    assert case.options.get("data_path", ()) == here
+    said = [f"{note.yours}: {note.here}" for note in case.notes if note.option == "--data-path" and note.yours != note.here]
+    assert said == ([told] if told else [])
+    (again,) = shrink(parsed(case.options), 2, RANKS)
+    assert again.options.get("data_path", ()) == here
+
+
+@pytest.mark.parametrize(("given", "here"), [(0.0, None), (0.2, 0.5), (1.0, 1.0), (1.5, 1.6), (3.0, 1.6)])
+def test_a_run_of_passes_stays_one(given: float, here: float | None) -> None:
+    length = {"epochs": given, "train_iters": 0} if given else {}
+    (case,) = shrink(parsed({**RUN, "preset": "llama3-8b", "packing": True, "lr_warmup_iters": 0, **length}), 2, RANKS)
+    assert case.options.get("epochs") == here
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_shrinking_twice_is_shrinking_once(name: str) -> None:
     _, cases = large(name)
