@@ -25,6 +25,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -104,7 +105,11 @@ class Difference:
     grad_norm: float | None
     norm_hidden: float
     only_one: str = ""
-    """Which of the runs has no finite number there, where the other has one."""
+    """Which of the runs has no finite loss there, where the other has one."""
+    only_one_norm: str = ""
+    """Which has no finite gradient norm there."""
+    skipped: str = ""
+    """Which of the runs has skipped more steps since the last line."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +160,13 @@ def compare(one: RunLog, other: RunLog, *, dtype: Dtype) -> Drift:
 
 
 def compare_logs(one: Path, other: Path, *, dtype: Dtype) -> Drift:
-    """Read two logs and compare them, as ``read_log`` and ``compare`` do."""
-    return compare(read_log(one), read_log(other), dtype=dtype)
+    """Read two logs and compare them, as ``read_log`` and ``compare`` do. Raises DataError, also
+    where both are the same file."""
+    runs = (read_log(one), read_log(other))
+    if one.samefile(other):
+        do = "name the log of the other run"
+        raise DataError(other, got="the same log twice", expected="the logs of two runs", do=do)
+    return compare(*runs, dtype=dtype)
 
 
 def differences(one: RunLog, other: RunLog, notes: list[str]) -> tuple[Difference, ...]:
@@ -171,22 +181,50 @@ def differences(one: RunLog, other: RunLog, notes: list[str]) -> tuple[Differenc
             expected="logs that have iterations in common",
             do="start both from the same iteration, and log the same ones",
         )
+    names = [str(run.path) for run in (one, other)]
+    for run, name in zip((one, other), names, strict=True):
+        others = other if run is one else one
+        lost = [i for i in others.steps if common[0] < i < common[-1] and i not in run.steps]
+        # Where most are missing it has a line for every so many steps.
+        if 0 < len(lost) < len(common) / 2:
+            some = ", ".join(map(str, lost[:5])) + (" ..." if len(lost) > 5 else "")
+            notes.append(f"{name} has no line for {counted(len(lost), 'iteration')}: {some}")
     left_out = 0
+    # Of the steps before the first common line one log alone may tell.
+    befores = {max((i for i in run.steps if i < common[0]), default=0) for run in (one, other)}
+    before = befores.pop() if len(befores) == 1 else common[0]
     found: list[Difference] = []
     for iteration in common:
         losses = _comparable(one.steps, other.steps, iteration)
         left_out += losses is None
         loss, loss_hidden, without = _relative(*(losses or (None, None)))
-        norms = (one.steps[iteration].grad_norm, other.steps[iteration].grad_norm)
-        norm, norm_hidden, _ = _relative(*norms)
-        only = "" if without is None else str((one, other)[without].path)
-        found.append(Difference(iteration, loss, loss_hidden, norm, norm_hidden, only))
+        steps = (one.steps[iteration], other.steps[iteration])
+        norm, norm_hidden, without_norm = _relative(*(step.grad_norm for step in steps))
+        skipped = [_skipped(run.steps, before, iteration) for run in (one, other)]
+        before = iteration
+        found.append(
+            Difference(
+                iteration,
+                loss,
+                loss_hidden,
+                norm,
+                norm_hidden,
+                "" if without is None else names[without],
+                "" if without_norm is None else names[without_norm],
+                "" if skipped[0] == skipped[1] else names[skipped[0] < skipped[1]],
+            )
+        )
     if left_out:
         notes.append(
             f"the losses of {counted(left_out, 'iteration')} are left out: means over different "
             "or unknown steps"
         )
     return tuple(found)
+
+
+def _skipped(run: Mapping[int, LoggedStep], before: int, iteration: int) -> int:
+    """The steps that a run has skipped between two lines that both logs have."""
+    return sum(step.skipped for i, step in run.items() if before < i <= iteration)
 
 
 def _comparable(
@@ -264,22 +302,29 @@ def _curve(quantity: Quantity, found: Sequence[Difference]) -> list[_Point]:
 
 
 def judge(found: Sequence[Difference], *, dtype: Dtype, notes: Sequence[str] = ()) -> Drift:
-    """Return what the differences of steps, in their order, say."""
-    rises = [
-        Rise("loss", d.iteration, 1, math.inf, FLOORS[dtype]["loss"], 0.0)
-        for d in found
-        if d.only_one
-    ][:1]
+    """Return what the differences of steps, in their order, say. Behind a step that one run alone
+    has skipped they train different things, and nothing is said of them."""
+    alike = list(takewhile(lambda difference: not difference.skipped, found))
+    parted = found[len(alike)] if len(alike) < len(found) else None
+    rises: list[Rise] = []
     seen_from: dict[str, float] = {}
     for quantity, tails in TAILS.items():
         floor = FLOORS[dtype][quantity]
-        curve = _curve(quantity, found)
+        rises += [
+            Rise(quantity, each.iteration, 1, math.inf, floor, 0.0)
+            for each in alike
+            if (each.only_one if quantity == "loss" else each.only_one_norm)
+        ][:1]
+        curve = _curve(quantity, alike)
         rises += _rises(quantity, curve, floor)
         if curve:
             hidden = curve[0].hidden
             seen_from[quantity] = tails[0].rise(ALARM / _TESTS) * max(floor, hidden) + hidden
+    if parted is not None and parted.only_one:
+        floor = FLOORS[dtype]["loss"]
+        rises.append(Rise("loss", parted.iteration, 1, math.inf, floor, 0.0))
     rises.sort(key=lambda rise: (rise.iteration, rise.quantity != "loss"))
-    verdict, why = _verdict(found, rises, dtype)
+    verdict, why = _verdict(alike, parted, rises, dtype)
     return Drift(verdict, tuple(rises), why, tuple(found), seen_from, dtype, tuple(notes))
 
 
@@ -337,11 +382,18 @@ def largest_rises(quantity: Quantity, found: Sequence[Difference], floor: float)
 
 
 def _verdict(
-    found: Sequence[Difference], rises: Sequence[Rise], dtype: Dtype
+    found: Sequence[Difference], parted: Difference | None, rises: Sequence[Rise], dtype: Dtype
 ) -> tuple[Verdict, str]:
+    """``parted``: the step behind ``found`` that one run alone has skipped."""
     losses = _curve("loss", found)
     if rises:
-        return "drift", _drift(found, losses, rises)
+        return "drift", _drift([*found, *([parted] if parted else [])], losses, rises)
+    if parted is not None:
+        return "cannot say", (
+            f"{parted.skipped} has skipped a step at iteration {parted.iteration} that the other "
+            "run has not: from there on they train different steps. Up to there they do not drift; "
+            "with --fp16 right runs, too, may overflow in different steps"
+        )
     if len(losses) < _FEWEST:
         return "cannot say", (
             f"{counted(len(losses), 'step')} can be compared; it takes {_FEWEST} at least"
@@ -354,6 +406,8 @@ def _verdict(
         )
     largest = max(losses, key=lambda point: point.at_most)
     first = losses[0]
+    if all(not each.loss and not each.grad_norm for each in found):
+        return "rounding", "every loss and every gradient norm is the same in both, in all digits"
     apart = f"the losses are at most {largest.at_most:.0e} apart (step {largest.iteration})"
     if first.iteration > _BEGIN:
         begun = max(point.at_most for point in losses[:_BEGIN])
@@ -372,8 +426,9 @@ def _drift(found: Sequence[Difference], losses: Sequence[_Point], rises: Sequenc
     first = rises[0]
     at = first.iteration
     if math.isinf(first.size):
-        only = next(each.only_one for each in found if each.only_one)
-        return f"{only} has no finite loss in step {at}, where the other run has one"
+        step = next(each for each in found if each.iteration == at)
+        only = step.only_one if first.quantity == "loss" else step.only_one_norm
+        return f"{only} has no finite {first.quantity} in step {at}, where the other run has one"
     alike = [point.iteration for point in losses if point.iteration < at]
     if first.steps == LENGTHS[-1]:
         # The beginning of a long row says nothing about what came first in a step.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 from megatron_llama.errors import DataError, counted
 from megatron_llama.metrics.log import FILE_NAME
@@ -43,14 +45,17 @@ class LoggedStep:
     iteration: int
     """Optimizer steps done, so 1-based."""
     loss: Number | None
-    """None where the log has none: the step was skipped, or its loss was not finite."""
+    """None where the log has none. NaN where it says that it was not finite."""
     grad_norm: Number | None
-    """Of this step alone, before clipping. None where the log has none."""
+    """Of this step alone, before clipping. None where the log has none. NaN where it says that it
+    was not finite."""
     mean_of: int
     """The loss is the mean over so many steps, of which this is the last; 0: the log does not
     say over how many."""
     where: str
     """The file, and the line in it."""
+    skipped: int = 0
+    """Steps since the last line that have left the weights as they were, as far as the log says."""
 
 
 @dataclass(frozen=True)
@@ -69,39 +74,52 @@ def read_log(path: Path) -> RunLog:
     """Return the curve of a run.
 
     ``path`` is a file or a folder: a ``log.jsonl`` of ours, the text that Megatron-LM, torchtitan
-    or we have printed, or TensorBoard's events of one of the three. What a file is, its content
-    says. Several text files or event files of a folder are read in the order of their names, as
-    parts of one run. Raises DataError, with the file and the line, for what is not understood.
+    or we have printed, packed by gzip or not, or TensorBoard's events of one of the three. What a
+    file is, its content says. Several text files or event files of a folder are read in the order
+    of their names, as parts of one run. Raises DataError, with the file and the line, for what is
+    not understood.
     """
-    files = _files(path)
-    if all(_holds_events(file) for file in files):
-        trainer, entries = _events(files)
-    else:
-        trainer, entries = _lines_of(files)
+    notes: list[str] = []
+    try:
+        files = _files(path)
+        if all(_holds_events(file) for file in files):
+            trainer, entries = _events(files)
+        else:
+            trainer, entries = _lines_of(files, notes)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        where = getattr(error, "filename", None) or path
+        do = "mend its permissions, or name another copy of it"
+        raise DataError(where, got=reason, expected="a log that can be read", do=do) from error
     if not entries:
         raise DataError(
             path,
-            got="no line of a training step",
+            got=notes[0] if notes else "no line of a training step",
             expected="'iteration 5/ 100 | ... lm loss: ...' (Megatron-LM), "
             f"'step: 5  loss: ...' (torchtitan), our {FILE_NAME}, or TensorBoard's events",
             do="name the file that has the loss of every step",
         )
-    notes: list[str] = []
     steps = _averaged(trainer, _one_curve(path, _with_loss(path, entries, notes), notes), notes)
     return RunLog(path, trainer, MappingProxyType(steps), tuple(notes))
+
+
+_TEXTS = {".log", ".out", ".err", ".txt", ".jsonl"}
 
 
 def _files(path: Path) -> list[Path]:
     """The files that hold the run, in their order."""
     if not path.exists():
         raise DataError(path, got="no such file", expected="a log", do="check the path")
-    if not path.is_dir():
+    if path.is_file():
         return [path]
+    if not path.is_dir():
+        do = "write what it says into a file, and name that"
+        raise DataError(path, got="a pipe or a device", expected="a file or a folder", do=do)
     if (path / FILE_NAME).is_file():
         return [path / FILE_NAME]
     found = sorted((file for file in path.rglob("*") if file.is_file()), key=_in_numbers)
     events = [file for file in found if _holds_events(file)]
-    texts = [file for file in found if file.suffix in (".log", ".out", ".err", ".txt", ".jsonl")]
+    texts = [file for file in found if _TEXTS & set(file.suffixes[-2:])]
     if not events and not texts:
         raise DataError(
             path,
@@ -124,11 +142,22 @@ def _holds_events(path: Path) -> bool:
         return b"brain.Event:" in file.read(64)
 
 
+def _opened(path: Path) -> IO[str]:
+    """Open a text: packed or not, in UTF-8, or in UTF-16 as the shell of Windows writes it."""
+    with path.open("rb") as file:
+        begin = file.read(2)
+    if begin == b"\x1f\x8b":
+        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
+    code = "utf-16" if begin in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return path.open(encoding=code, errors="replace")
+
+
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MEGATRON_STEP = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|")
 _MEGATRON_FIELD = re.compile(r"\s*(.+?)\s*:?\s+(\S+)\s*")
 _TITAN_STEP = re.compile(r"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*(\S+)")
-_TITAN_NORM = re.compile(r"\bgrad_norm:\s*(\S+)")
+_TITAN_WHOLE = re.compile(r"\bloss:\s*\S+(\s+grad_norm:\s*(?P<norm>\S+))?\s+(?!grad_norm)\w+:")
+"""With the field behind, which says that loss and norm have all their digits."""
 _ONLY_OURS = "tokens/s/GPU"
 """A field of our lines that Megatron's never have."""
 _NOT_COMPACT = "number of nan iterations"
@@ -139,14 +168,17 @@ _INTERVAL = -1
 """In place of ``mean_of`` until all lines are read: as many steps as lie between two lines."""
 
 
-def _lines_of(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
-    """The trainer whose lines these are, and the steps in the order of the lines."""
+def _lines_of(files: Iterable[Path], notes: list[str]) -> tuple[str, list[LoggedStep]]:
+    """The trainer whose lines these are, and the steps in the order of the lines. Lines that were
+    cut off are left out, with a note."""
     entries: list[LoggedStep] = []
     trainers: dict[str, str] = {}
+    torn: list[str] = []
     for path in files:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with _opened(path) as file:
             lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1))
-            for trainer, entry in _json_steps(lines) if _is_json(path) else _text_steps(lines):
+            found = _json_steps(lines) if _is_json(path) else _text_steps(lines, torn)
+            for trainer, entry in found:
                 trainers.setdefault(trainer, entry.where)
                 entries.append(entry)
     if len(trainers) > 1:
@@ -154,23 +186,34 @@ def _lines_of(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
         raise DataError(
             ", ".join(map(str, files)), got=found, expected="one run", do="name its log alone"
         )
+    if torn:
+        some = ", ".join(torn[:5]) + (" ..." if len(torn) > 5 else "")
+        lines_of = counted(len(torn), "line of a step", "lines of steps")
+        notes.append(f"{lines_of} without a whole loss left out, as cut off: {some}")
     return next(iter(trainers), ""), entries
 
 
 def _is_json(path: Path) -> bool:
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with _opened(path) as file:
         first = next((line for line in file if line.strip()), "")
-    return first.lstrip().startswith("{")
+    return first.lstrip().startswith(("{", "[{")) or first.strip() == "["
 
 
 def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedStep]]:
     """The steps of a ``log.jsonl``; evaluations are left out. A last line that was cut off, as a
     killed run leaves it, is left out too."""
     bad: str | None = None
+    good = 0
     for where, line in lines:
         if bad is not None:
-            do = "take the line out if the run went on behind it"
-            raise DataError(bad, got="a line that is cut off", expected="a JSON object", do=do)
+            raise DataError(
+                bad,
+                got="a line that is cut off" if good else "JSON over several lines",
+                expected="a JSON object in each line",
+                do="take the line out if the run went on behind it"
+                if good
+                else f"name a {FILE_NAME} that pretrain or sft has written",
+            )
         if not line.strip():
             continue
         try:
@@ -178,11 +221,11 @@ def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedS
         except json.JSONDecodeError:
             bad = where
             continue
+        good += 1
         if isinstance(entry, dict) and "validation_loss" in entry:
             continue
-        if not (isinstance(entry, dict) and isinstance(entry.get("iteration"), int)) or (
-            "lm_loss" not in entry
-        ):
+        iteration = entry.get("iteration") if isinstance(entry, dict) else None
+        if type(iteration) is not int or iteration < 1 or "lm_loss" not in entry:
             raise DataError(
                 where,
                 got=line.strip()[:60],
@@ -190,19 +233,24 @@ def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedS
                 do=f"name a {FILE_NAME} that pretrain or sft has written",
             )
         loss, norm = (_computed(where, entry.get(key)) for key in ("lm_loss", "grad_norm"))
-        yield OURS, LoggedStep(entry["iteration"], loss, norm, 1, where)
+        skipped = entry.get("skipped_iterations", 0)
+        yield OURS, LoggedStep(iteration, loss, norm, 1, where, skipped)
 
 
-def _computed(where: str, value: Any) -> Number | None:
-    """A number that stands in full."""
-    if value is None:
-        return None
-    if not isinstance(value, int | float):
-        raise DataError(where, got=repr(value), expected="a number", do="mend the line")
-    return Number(float(value), abs(float(value)) * FP32_ROUNDING)
+def _computed(where: str, value: Any) -> Number:
+    """A number that stands in full. JSON has null for one that is not finite."""
+    number = math.nan if value is None else value
+    if isinstance(number, int) and not isinstance(number, bool) and abs(number) < 2**64:
+        number = float(number)
+    if not isinstance(number, float):
+        raise DataError(where, got=repr(value)[:60], expected="a number", do="mend the line")
+    return Number(number, abs(number) * FP32_ROUNDING)
 
 
-def _text_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedStep]]:
+def _text_steps(
+    lines: Iterable[tuple[str, str]], torn: list[str]
+) -> Iterator[tuple[str, LoggedStep]]:
+    """The steps of a text. ``torn`` gets the places of lines that were cut off."""
     begun: int | None = None
     for where, line in lines:
         if "iteration" not in line and "step:" not in line:
@@ -210,6 +258,9 @@ def _text_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedS
         plain = _COLOUR.sub("", line)
         if _MEGATRON_STEP.search(plain):
             trainer, step = _megatron_step(where, plain)
+            if step.loss is None and not step.skipped:
+                torn.append(where)
+                continue
             # Sums begin with the process, so its first mean may be of fewer steps than the others.
             if begun is not None and step.mean_of == _INTERVAL and step.iteration > begun:
                 step = replace(step, mean_of=step.iteration - begun)
@@ -218,32 +269,38 @@ def _text_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedS
         elif found := _RESUMED.search(plain):
             begun = int(found[1]) if found[1] else int(found[2].replace(",", "")) - 1
         elif _TITAN_STEP.search(plain):
-            yield TITAN, _titan_step(where, plain)
+            if _TITAN_WHOLE.search(plain):
+                yield TITAN, _titan_step(where, plain)
+            else:
+                torn.append(where)
 
 
 def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
     """A line of Megatron-LM's ``training_log``, of any year: fields behind bars, in an order that
-    has changed, with a colon behind the name since 2020."""
+    has changed, with a colon behind the name since 2020. A loss or a norm without a bar behind it
+    may have lost digits: it counts as none."""
     begins = list(_MEGATRON_STEP.finditer(line))
     if len(begins) > 1:
         do = "let each process write a file of its own"
         raise DataError(where, got="two steps in one line", expected="one", do=do)
     fields: dict[str, str] = {}
-    for field in line[begins[0].end() :].split("|"):
+    whole = line[begins[0].end() :].split("|")[:-1]
+    for field in whole:
         if found := _MEGATRON_FIELD.fullmatch(field):
             fields[found[1]] = found[2]
     loss = _printed(
         where, next((fields[key] for key in ("lm loss", "lm_loss") if key in fields), None)
     )
     norm = _printed(where, fields.get("grad norm"))
-    skipped = fields.get("number of skipped iterations", "0")
+    count = re.search(r"number of skipped iterations:?\s+(\d+)", line)
+    skipped = int(count[1]) if count else 0
     trainer = OURS if _ONLY_OURS in fields else MEGATRON
-    # Megatron divides by the steps that were not skipped, and a mean over none of them is 0.
-    if skipped != "0" and loss is not None and loss.value == 0.0:
+    compact = trainer == OURS and _NOT_COMPACT not in fields
+    # Means are over the steps that were not skipped. Of none Megatron of some years printed 0.
+    if skipped and not compact and loss is not None and not loss.value > 0.0:
         loss = None
-    one = trainer == OURS and _NOT_COMPACT not in fields
-    mean_of = 1 if one else _INTERVAL if skipped == "0" else 0
-    return trainer, LoggedStep(int(begins[0][1]), loss, norm, mean_of, where)
+    mean_of = 1 if compact else 0 if skipped else _INTERVAL
+    return trainer, LoggedStep(int(begins[0][1]), loss, norm, mean_of, where, skipped)
 
 
 def _titan_step(where: str, line: str) -> LoggedStep:
@@ -253,21 +310,25 @@ def _titan_step(where: str, line: str) -> LoggedStep:
     if len(begins) > 1:
         do = "let each process write a file of its own (torchrun --log-dir)"
         raise DataError(where, got="two steps in one line", expected="one", do=do)
-    norm = _TITAN_NORM.search(line)
-    loss = _printed(where, begins[0][1])
+    whole = _TITAN_WHOLE.search(line)
+    norm = _printed(where, whole["norm"]) if whole is not None else None
     return LoggedStep(
-        int(begins[0][0]), loss, _printed(where, norm[1]) if norm else None, 1 if norm else 0, where
+        int(begins[0][0]), _printed(where, begins[0][1]), norm, int(norm is not None), where
     )
 
 
 def _printed(where: str, text: str | None) -> Number | None:
     """A number with the digits that the line has."""
-    if text is None or text == "n/a":
+    if text is None:
         return None
     try:
-        number = Decimal(text)
+        number = Decimal("nan" if text == "n/a" else text)
     except InvalidOperation:
-        do = "if lines of several processes are mixed, let each write a file of its own"
+        do = (
+            "write it with a decimal point, and nothing between thousands"
+            if re.fullmatch(r"[\d.,]+([eE][+-]?\d+)?", text)
+            else "if lines of several processes are mixed, let each write a file of its own"
+        )
         raise DataError(where, got=repr(text), expected="a number", do=do) from None
     if not number.is_finite():
         return Number(float(number), 0.0)
@@ -364,6 +425,11 @@ def _one_curve(
         if steps and entry.iteration <= max(steps):
             returns.append(entry)
             steps = {i: step for i, step in steps.items() if i < entry.iteration}
+            if not steps:
+                notes.append(
+                    f"{entry.where} begins anew, and nothing before it counts: if these are two "
+                    "runs, name the files of one"
+                )
             # Megatron's sums begin anew with the process.
             entry = replace(entry, mean_of=max(entry.mean_of, 0))
         steps[entry.iteration] = entry

@@ -60,8 +60,8 @@ def test_real_runs(tmp_path: Path, dtype: Dtype) -> None:
         assert good.verdict == "rounding" and good.rises == (), (form, good)
         assert bad.verdict == "drift" and bad.rises[0].iteration == FAULT and bad.rises[0].quantity == "loss", (form, bad.rises)
         assert f"up to step {FAULT - 1} the losses agree" in bad.why
-    same = compare_logs(logs[0], logs[0], dtype=dtype)
-    assert same.verdict == "rounding" and "at most" in same.why
+    same = compare_logs(logs[0], printed(tmp_path / "again", reference), dtype=dtype)
+    assert same.verdict == "rounding" and "is the same in both, in all digits" in same.why
 
 
 def noisy(size: Callable[[int], float], *, steps: int = 200, seed: int = 1, norms: float = 20.0) -> list[D]:
@@ -149,7 +149,62 @@ def test_a_run_that_alone_has_no_finite_loss_drifts(tmp_path: Path) -> None:
     found = compare_logs(a, b, dtype="bf16")
     assert at(found) == 5 and f"{b} has no finite loss in step 5" in found.why
     json.dumps(as_json(found), allow_nan=False)
-    assert compare_logs(b, b, dtype="bf16").verdict == "rounding"
+    both = write(tmp_path / "c", [megatron(i, "nan" if i == 5 else "2.000000E+00") for i in range(1, 9)])
+    assert compare_logs(b, both, dtype="bf16").verdict == "rounding"
+
+
+NUMBERS = [(5 - i / 10, 1.25) for i in range(20)]
+
+
+def test_a_gradient_norm_that_one_run_alone_lacks_is_a_drift(tmp_path: Path) -> None:
+    """Its losses agree in that step, and behind it."""
+    a = ours(tmp_path / "a", NUMBERS)
+    b = ours(tmp_path / "b", [(loss, math.nan if i == 7 else norm) for i, (loss, norm) in enumerate(NUMBERS, 1)])
+    found = compare_logs(a, b, dtype="bf16")
+    assert (found.verdict, at(found), found.rises[0].quantity) == ("drift", 7, "gradient norm")
+    assert f"{b} has no finite gradient norm in step 7, where the other run has one" in found.why
+    null = write(tmp_path / "c", b.read_text().replace("NaN", "null").splitlines(), "log.jsonl")
+    assert at(compare_logs(null, a, dtype="bf16")) == 7, "null stands for a number that is not finite"
+    lost = write(tmp_path / "d", a.read_text().replace('"lm_loss": 4.4', '"lm_loss": null').splitlines(), "log.jsonl")
+    assert at(compare_logs(a, lost, dtype="bf16")) == 7 and "no finite loss in step 7" in compare_logs(a, lost, dtype="bf16").why
+
+
+def test_behind_a_step_that_one_run_alone_has_skipped_nothing_is_said(tmp_path: Path) -> None:
+    """The curves part there, and right runs in fp16 may."""
+    skipping = [{"iteration": i, "lm_loss": loss * (1 + (i > 7) / 100), "grad_norm": 1.25} for i, (loss, _) in enumerate(NUMBERS, 1)]
+    skipping[6] |= {"grad_norm": None, "skipped_iterations": 1}
+    a = ours(tmp_path / "a", NUMBERS)
+    b = write(tmp_path / "b", [json.dumps(entry) for entry in skipping], "log.jsonl")
+    for one, other in ((a, b), (b, a)):
+        found = compare_logs(one, other, dtype="fp16")
+        assert found.verdict == "cannot say" and f"{b} has skipped a step at iteration 7" in found.why, found
+    skipping[3]["lm_loss"] = 9.0
+    before = write(tmp_path / "c", [json.dumps(entry) for entry in skipping], "log.jsonl")
+    assert at(compare_logs(a, before, dtype="fp16")) == 4, "a drift before it is one"
+    both = write(tmp_path / "d", [json.dumps(entry) for entry in skipping], "log.jsonl")
+    assert compare_logs(before, both, dtype="fp16").verdict == "rounding"
+    # A line for each step and a line for every tenth tell of the same skipped step.
+    each, tenth = (
+        write(tmp_path / name, [megatron(i, "2.000000E+00", skipped=int(10 - every < i <= 10)) for i in range(every, 41, every)])
+        for name, every in (("e", 1), ("f", 10))
+    )
+    assert compare_logs(each, tenth, dtype="bf16").verdict == "rounding"
+
+
+def test_a_log_is_not_compared_with_itself(tmp_path: Path) -> None:
+    a = ours(tmp_path / "a", NUMBERS)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for same in (a, tmp_path / "link" / "log.jsonl"):
+        with pytest.raises(DataError, match="the same log twice"):
+            compare_logs(a, same, dtype="bf16")
+
+
+def test_lines_that_one_log_lacks_are_told(tmp_path: Path) -> None:
+    lines = [megatron(i, "2.000000E+00") for i in range(1, 21)]
+    torn = [line[:150] if i == 9 else line for i, line in enumerate(lines, 1)]
+    found = compare_logs(write(tmp_path / "a", lines), write(tmp_path / "b", torn), dtype="bf16")
+    assert [d.iteration for d in found.differences] == [*range(1, 9), *range(10, 21)]
+    assert any(note.endswith("run.log has no line for 1 iteration: 9") for note in found.notes), found.notes
 
 
 def test_means_of_an_interval_are_compared_with_means(tmp_path: Path) -> None:
@@ -168,7 +223,7 @@ def test_means_of_an_interval_are_compared_with_means(tmp_path: Path) -> None:
 def test_means_of_nobody_knows_what_are_compared_if_the_lines_are_the_same(tmp_path: Path) -> None:
     """torchtitan of 2024 printed means and did not say so."""
     ten, again, twenty = (
-        write(tmp_path / name, [titan(i, f"{5 - i / 100:8.5f}").partition("grad_norm")[0] for i in steps])
+        write(tmp_path / name, [titan(i, f"{5 - i / 100:8.5f}").replace("grad_norm:   1.2500  ", "") for i in steps])
         for name, steps in (("a", range(10, 90, 10)), ("b", range(10, 90, 10)), ("c", range(20, 100, 20)))
     )
     assert [d.loss for d in compare_logs(ten, again, dtype="bf16").differences] == [0.0] * 8

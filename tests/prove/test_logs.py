@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import math
+import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -80,7 +82,9 @@ def test_our_log_is_read_with_all_its_digits(tmp_path: Path) -> None:
     first = run.steps[1]
     assert first.loss is not None and first.loss.value == 5.791619822382927 and 0 < first.loss.rounding < 1e-6
     assert first.grad_norm is not None and first.grad_norm.value == 1.25 and first.mean_of == 1
-    assert run.steps[2].loss is None and any("no finite loss at 1 iteration: 2" in note for note in run.notes)
+    lost = run.steps[2]
+    assert lost.loss is not None and math.isnan(lost.loss.value) and lost.grad_norm is not None and math.isnan(lost.grad_norm.value)
+    assert any("no finite loss at 1 iteration: 2" in note for note in run.notes)
     assert run.steps[3].where == f"{tmp_path}/log.jsonl:4"
 
 
@@ -90,7 +94,8 @@ def test_our_lines_of_text(tmp_path: Path, line: Callable[[StepRecord, datetime]
     run = read_log(write(tmp_path, [line(record(i, 1.0 + i, None if i == 20 else 1.25), WHEN) for i in (10, 20, 30)]))
     assert run.trainer == "megatron_llama" and [step.mean_of for step in run.steps.values()] == [of] * 3
     assert [step.loss.value for step in run.steps.values() if step.loss] == [11.0 + more, 21.0 + more, 31.0 + more]
-    assert run.steps[20].grad_norm is None
+    norm = run.steps[20].grad_norm
+    assert norm is not None and math.isnan(norm.value), "n/a stands for a norm that is not finite"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +219,17 @@ REFUSED = {
     "only ranks without the loss": ([titan(1, "-1.00000")], "a loss of -1 in every line"),
     "somebody else's JSON": (['{"step": 1, "loss": 2.0}'], "run.log:1"),
     "a hole in our log": (['{"iteration": 1, "lm_loss": 2.0}', '{"iteration": 2, "lm_', '{"iteration": 3, "lm_loss": 2.0}'], "run.log:2"),
+    "JSON over several lines": (["{", '  "log_history": []', "}"], "run.log:1: got JSON over several lines"),
+    "a list in JSON": (["[", '  {"iteration": 1, "lm_loss": 2.0}', "]"], "run.log:1: got JSON over several lines"),
+    "truth for a number": (['{"iteration": true, "lm_loss": 2.0}'], "run.log:1"),
+    "a step before the first": (['{"iteration": 0, "lm_loss": 2.0}'], "run.log:1"),
+    "a number beyond all others": (['{"iteration": 1, "lm_loss": 1' + 400 * "0" + "}"], "run.log:1: got 1000"),
+    "a decimal comma": ([megatron(1, "5,940000E+00")], "run.log:1: got '5,940000E+00', expected a number; write it with a decimal point"),
+    "thousands": ([titan(1, " 8.1", norm="1,234.5")], "run.log:1: got '1,234.5', expected a number; write it with a decimal point"),
+    "nothing but a line that is cut off": (
+        [megatron(1, "5.9E+00")[:180]],
+        "got 1 line of a step without a whole loss left out, as cut off: ",
+    ),
     "words for numbers": (['{"iteration": 1, "lm_loss": "two"}'], "got 'two'"),
 }
 
@@ -224,6 +240,56 @@ def test_what_is_not_understood_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=r"got .*, expected .*; ") as error:
         read_log(write(tmp_path, lines))
     assert message in str(error.value) and "run.log" in str(error.value)
+
+
+@pytest.mark.parametrize("code", ["gzip", "utf-16", "utf-8-sig"])
+def test_packed_texts_and_those_of_windows(tmp_path: Path, code: str) -> None:
+    for name, lines in (
+        ("a", [megatron(i, "2.0E+00") for i in (1, 2)]),
+        ("b", ['{"iteration": 1, "lm_loss": 2.0}', '{"iteration": 2, "lm_loss": 2.0}']),
+    ):
+        text = "\r\n".join(lines)
+        (tmp_path / f"{name}.log.gz").write_bytes(gzip.compress(text.encode()) if code == "gzip" else text.encode(code))
+        assert losses(tmp_path) == {1: 2.0, 2: 2.0}, name
+        (tmp_path / f"{name}.log.gz").unlink()
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match="pipe: got a pipe or a device, expected a file or a folder; write what it says into a file"):
+        read_log(pipe)  # it would wait for a writer
+    with pytest.raises(DataError, match="/proc/self/mem: got Input/output error, expected a log that can be read"):
+        read_log(Path("/proc/self/mem"))
+    packed = write(tmp_path, [megatron(i, "2.0E+00") for i in range(1, 99)])
+    packed.write_bytes(gzip.compress(packed.read_bytes())[:-30])
+    with pytest.raises(DataError, match=f"{packed}: got .*, expected a log that can be read"):
+        read_log(packed)
+
+
+@pytest.mark.parametrize("end", ["lm loss: 5.3", "lm loss: 5.376", "lm los", "| lear"])
+def test_a_number_that_was_cut_off_is_none(tmp_path: Path, end: str) -> None:
+    """Its digits that are left are another number: 5.376 of 5.376E-01."""
+    whole = megatron(2, "5.376000E-01")
+    torn = whole[: whole.index(end[:7])] + end
+    run = read_log(write(tmp_path, [megatron(1, "6.0E-01"), torn, *(megatron(i, "5.0E-01") for i in (3, 4, 5))]))
+    assert list(run.steps) == [1, 3, 4, 5]
+    assert run.notes == (f"1 line of a step without a whole loss left out, as cut off: {tmp_path}/run.log:2",)
+
+
+def test_a_line_of_torchtitan_that_was_cut_off(tmp_path: Path) -> None:
+    lines = [titan(step, " 8.13541") for step in range(1, 6)]
+    lines[1] = lines[1][: lines[1].index("8.13541") + 4]
+    lines[3] = lines[3][: lines[3].index("1.2500") + 3]
+    run = read_log(write(tmp_path, lines))
+    assert list(run.steps) == [1, 3, 5] and run.notes[0].startswith("2 lines of steps without a whole loss left out")
+
+
+def test_a_second_run_behind_the_first_is_told(tmp_path: Path) -> None:
+    lines = [titan(i, f" {loss}") for loss in (8.1, 9.1) for i in range(1, 9)]
+    run = read_log(write(tmp_path, lines))
+    assert losses(tmp_path) == dict.fromkeys(range(1, 9), 9.1)
+    assert f"{tmp_path}/run.log:9 begins anew, and nothing before it counts: if these are two runs" in run.notes[0]
 
 
 def test_folders_without_a_log_are_refused(tmp_path: Path) -> None:
