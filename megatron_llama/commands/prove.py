@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -19,7 +20,7 @@ from megatron_llama.api.common.configs import AutoParallelConfig
 from megatron_llama.commands.common.configs import ProveConfig
 from megatron_llama.commands.common.plan_outputs import write_text
 from megatron_llama.config.help import config_sections
-from megatron_llama.config.parse import Parsed
+from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.errors import ClusterError, ConfigError, counted
@@ -46,6 +47,12 @@ def prove(parsed: Parsed) -> int:
     if options.fuzz < 0:
         expected = "a number of configurations"
         raise ConfigError("--fuzz", got=options.fuzz, expected=expected, do="give --fuzz N")
+    if len(options.steps_from) > 2:
+        got = counted(len(options.steps_from), "log")
+        raise ConfigError(
+            "--steps-from", got=got, expected="LOG, or LOG OTHER", do="leave some out"
+        )
+    _require_what_is_used(parsed)
     budget = _seconds(options.budget)
     folder = _output(options.output)
     if options.fuzz:
@@ -97,8 +104,10 @@ def _fuzz(count: int, seed: int, budget: float) -> int:
     from megatron_llama.prove.fuzz import Prover, fuzz
     from megatron_llama.prove.pool import WorkerPool
 
+    # Into a file, too, a line comes when it is said: a night of cases is looked at before its end.
+    say = partial(print, flush=True)
     with WorkerPool() as pool, tempfile.TemporaryDirectory(prefix="prove-") as runs:
-        return 0 if fuzz(Prover(pool, Path(runs), budget), seed, count).holds else 1
+        return 0 if fuzz(Prover(pool, Path(runs), budget), seed, count, say=say).holds else 1
 
 
 def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
@@ -112,11 +121,6 @@ def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
     options = parsed.get(ProveConfig)
     training = parsed.get(TrainingConfig)
     log, *others = (Path(path) for path in options.steps_from)
-    if len(others) > 1:
-        got = counted(len(options.steps_from), "log")
-        raise ConfigError(
-            "--steps-from", got=got, expected="LOG, or LOG OTHER", do="leave some out"
-        )
     if others:
         # A configuration that names no dtype is fp32; without any the logs may be of bf16 runs.
         configured = parsed.explicit - {field.name for field in fields(ProveConfig)}
@@ -138,6 +142,32 @@ def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
     if folder is not None:
         _write(folder, as_json(found))
     return 0 if found.verdict == "rounding" else 1
+
+
+def _require_what_is_used(parsed: Parsed) -> None:
+    """Refuse options that would change nothing. Raises ConfigError."""
+    options = parsed.get(ProveConfig)
+    if options.fuzz:
+        what = f"--fuzz {options.fuzz}"
+        unused = parsed.explicit - {"fuzz", "seed", "budget"}
+        why = "configurations are drawn over all options; --seed and --budget (of each) count"
+    elif len(options.steps_from) == 2:
+        what = "--steps-from LOG OTHER"
+        unused = parsed.explicit & {"world_size", "ranks", "budget"}
+        why = "nothing is trained"
+    elif options.steps_from:
+        what = "--steps-from LOG"
+        unused = parsed.explicit & {"ranks", "log_dtype"}
+        why = "the configuration says the type, and one process trains it"
+    else:
+        what = "a configuration"
+        unused = parsed.explicit & {"log_dtype"}
+        why = "it goes with --steps-from LOG OTHER"
+    if unused:
+        names = sorted(unused)
+        some = ", ".join(map(flag, names[:5])) + (" ..." if len(names) > 5 else "")
+        do = f"leave out what would change nothing: {why}"
+        raise ConfigError(what, got=some, expected="no such option beside it", do=do)
 
 
 def told(case: Case, world_size: int, width: int) -> Iterator[str]:
@@ -203,7 +233,9 @@ def _output(path: str | None) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         expected = "a folder that can be made"
-        raise ConfigError("--output", got=error, expected=expected, do="check the path") from None
+        raise ConfigError(
+            "--output", got=error.strerror, expected=expected, do="check the path"
+        ) from None
     return folder
 
 

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from megatron_llama.api.common.options import read_options
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import MODEL_SIZES
-from megatron_llama.errors import ConfigError, DataError, UserError
+from megatron_llama.errors import ConfigError, DataError, UserError, counted
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.draw import AXES, axis_sizes, draw
 from megatron_llama.prove.given import EXAMPLES, SECTIONS
@@ -56,8 +56,9 @@ class Outcome:
     case: Case
     finding: Finding
     smallest: Case | None
-    """Of a case that failed: the smallest that still fails so."""
+    """Of a case that failed: the smallest that still fails so. None if it was not looked for."""
     seconds: float
+    """That it took to judge the case."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,35 @@ def fuzz(
     runs: int = MOST_RUNS,
 ) -> Report:
     """Draw ``count`` cases from ``seed`` and have each judged. One that fails is made small, with
-    so many ``runs`` at most, and the command that runs it alone is said."""
+    so many ``runs`` at most; the commands that run it alone, as drawn and small, are said.
+
+    Control-C ends it after what was found so far has been said. Raises KeyboardInterrupt then."""
     outcomes: list[Outcome] = []
-    for case in draw(seed, count):
-        began = time.monotonic()
-        finding = judged(judge, case)
-        small = None
-        if finding.verdict == "failed":
-            small = smallest(case, judge, finding.kind, runs=runs)
-        outcome = Outcome(case, finding, small, time.monotonic() - began)
-        outcomes.append(outcome)
-        for line in _lines(outcome, len(outcomes), count):
-            say(line)
+    say(f"{counted(count, 'configuration')} from seed {seed}")
+    try:
+        for case in draw(seed, count):
+            began = time.monotonic()
+            finding = judged(judge, case)
+            outcomes.append(Outcome(case, finding, None, time.monotonic() - began))
+            for line in _lines(outcomes[-1], len(outcomes), count):
+                say(line)
+            if finding.verdict == "failed":
+                small = smallest(case, judge, finding.kind, runs=runs)
+                outcomes[-1] = replace(outcomes[-1], smallest=small)
+                say("      the smallest that fails so:")
+                say(f"      {command_line(small)}")
+    except KeyboardInterrupt:
+        say(f"interrupted; {_told(Report(seed, tuple(outcomes)))}")
+        raise
     report = Report(seed, tuple(outcomes))
-    told = ", ".join(f"{report.counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)
-    say(f"{count} configurations drawn from seed {seed}: {told}")
+    say(_told(report))
     return report
+
+
+def _told(report: Report) -> str:
+    found = ", ".join(f"{report.counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)
+    drawn = counted(len(report.outcomes), "configuration")
+    return f"{drawn} drawn from seed {report.seed}: {found}"
 
 
 def judged(judge: Judge, case: Case) -> Finding:
@@ -240,9 +254,8 @@ def _lines(outcome: Outcome, number: int, count: int) -> Iterator[str]:
     yield f"{said}, {len(case.options)} options ({outcome.seconds:.1f} s)"
     for line in outcome.finding.reason.splitlines():
         yield f"      {line}"
-    if outcome.smallest is not None:
-        yield "      the smallest that fails so:"
-        yield f"      {command_line(outcome.smallest)}"
+    if outcome.finding.verdict == "failed":
+        yield f"      {command_line(case)}"
 
 
 RANKS = 8

@@ -115,6 +115,11 @@ WRONG = [
     (["prove", "--fuzz", "-1"], "--fuzz: got -1"),
     (["prove", "--fuzz", "3", "--steps-from", "a"], "--fuzz, --steps-from: got both"),
     (["prove", "--steps-from", "a", "b", "c"], "--steps-from: got 3 logs"),
+    (["prove", "--fuzz", "3", "--ranks", "4", "--output", "out"], "--fuzz 3: got --output, --ranks, expected no such option beside it"),
+    (["prove", "--fuzz", "3", "--config", str(EXAMPLES / "guide.yaml")], "--fuzz 3: got --eval-interval, "),
+    ([*SEVENTY, "--log-dtype", "bf16"], "a configuration: got --log-dtype, expected no such option"),
+    ([*SEVENTY, "--steps-from", "a", "--log-dtype", "bf16", "--ranks", "2"], "--steps-from LOG: got --log-dtype, --ranks, expected"),
+    (["prove", "--steps-from", "a", "b", "--budget", "4m"], "--steps-from LOG OTHER: got --budget, expected"),
 ]
 
 
@@ -135,11 +140,11 @@ def log(path: Path, drift: float) -> str:
 
 
 def test_two_logs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    one, other = log(tmp_path / "one.jsonl", 0.0), log(tmp_path / "other.jsonl", 0.01)
-    status, out, err = said(capsys, ["prove", "--steps-from", one, one, "--output", str(tmp_path / "out")])
+    one, two, other = (log(tmp_path / f"{name}.jsonl", drift) for name, drift in (("one", 0.0), ("two", 0.0), ("other", 0.01)))
+    status, out, err = said(capsys, ["prove", "--steps-from", one, two, "--output", str(tmp_path / "out")])
     written = json.loads((tmp_path / "out" / "prove.json").read_text())
     assert (status, err, written["verdict"], written["dtype"]) == (0, "", "rounding", "bf16") and "rounding" in out
-    assert "fp32)" in said(capsys, ["prove", "--steps-from", one, one, "--lr", "1e-3"])[1], "a configuration without --bf16 is fp32"
+    assert "fp32)" in said(capsys, ["prove", "--steps-from", one, two, "--lr", "1e-3"])[1], "a configuration without --bf16 is fp32"
     status, out, _ = said(capsys, ["prove", "--steps-from", one, other, "--log-dtype", "fp32"])
     assert status == 1 and "drift" in out
 

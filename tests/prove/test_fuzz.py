@@ -104,6 +104,25 @@ def test_what_became_of_each_case_is_told() -> None:
     assert said[-1] == "6 configurations drawn from seed 1: 1 refused, 4 equal, 1 failed"
 
 
+def test_control_c_ends_with_what_was_found() -> None:
+    """Also while a failing case is made small: how it fails, and the command that runs it, have been said."""
+    said: list[str] = []
+    judged: list[Case] = []
+
+    def judge(case: Case) -> Finding:
+        judged.append(case)
+        if len(judged) == 3:
+            raise KeyboardInterrupt
+        return Finding("failed", "z-loss differs", "z") if len(judged) == 2 else Finding("equal")
+
+    with pytest.raises(KeyboardInterrupt):
+        fuzz(judge, 1, 6, say=said.append)
+    assert said[0] == "6 configurations from seed 1" and said[1].startswith("   1 of 6  equal")
+    assert said[2].startswith("   2 of 6  failed") and said[3].strip() == "z-loss differs"
+    assert said[4].strip() == command_line(judged[1])
+    assert said[5:] == ["interrupted; 2 configurations drawn from seed 1: 0 refused, 1 equal, 1 failed"]
+
+
 @pytest.mark.parametrize("seed", [1, 4])
 def test_the_command_says_what_the_case_says(seed: int) -> None:
     for case in draw(seed, 6):
