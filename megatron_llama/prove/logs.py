@@ -177,8 +177,8 @@ def _lines_of(files: Iterable[Path], notes: list[str]) -> tuple[str, list[Logged
     for path in files:
         with _opened(path) as file:
             lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1))
-            found = _json_steps(lines) if _is_json(path) else _text_steps(lines, torn)
-            for trainer, entry in found:
+            steps = _json_steps(lines) if _is_json(path) else _text_steps(lines, torn)
+            for trainer, entry in steps:
                 trainers.setdefault(trainer, entry.where)
                 entries.append(entry)
     if len(trainers) > 1:
