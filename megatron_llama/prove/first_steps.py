@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +20,7 @@ from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import UserError, counted
 from megatron_llama.loop.callbacks import Callback, Run, Step
+from megatron_llama.loop.start import AUTO, begins_anew, named_start
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.plans.memory import sized
 from megatron_llama.plans.params import hf_shapes
@@ -36,7 +38,10 @@ BYTES_OF_PARAMETER = 20
 """Master, two moments, gradient and compute copy."""
 SHARE_OF_PEAK = 0.25
 """Of the speed of a large product, that a step has here: bf16 is slow on CPUs."""
-STARTS = ("load", "finetune", "load_optim", "init_from_hf", "resize_embeddings")
+STARTS = (
+    *("load", "finetune", "load_optim", "init_from_hf", "ignore_hf_config_fields"),
+    "resize_embeddings",
+)
 """Options of checkpoints that say with what a run starts; the others save."""
 LEFT_OUT = frozenset(
     {
@@ -64,12 +69,22 @@ def first_steps(
     if reason := _too_large(config):
         return _not_run(dtype, reason)
     options = {name: value for name, value in parsed.differences().items() if name not in LEFT_OUT}
-    begin = min(log.steps) - 1 if "load" in options else 0
-    lines = [iteration for iteration in log.steps if iteration > begin]
+    begin = 0
+    if "load" in options:
+        start = _start(parsed.get(CheckpointConfig), log)
+        if isinstance(start, str):
+            return _not_run(dtype, start)
+        folder, begin = start
+        options = {**options, "load": folder}
+    lines = list(log.steps)
+    if len(lines) < FEWEST_LINES:
+        return _not_run(
+            dtype, f"the log has {counted(len(lines), 'step')}; it takes {FEWEST_LINES}"
+        )
     step_seconds = _step_seconds(config)
     affordable = [i for i in lines if (i - begin) * step_seconds <= seconds][:MOST_LINES]
     if len(affordable) < FEWEST_LINES:
-        needed = lines[min(FEWEST_LINES, len(lines)) - 1] - begin
+        needed = lines[FEWEST_LINES - 1] - begin
         return _not_run(
             dtype,
             f"{counted(needed, 'step')} of this model take about "
@@ -97,14 +112,45 @@ def first_steps(
     here = RunLog(Path("one process here"), OURS, MappingProxyType(steps), ())
     shown = replace(log, steps=MappingProxyType({i: log.steps[i] for i in affordable}))
     drift = compare(here, shown, dtype=dtype)
-    drawn = not {"load", "init_from_hf"} & options.keys() or "lora_rank" in options
-    if drawn and drift.rises and drift.rises[0].iteration == affordable[0] == begin + 1:
+    weights = {name for name in ("load", "init_from_hf") if options.get(name)}
+    drawn = not weights or "lora_rank" in options
+    if drawn and drift.rises and drift.rises[0].iteration == affordable[0]:
         why = (
             "the curves differ from the first step on, but weights drawn from --seed on a GPU are "
             "others than on a CPU: compare a run that begins with --init-from-hf or --load"
         )
         return replace(drift, verdict="cannot say", why=why, rises=())
     return drift
+
+
+def _start(options: CheckpointConfig, log: RunLog) -> tuple[str | None, int] | str:
+    """What --load names for the run of the log, and the steps that were done there; or why that is
+    not known."""
+    first = min(log.steps)
+    own = options.load == AUTO or options.load == options.save
+    if own and first <= _between(log):
+        # The run was to go on from its own folder, if need be, and the log has it from the first
+        # step on. What is there now is of later steps.
+        return None, 0
+    try:
+        start = named_start(options)
+        anew = start is None or begins_anew(options, start)
+        begin = 0 if start is None or anew else start.state().iteration
+    except UserError as error:
+        return f"one process cannot start here: {error}"
+    if start is None:
+        return f"--load {options.load} has no weights"
+    if begin >= first:
+        return (
+            f"--load {options.load} has done {counted(begin, 'step')}, and the log begins with "
+            f"step {first}: name with --load the checkpoint from which that step was trained"
+        )
+    return str(start.path), begin
+
+
+def _between(log: RunLog) -> int:
+    """The steps between two lines of a log."""
+    return min((b - a for a, b in pairwise(log.steps)), default=1)
 
 
 class _Curve(Callback):

@@ -103,7 +103,7 @@ def read_log(path: Path) -> RunLog:
     return RunLog(path, trainer, MappingProxyType(steps), tuple(notes))
 
 
-_TEXTS = {".log", ".out", ".err", ".txt", ".jsonl"}
+_TEXTS = frozenset({".log", ".out", ".err", ".txt", ".jsonl"})
 
 
 def _files(path: Path) -> list[Path]:

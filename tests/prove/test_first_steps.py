@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from types import MappingProxyType
 
 import pytest
 from megatron_llama.api.common.options import read_options
 from megatron_llama.api.train import open_stream_inputs, run_training
 from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.drift import lines
-from megatron_llama.prove.first_steps import first_steps
+from megatron_llama.prove.first_steps import STARTS, first_steps
 from megatron_llama.prove.given import SECTIONS
 from megatron_llama.prove.logs import RunLog, read_log
 from megatron_llama.prove.materials import make_materials, parsed_options
@@ -43,7 +45,15 @@ def mine(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     """Options of a run, and the log that it has written."""
     folder = tmp_path_factory.mktemp("run")
     materials = make_materials(Case("the user's", OPTIONS, 2), folder, 6)
-    options = {**OPTIONS, **materials.options, "train_iters": 20, "exit_interval": 6, "log_interval": 1, "save": str(folder / "saved")}
+    options = {
+        **OPTIONS,
+        **materials.options,
+        "train_iters": 20,
+        "exit_interval": 6,
+        "log_interval": 1,
+        "save_interval": 3,
+        "save": str(folder / "saved"),
+    }
     cluster.run(2, train, options)
     return options, read_log(folder / "saved")
 
@@ -69,8 +79,38 @@ def test_a_run_that_trained_something_else_is_seen_where_it_parts(cluster: Clust
 def test_weights_that_were_drawn_elsewhere_are_not_called_a_drift(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
     options, log = mine
     drawn = {name: value for name, value in options.items() if name != "init_from_hf"}
-    found = first_steps(cluster, parsed(drawn), 2, log, seconds=60)
-    assert found.verdict == "cannot say" and "--seed on a GPU" in found.why
+    for every in (1, 2):
+        found = first_steps(cluster, parsed(drawn), 2, lines_of(log, range(every, 7, every)), seconds=60)
+        assert found.verdict == "cannot say" and "--seed on a GPU" in found.why, every
+
+
+def lines_of(log: RunLog, steps: Iterable[int]) -> RunLog:
+    """A log that has a line for these steps alone."""
+    return replace(log, steps=MappingProxyType({step: log.steps[step] for step in steps}))
+
+
+def test_a_run_that_would_go_on_from_its_own_folder_began_without_it(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
+    """What its folder has now is of later steps than those of the log."""
+    options, log = mine
+    for load in ("auto", str(options["save"])):
+        found = first_steps(cluster, parsed(options, load=load), 2, log, seconds=60)
+        assert found.verdict == "rounding" and [d.iteration for d in found.differences] == [1, 2, 3, 4, 5, 6], (load, found)
+
+
+def test_a_log_that_begins_behind_a_checkpoint(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
+    options, log = mine
+    third = parsed(options, load=f"{options['save']}/iter_0000003", init_from_hf=None)
+    found = first_steps(cluster, third, 2, lines_of(log, (4, 5, 6)), seconds=60)
+    assert found.verdict == "rounding" and [d.iteration for d in found.differences] == [4, 5, 6], found
+    found = first_steps(cluster, third, 2, log, seconds=60)
+    assert found.verdict == "cannot say" and "has done 3 steps, and the log begins with step 1" in found.why
+    found = first_steps(cluster, third, 2, lines_of(log, (5, 6)), seconds=60)
+    assert found.verdict == "cannot say" and "the log has 2 steps; it takes 3" in found.why
+
+
+def test_options_of_checkpoints_that_do_not_save_say_how_a_run_starts() -> None:
+    saves = {"save", "save_interval", "save_first_step", "save_retain", "save_retain_interval", "async_save", "export_hf"}
+    assert {field.name for field in fields(CheckpointConfig)} == {*STARTS, *saves}
 
 
 @pytest.mark.parametrize(
