@@ -25,7 +25,7 @@ from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.comm.collectives import DONE, Pending
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine import build as engine_build
 from megatron_llama.engine import lr
 from megatron_llama.engine import optimizer as engine
@@ -35,14 +35,14 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Step
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.model import init, llama
 from megatron_llama.model.llama import Positions, Stage
-from megatron_llama.nn import context, loss, ops, recompute, rotary
+from megatron_llama.nn import context, loss, ops, recompute, rotary, sliding_context
 from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import _Lookup
 from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans import params
+from megatron_llama.plans import params, zigzag
 from megatron_llama.plans.params import LORA_A, ParamSpec, Rectangle, Shapes
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
@@ -186,6 +186,30 @@ def positions_in_rank_order() -> AbstractContextManager[object]:
 def documents_forgotten() -> AbstractContextManager[object]:
     """Under context parallelism attention crosses documents."""
     return patch.object(context._Sequence, "_ids", lambda *args: None)
+
+
+def own_block_in_the_second_hop() -> AbstractContextManager[object]:
+    """From the second hop of a ring on, each rank passes on its own keys and values again, and not what it has received."""
+    correct = context._ring_block
+    first_hop: list[Tensor] = []
+
+    def ring_block(key_value: Tensor, cp: Axis, step: int) -> Any:
+        # The neighbour's own block is what has come with the first hop.
+        if step == 1:
+            first_hop[:] = [key_value]
+        return correct(first_hop[0] if step > 1 else key_value, cp, step)
+
+    return patch.object(context, "_ring_block", ring_block)
+
+
+def window_in_the_chunk_before() -> AbstractContextManager[object]:
+    """Under context parallelism a window reaches into the chunk before a token's own, and never into the one before that."""
+    correct = zigzag.reached
+
+    def reached(keys: int, queries: int, length: int, window: int) -> int:
+        return correct(keys, queries, length, window) if queries - keys == 1 else 0
+
+    return _together(patch.object(zigzag, "reached", reached), patch.object(sliding_context, "reached", reached))
 
 
 def labels_shifted_after_the_split() -> AbstractContextManager[object]:
@@ -545,6 +569,9 @@ TENSOR = _case(
 """Norms of heads, biases, and a key/value head that both ranks hold."""
 LOW_RANK = _case("low-rank additions", 2, tensor_model_parallel_size=2, sequence_parallel=True, lora_rank=4)
 CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", documents=True)
+RING = _case("ring of three", 3, context_parallel_size=3, cp_comm_type="ring", seq_length=36)
+WINDOW = _case("window over chunks", 2, context_parallel_size=2, model_type="mistral", sliding_window=13)
+"""Chunks of 8 tokens, so that the window reaches into two before a token's own."""
 PIPELINE = _case(
     "pipeline",
     2,
@@ -628,6 +655,8 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(low_rank_spread_of_a_shard, "NVIDIA-NeMo/Megatron-Bridge#5840", LOW_RANK, ONE, TP),
     Fault(positions_in_rank_order, "NVIDIA/Megatron-LM#560", CONTEXT, ONE, CP),
     Fault(documents_forgotten, "axolotl-ai-cloud/axolotl#3608", CONTEXT, ONE, CP),
+    Fault(own_block_in_the_second_hop, "huggingface/diffusers#14265", RING, ONE, "the ring of keys and values"),
+    Fault(window_in_the_chunk_before, "open-lm-engine/lm-engine#447", WINDOW, ONE, CP),
     Fault(labels_shifted_after_the_split, "NVIDIA-BioNeMo/bionemo-recipes#1449", CONTEXT, ONE, CP),
     Fault(tied_ends_not_summed, "uw-syfi/piper#13", PIPELINE, ONE, "pipeline parallelism"),
     Fault(virtual_stages_rank_by_rank, "NVIDIA/Megatron-LM#1584", PIPELINE, ONE, "the pipeline's schedule and split"),
