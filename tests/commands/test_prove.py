@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, float]]:
     """What would be proven, and in how much time: a check holds, the second one is not run, and with --seed 7 the third differs."""
     asked: list[tuple[Case, float]] = []
 
-    def prove_case(pool: WorkerPool, case: Case, folder: Path, budget: float) -> Proof:
+    def prove_case(pool: WorkerPool, case: Case, folder: Path, budget: float, *, say: Callable[[str], None]) -> Proof:
         asked.append((case, budget))
         got = math.nan if case.options.get("seed") == 7 else 1e-9
         checks = (
@@ -79,7 +79,7 @@ def test_a_difference_is_the_exit_status(proven: list[tuple[Case, float]], capsy
 
 
 def test_nothing_compared_is_nothing_proven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def prove_case(pool: WorkerPool, case: Case, folder: Path, budget: float) -> Proof:
+    def prove_case(pool: WorkerPool, case: Case, folder: Path, budget: float, *, say: Callable[[str], None]) -> Proof:
         return Proof(case, (CheckResult("one process", (), 0.0, not_run="no time is left"),), None, 2.0)
 
     monkeypatch.setattr(proof, "prove_case", prove_case)
