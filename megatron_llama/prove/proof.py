@@ -29,6 +29,7 @@ from megatron_llama.prove.reference import (
     in_fp32,
     not_in_transformers,
     one_process,
+    smooth,
     steady,
     train_transformers,
 )
@@ -231,7 +232,7 @@ def _runs_of(name: str, runs: Runs, case: Case, until: int = 0) -> int:
     trained = {
         "one process": (plain, *twins),
         "transformers": twins,
-        "precision": (case, _alone(case), twins[0]),
+        "precision": (smooth(case), _alone(smooth(case)), one_process(in_fp32(smooth(case)))),
         "resume": (case,),
         "reshard": (plain, *twins),
         "export": (case,),
@@ -298,6 +299,7 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     if not any(case.options.get(name) for name in ("bf16", "fp16", "grad_reduce_in_bf16")):
         raise NotComparedError("everything is in fp32")
     name = "precision"
+    case = smooth(case)
     found = runs.trained(case, until)
     single = runs.trained(_alone(case), until)
     here, there = (_skipped_steps(run, until) for run in (found, single))

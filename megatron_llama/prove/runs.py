@@ -177,6 +177,7 @@ LIKE = frozenset(
         *("hysteresis", "clip_grad", "freeze", "z_loss_weight", "lora_rank", "lora_alpha"),
         *("optimizer_offload", "optimizer_offload_fraction", "offload_speculative"),
         *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "global_batch_size"),
+        "adam_eps",
     }
 )
 """Options that change nothing of the materials, beside those that say how a run is spread."""

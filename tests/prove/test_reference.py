@@ -12,7 +12,7 @@ from megatron_llama.config.schema import Config, DataConfig, LoraConfig, ModelCo
 from megatron_llama.data.loader import Batch
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.prove.case import Case
-from megatron_llama.prove.reference import in_fp32, learning_rates, not_in_transformers, one_process, sequences, steady
+from megatron_llama.prove.reference import in_fp32, learning_rates, not_in_transformers, one_process, sequences, smooth, steady
 
 CASE = Case(
     "as given",
@@ -62,11 +62,13 @@ def test_a_small_epsilon_grows_and_is_said() -> None:
     assert steady(large) == large
 
 
-def test_the_epsilon_of_low_rank_additions_in_half_precision_is_larger() -> None:
+def test_the_epsilon_of_low_rank_additions_in_half_precision_is_larger_and_is_said() -> None:
     """A's second gradient is made of Adam's first step of B: a full one where the gradient was rounding."""
-    low_rank = {**CASE.options, "lora_rank": 2}
-    assert steady(replace(CASE, options=low_rank)).options["adam_eps"] == 1e-2
-    assert steady(in_fp32(replace(CASE, options=low_rank))).options["adam_eps"] == 1e-6
+    low_rank = replace(CASE, options={**CASE.options, "lora_rank": 2, "adam_eps": 1e-5})
+    case = steady(low_rank)
+    assert case.options["adam_eps"] == 1e-5 and smooth(case).options["adam_eps"] == 1e-2
+    assert case.notes[-1].here == "1e-05, and 0.01 in half precision"
+    assert steady(in_fp32(low_rank)) == in_fp32(low_rank) == smooth(in_fp32(low_rank))
 
 
 WARMUPS: tuple[dict[str, float], ...] = ({}, {"lr_warmup_iters": 3}, {"lr_warmup_fraction": 0.2}, {"lr_warmup_samples": 21})
