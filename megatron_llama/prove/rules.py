@@ -125,14 +125,14 @@ SCALED: Mapping[str, str] = MappingProxyType(
 _START = "prove writes the weights to begin with"
 _PATHS = "prove writes checkpoints and exports of its own"
 _LENGTH = "prove runs a few steps"
-_DATA = "prove reads text of its own, with a tokenizer of its own"
+OWN_TEXT = "prove reads text of its own, with a tokenizer of its own"
 _LOG = "it changes nothing that is computed"
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
         "preset": "it stands for the fields of the model",
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), _DATA),
-        **dict.fromkeys(("tokenizer_model", "tokenizer_type"), _DATA),
-        **dict.fromkeys(("train_data", "split", "on_changed_data"), _DATA),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), OWN_TEXT),
+        **dict.fromkeys(("tokenizer_model", "tokenizer_type"), OWN_TEXT),
+        **dict.fromkeys(("train_data", "split", "on_changed_data"), OWN_TEXT),
         **dict.fromkeys(("load", "finetune", "load_optim", "init_from_hf"), _START),
         **dict.fromkeys(("ignore_hf_config_fields", "resize_embeddings"), _START),
         **dict.fromkeys(("save", "save_interval", "save_first_step", "save_retain"), _PATHS),

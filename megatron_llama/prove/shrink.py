@@ -24,7 +24,7 @@ from megatron_llama.plans.resolve import assemble, check, resolve
 from megatron_llama.prove.case import NOT_HERE, STEPS, Case, Note
 from megatron_llama.prove.given import PRETRAIN, SECTIONS, Given, read_given
 from megatron_llama.prove.reasons import needs_of, reasons_of
-from megatron_llama.prove.rules import LEFT_OUT, SCALED, WITHOUT_EFFECT
+from megatron_llama.prove.rules import LEFT_OUT, OWN_TEXT, SCALED, WITHOUT_EFFECT
 from megatron_llama.prove.small_model import (
     blocks_here,
     is_small,
@@ -213,6 +213,9 @@ def _left_out_notes(given: Given) -> Iterator[Note]:
     """Every option that was given and that no case has."""
     for name, value in given.left_out.items():
         yield Note(flag(name), _shown(value), NOT_HERE, LEFT_OUT[name])
+    paths = given.resolved.data.data_path
+    if paths and not datasets(paths):
+        yield Note("--data-path", _shown(paths), NOT_HERE, OWN_TEXT)
 
 
 def _kept_notes(
@@ -221,7 +224,7 @@ def _kept_notes(
     """Every option of the case whose value was kept, first those that may have no effect."""
     kept = [name for name in options if before[name] == after[name]]
     for name in sorted(kept, key=lambda name: name not in WITHOUT_EFFECT):
-        value = _shown(options[name])
+        value = _shown(after[name])
         yield Note(flag(name), value, value, WITHOUT_EFFECT.get(name, ""))
 
 
@@ -229,7 +232,7 @@ def _values(config: Config, examples: SFTConfig) -> dict[str, Any]:
     """All options by their names."""
     sections = [examples, *(getattr(config, item.name) for item in fields(Config))]
     values = {name: value for section in sections for name, value in vars(section).items()}
-    # That datasets have other names here is nothing to be told.
+    # Datasets have other names here: what is kept of a blend is how many there are.
     return values | {"data_path": datasets(config.data.data_path)}
 
 

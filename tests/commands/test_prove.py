@@ -54,9 +54,10 @@ def test_what_is_scaled_is_told_before_what_was_found(
     lines = out.splitlines()
     assert lines[0] == "tp 2 pp 2 dp 2: pretrain, 512 processes shown on 8 processes"
     assert any(line.split()[:4] == ["--num-hidden-layers", "80", "->", "4:"] for line in lines)
-    assert "  kept: --rope-theta 500000" in out and "--data-path" not in out
+    assert "  kept: --rope-theta 500000" in out
     said_once = " ".join(out.split())
     assert "left out: --preset (it stands for the fields of the model); --train-iters (prove runs a few steps);" in said_once
+    assert "--data-path (prove reads text of its own, with a tokenizer of its own)" in said_once
     assert "--save, --save-interval, --save-retain (prove writes checkpoints and exports of its own);" in said_once
     assert out.index("kept:") < out.index("loss") < out.index("not run: transformers is not installed")
     assert lines[-1] == "holds: everything that was compared; 1 check was not run"

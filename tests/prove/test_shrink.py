@@ -252,7 +252,7 @@ def test_what_is_kept_is_kept_and_what_is_left_out_is_left_out(name: str) -> Non
 
 
 BLENDS: Mapping[str, tuple[list[str], tuple[str, ...], str]] = {
-    "one": (["web"], (), ""),
+    "one": (["web"], (), "web: left out"),
     "five": (["web", "code", "books", "wiki", "mail"], ("a", "b", "c", "d", "e"), ""),
     "weights": (["0.1", "x", "0.25", "y", "0.65", "z", "1", "v"], ("2", "a", "5", "b", "13", "c", "20", "d"), ""),
     "one twice": (["3", "web", "1", "code", "0.5", "web"], ("6", "a", "2", "b", "1", "a"), ""),
