@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_llama.errors import ConfigError
 from megatron_llama.prove import data_check
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import (
@@ -204,6 +205,8 @@ def _compared(
         return rows, str(reason), None
     except RunError as error:
         return rows, "", error
+    except ConfigError as error:
+        return rows, "", RunError(case, f"it is refused: {error}", refused=True)
     return rows, "", None
 
 

@@ -144,6 +144,8 @@ def other_layout(case: Case) -> Case | None:
 def _resolved(case: Case) -> Config:
     """The configuration of a case with data that nobody opens. Raises ConfigError."""
     more: dict[str, object] = {"train_data" if case.sft else "data_path": ("text",)}
+    # Every step of a run is saved: --on-bad-step rollback has what it goes back to.
+    more |= {"save": "checkpoints", "save_interval": 1}
     if not any(case.options.get(name) for name in LENGTHS):
         more["train_iters"] = STEPS
     return check(assemble(parsed_options(case, **more)), case.world_size).config

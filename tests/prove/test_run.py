@@ -209,6 +209,8 @@ def test_the_other_layout_cuts_the_model_otherwise() -> None:
     pipeline = other_layout(Case("pp2", {**MODEL, "micro_batch_size": 1, "pipeline_model_parallel_size": 2}, 4))
     assert tensor is not None and tensor.options["pipeline_model_parallel_size"] == 2 and tensor.world_size == 4
     assert pipeline is not None and pipeline.options["tensor_model_parallel_size"] == 2
+    rollback = {"micro_batch_size": 1, "tensor_model_parallel_size": 2, "on_bad_step": "rollback"}
+    assert other_layout(Case("it goes back to what is saved", {**MODEL, **rollback}, 2)) is not None
     assert other_layout(Case("one sample", {**MODEL, "global_batch_size": 1, "num_attention_heads": 1, "num_hidden_layers": 1}, 1)) is None
 
 
