@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
+from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.compare import Row
@@ -166,6 +167,19 @@ def test_a_run_that_is_not_what_it_was_asked_for_is_a_finding(
     assert proof.location is not None and row.note in proof.location.where
     assert finding_of(proof).verdict == "failed", "the case itself could begin"
     assert said_of[0] == "one process ..." and said_of[1].startswith("one process: DIFFERS, ")
+
+
+@pytest.mark.long
+def test_a_twin_that_is_refused_before_it_runs_is_a_finding(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(case: Case) -> Config:
+        raise ConfigError("--on-bad-step", got="rollback", expected="a folder", do="give one")
+
+    monkeypatch.setattr("megatron_llama.prove.resume._resolved", resolved)
+    proof = prove_case(
+        cluster, Case("as given", SMALL | {"train_samples": 8}, 1), tmp_path, 600.0, checks=("reshard",), axes=False, steps=2
+    )
+    (row,) = proof.rows
+    assert row.what == "the run" and "it is refused: --on-bad-step: got rollback" in row.note and not proof.holds
 
 
 def test_what_cannot_run_at_all_is_refused(cluster: Cluster, tmp_path: Path) -> None:
