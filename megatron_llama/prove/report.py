@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import dedent
 from typing import Any
 
 from megatron_llama.errors import counted
@@ -250,7 +251,10 @@ h1 { font-size: 22px } h2 { font-size: 18px; margin-top: 36px } h3 { font-size: 
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: 4px 12px 4px 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--rule) }
-td.n { text-align: right; white-space: nowrap }
+th.n, td.n { text-align: right }
+th, td.k, td.n, td.good, td.bad { white-space: nowrap }
+td:last-child { min-width: 15em }
+td code { overflow-wrap: normal } td.k code { white-space: nowrap }
 code, pre { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap }
 svg { display: block; margin: 4px 0; font: 11px system-ui, sans-serif; max-width: 100%;
   height: auto; color: var(--soft) }
@@ -301,7 +305,7 @@ def _section(proof: Proof) -> Iterator[str]:
     yield f"<h2>{escape(summary(proof))}</h2>"
     if proof.location is not None:
         yield "".join(f"<p>{escape(line.strip())}</p>" for line in _located(proof.location))
-    head = ("check", "what", "got", "bound", "", "worst at")
+    head = (("check", ""), ("what", ""), ("", ""), ("got", "n"), ("bound", "n"), ("worst at", ""))
     yield _html_table(head, [row for check in proof.checks for row in _check_rows(check)])
     charts = [
         (check, group)
@@ -315,22 +319,23 @@ def _section(proof: Proof) -> Iterator[str]:
         yield f'<p class="soft">{escape(f"{check.name}: {group.what}")}</p>{_chart(group)}'
     for check in proof.checks:
         for group in groups(check):
-            failed = [escape(line) for line in _failures(check, group)]
+            failed = list(_failures(check, group))
             if failed:
-                yield f"<p>{failed[0]}</p><pre>{chr(10).join(failed[1:])}</pre>"
+                rows = escape(dedent("\n".join(failed[1:])))
+                yield f"<p>{escape(failed[0].strip())}</p><pre>{rows}</pre>"
     if proof.case.notes:
         yield "<h3>What was run</h3>"
         cells = [
             (
-                *(
-                    (f"<code>{escape(text)}</code>", "")
-                    for text in (one.option, one.yours, one.here)
-                ),
+                (f"<code>{escape(one.option)}</code>", "k"),
+                (f"<code>{escape(one.yours)}</code>", ""),
+                (f"<code>{escape(one.here)}</code>", ""),
                 (escape(one.why), ""),
             )
             for one in proof.case.notes
         ]
-        yield _html_table(("option", "yours", "here", "why"), cells)
+        top = (("option", ""), ("yours", ""), ("here", ""), ("why", ""))
+        yield _html_table(top, cells)
     options = " ".join(f"{name}={value!r}" for name, value in proof.case.options.items())
     yield f"<h3>Its options</h3><p><code>{escape(options)}</code></p>"
 
@@ -343,33 +348,43 @@ def _check_rows(check: CheckResult) -> Iterator[tuple[_Cell, ...]]:
     name = escape(check.name)
     if check.not_run:
         reason = f'<span class="soft">not run: {escape(check.not_run)}</span>'
-        yield ((name, ""), (reason, ""), ("", ""), ("", ""), ("", ""), ("", ""))
+        yield ((name, "k"), (reason, ""))
     for group in groups(check):
         worst = group.worst
         verdict = ("DIFFERS", "bad") if group.failed else ("holds", "good")
         yield (
-            (name, ""),
-            (escape(group.what), ""),
-            *((number, "n") for number in _numbers(worst)),
+            (name, "k"),
+            (escape(group.what), "k"),
             verdict,
+            *((number, "n") for number in _numbers(worst)),
             (f'{escape(_place(worst))} <span class="soft">of {len(group.rows):,}</span>', ""),
         )
         name = ""
     if check.partly:
         left = f'<span class="soft">not compared: {escape(check.partly)}</span>'
-        yield ((name, ""), (left, ""), ("", ""), ("", ""), ("", ""), ("", ""))
+        yield ((name, "k"), (left, ""))
 
 
-def _html_table(head: Sequence[str], rows: Iterable[Sequence[_Cell]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+def _html_table(head: Sequence[_Cell], rows: Iterable[Sequence[_Cell]]) -> str:
+    """Return a table that scrolls where it is wider than the page. The last cell of a row that is
+    shorter than its head runs to the end of it."""
+    top = "".join(_html_cell("th", cell) for cell in head)
     body = (
         "".join(
-            f'<td class="{kind}">{text}</td>' if kind else f"<td>{text}</td>" for text, kind in row
+            _html_cell("td", cell, 1 if place < len(row) else len(head) - len(row) + 1)
+            for place, cell in enumerate(row, 1)
         )
         for row in rows
     )
     written = "\n".join(f"<tr>{row}</tr>" for row in body)
     return f'<div class="wide"><table><tr>{top}</tr>\n{written}</table></div>'
+
+
+def _html_cell(tag: str, cell: _Cell, columns: int = 1) -> str:
+    text, kind = cell
+    shown = f' class="{kind}"' if kind else ""
+    wide = f' colspan="{columns}"' if columns > 1 else ""
+    return f"<{tag}{shown}{wide}>{text}</{tag}>"
 
 
 def _chart(group: Group) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -122,3 +123,16 @@ def test_the_page_is_whole_and_needs_nothing_else(differs: bool) -> None:
     assert [bar["class"] for bar in bars].count("no") == (7 if differs else 0)
     assert len(bars) == 8 and all(math.isfinite(float(bar["height"] or "nan")) for bar in bars)
     assert len(text) < 10_000
+
+
+def test_tables_of_the_page_are_whole() -> None:
+    """A sentence runs over the columns that it leaves empty; the verdict stands where a narrow window still shows it."""
+    text = page([failing()], "Proof of run.yaml")
+    for table in re.findall(r"<table>(.*?)</table>", text, re.DOTALL):
+        rows = [re.findall(r"<t[hd]([^>]*)>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
+        spans = [[int(found[1]) if (found := re.search(r'colspan="(\d+)"', attributes)) else 1 for attributes, _ in row] for row in rows]
+        assert len(rows) > 2 and {sum(row) for row in spans} == {len(rows[0])}, rows
+    (check, what, verdict, *_), *others = re.findall(r"<tr>(?:<td[^>]*>(.*?)</td>)(?:<td[^>]*>(.*?)</td>)(?:<td[^>]*>(.*?)</td>)?", text)
+    assert (check, what, verdict) == ("one process", "loss", "DIFFERS")
+    assert '<td class="k">transformers</td><td colspan="5"><span class="soft">not run: transformers is not installed</span></td>' in text
+    assert "<pre>got nan, bound 1.0e-06 at step 2</pre>" in text and others
