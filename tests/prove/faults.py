@@ -14,14 +14,19 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron_llama import training
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.batch_ramp import with_epochs
 from megatron_llama.config.hf import hf_config_from_model
+from megatron_llama.config.schema import Config
 from megatron_llama.conversion.hf import writer
-from megatron_llama.data.loader import Batch, BatchLoader
+from megatron_llama.data import loader
+from megatron_llama.data.loader import Batch, BatchLoader, BlendedSamples
+from megatron_llama.data.megatron_order import MegatronStream
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.comm.collectives import DONE, Pending
 from megatron_llama.distributed.launcher import Place
@@ -33,6 +38,7 @@ from megatron_llama.engine.gradients import GradientBuckets, _Exchanges
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult, Transport
 from megatron_llama.engine.parameters import ParameterBuckets
+from megatron_llama.loop import inputs
 from megatron_llama.model import init, llama
 from megatron_llama.model.llama import Positions, Stage
 from megatron_llama.nn import context, loss, ops, recompute, rotary, sliding_context
@@ -47,7 +53,9 @@ from megatron_llama.plans.params import LORA_A, ParamSpec, Rectangle, Shapes
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import ExampleSamples
+from numpy.typing import NDArray
 from torch import Tensor
 
 Patch = Callable[[], AbstractContextManager[object]]
@@ -535,6 +543,68 @@ def offloaded_gradient_of_the_step_before() -> AbstractContextManager[object]:
     return patch.object(ExactOffload, "on_reduced", on_reduced)
 
 
+def last_step_dropped() -> AbstractContextManager[object]:
+    """A run of passes ends before the step that has too few samples left."""
+
+    def without_the_last(*args: Any, **options: Any) -> Config:
+        found = with_epochs(*args, **options)
+        steps = found.training.train_samples // found.training.global_batch_size
+        return replace(found, training=replace(found.training, train_iters=steps))
+
+    return patch.object(inputs, "with_epochs", without_the_last)
+
+
+def empty_places_trained() -> AbstractContextManager[object]:
+    """The places that the last step of passes leaves empty hold samples of the next pass, which count."""
+    return patch.object(loader, "_counting", lambda batch, count: batch)
+
+
+def cut_conversations_masked() -> AbstractContextManager[object]:
+    """Of a conversation that is too long for a sample no label counts."""
+    correct = ExampleSamples.batch
+
+    def batch(self: ExampleSamples, indices: Sequence[int]) -> Batch:
+        found = correct(self, indices)
+        assert found.loss_mask is not None
+        longest = [max(len(self._examples.ids[number]) for number in self._rows[index]) for index in indices]
+        fits = torch.tensor(longest) <= self._seq_length
+        return replace(found, loss_mask=found.loss_mask * fits)
+
+    return patch.object(ExampleSamples, "batch", batch)
+
+
+def ends_of_answers_masked() -> AbstractContextManager[object]:
+    """The token with which a template ends an answer is not trained."""
+    correct = ChatTokenizer._answers
+
+    def answers(self: ChatTokenizer, *args: Any) -> tuple[str, Sequence[tuple[int, int]]]:
+        text, spans = correct(self, *args)
+        return text, [(start, text.rindex("<|", start, stop)) for start, stop in spans]
+
+    return patch.object(ChatTokenizer, "_answers", answers)
+
+
+def weights_of_a_blend_ignored() -> AbstractContextManager[object]:
+    """All datasets of a blend are read equally often, whatever their weights."""
+    correct = BlendedSamples.__init__
+    return patch.object(BlendedSamples, "__init__", lambda self, parts, weights: correct(self, parts, [1] * len(parts)))
+
+
+def documents_at_the_offset_of_the_first() -> AbstractContextManager[object]:
+    """In Megatron's order every document of a sample begins where the sample begins in its first one."""
+    correct = MegatronStream.sample
+
+    def sample(self: MegatronStream, index: int) -> NDArray[np.int64]:
+        tokens = correct(self, index)
+        position = int(self._samples[index]) * self.seq_length
+        place = int(np.searchsorted(self._ends, position, side="right"))
+        offset = position - (int(self._ends[place - 1]) if place else 0)
+        rest = int(self._ends[place]) - position
+        return np.concatenate((tokens[:rest], np.roll(tokens[rest:], -offset)))
+
+    return patch.object(MegatronStream, "sample", sample)
+
+
 SMALL: Mapping[str, object] = {
     "vocab_size": 360,
     "hidden_size": 32,
@@ -606,6 +676,11 @@ ALONE = _case(
 )
 CONVERSATIONS = _case("conversations", sft=True, packing=True)
 HALF = _case("fp16", fp16=True)
+PASSES = _case("passes", 2, sft=True, epochs=1.6, micro_batch_size=1)
+"""The last step has one sample, and one of the two ranks none."""
+TEMPLATE = _case("built-in template", sft=True, chat_template="chatml", seq_length=96)
+BLEND = _case("blend", data_path=("0.7", "a", "0.3", "b"))
+MEGATRON = _case("Megatron's order", megatron_data_order=True)
 
 
 @dataclass(frozen=True)
@@ -685,6 +760,12 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(data_from_the_start, "KempnerInstitute/KempnerForge#51", ALONE, "resume"),
     Fault(moments_forgotten_in_another_layout, "ServiceNow/Fast-LLM#436", TENSOR, "reshard"),
     Fault(exported_as_tied, "huggingface/transformers#42612", ALONE, "export"),
+    Fault(last_step_dropped, "NVIDIA-NeMo/Megatron-Bridge#4147", PASSES, "data"),
+    Fault(empty_places_trained, "Smith42/astroPT#72", PASSES, "data"),
+    Fault(cut_conversations_masked, "huggingface/trl#6668", PASSES, "data"),
+    Fault(ends_of_answers_masked, "huggingface/trl#5988", TEMPLATE, "data"),
+    Fault(weights_of_a_blend_ignored, "NVIDIA-NeMo/Nemotron#78", BLEND, "data"),
+    Fault(documents_at_the_offset_of_the_first, "NVIDIA/Megatron-LM#1145", MEGATRON, "data"),
 )
 
 

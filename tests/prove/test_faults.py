@@ -11,15 +11,24 @@ from megatron_llama.prove.proof import CHECKS, CheckResult, Proof, prove_case
 
 from tests.harness import Cluster
 from tests.launch import ROOT
-from tests.prove.faults import CATALOGUE, Fault, data_from_the_start, faulty, mean_of_microbatches, norms_decay, norms_not_summed
+from tests.prove.faults import (
+    CATALOGUE,
+    Fault,
+    data_from_the_start,
+    faulty,
+    last_step_dropped,
+    mean_of_microbatches,
+    norms_decay,
+    norms_not_summed,
+)
 
 STEPS = 3
 """What is wrong from the second step on is found in it, and one step is left to resume with."""
 BUDGET = 300.0
 """Seconds: more than any of them takes."""
 CASES = tuple({fault.case.name: fault.case for fault in CATALOGUE}.values())
-SHORT = (norms_not_summed, mean_of_microbatches, norms_decay, data_from_the_start)
-"""One of each kind of check: against one process, with unequal masks, against transformers, resumed."""
+SHORT = (norms_not_summed, mean_of_microbatches, norms_decay, data_from_the_start, last_step_dropped)
+"""One of each kind of check: against one process, with unequal masks, against transformers, resumed, of what was read."""
 
 
 def checks_of(case: Case) -> tuple[str, ...]:
