@@ -33,6 +33,7 @@ from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.order import BlendedOrder
+from megatron_llama.errors import ConfigError
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.plans.resolve import assemble, check
@@ -53,6 +54,8 @@ STD = 0.1
 """Of all weights around their initial values: at 0.02 attention is so flat that a wrong norm or
 bias would hide below rounding."""
 SPLIT = "85,15,0"
+MOST_UNUSABLE = 200
+"""So many conversations in a row of which a sample holds no answer mean that it never does."""
 SPARE = 1.3
 """How much more there is to train on than a run reads: no sample comes twice, and the samples are
 no multiple of a batch."""
@@ -423,6 +426,7 @@ class _Writer:
         talks: list[Talk] = []
         examples: list[Expected] = []
         tokens = 0
+        unusable = 0
 
         def enough() -> bool:
             if self._in_passes and not valid and all(talk.ids for talk in talks):
@@ -437,11 +441,24 @@ class _Writer:
             if sft.on_long_sample == "stop":
                 most = min(most, length * 3 // 4)
             talk = self._talk(style, self._chance.randint(max(8, length // 5), max(9, most)))
-            tokens += len(talk.ids)
             if sft.chat_template in BUILT_IN and style not in WITHOUT_TEMPLATE:
                 talk = self._rendered(talk, render)
+            found = trained_examples((talk,), sft, length) if talk.ids else ()
+            if talk.ids and not found and "drop" not in (sft.on_long_sample, sft.on_bad_sample):
+                # Cut before its answer: the run would stop at it.
+                unusable += 1
+                if unusable > MOST_UNUSABLE:
+                    raise ConfigError(
+                        f"--seq-length {length}",
+                        got="questions that fill a sample, with what the chat template adds",
+                        expected="room for an answer",
+                        do="raise --seq-length",
+                    )
+                continue
+            unusable = 0
             talks.append(talk)
-            examples += trained_examples((talk,), sft, length) if talk.ids else ()
+            examples += found
+            tokens += len(talk.ids)
         lines = (json.dumps(_record(talk, style)) + "\n" for talk in talks)
         (self._folder / name).write_text("".join(lines))
         return tuple(talks)

@@ -20,6 +20,7 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.errors import ConfigError
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.data_check import rows_of_data
 from megatron_llama.prove.export_check import rows_of_export
@@ -92,6 +93,22 @@ def test_conversations_have_the_tokens_and_answers_that_are_known_of_them(style:
     # Nothing predicts the first token.
     answers = [[answer > 0 for answer in talk.answers[1:]] for talk in written.talks]
     assert [mask[1:].tolist() for mask in read.loss_mask] == answers
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+def test_every_conversation_has_an_answer_where_samples_are_short(loss_on: str, tmp_path: Path) -> None:
+    """Or else the run would stop at it: some questions fill a sample alone."""
+    case = Case("short", {**MODEL, "seq_length": 16, "chat_template": "llama2", "loss_on": loss_on}, 1, sft=True)
+    make_materials(case, tmp_path, steps=2)
+    tokenizer = ChatTokenizer(load_tokenizer(tmp_path / "tokenizer"), "llama2")
+    read = read_examples([tmp_path / "train.jsonl"], tokenizer, SFTConfig(loss_on=loss_on), seq_length=16)  # type: ignore[arg-type]
+    assert not read.problems and len(read) > 8
+
+
+def test_samples_that_no_answer_fits_into_are_refused(tmp_path: Path) -> None:
+    case = Case("short", {**MODEL, "seq_length": 8, "chat_template": "llama3"}, 1, sft=True)
+    with pytest.raises(ConfigError, match=r"--seq-length 8: got questions that fill a sample"):
+        make_materials(case, tmp_path, steps=2)
 
 
 @pytest.mark.parametrize("template", ["plain", "chatml", "llama2", "llama3"])
