@@ -346,7 +346,7 @@ class OffloadConfig:
     more."""
     optimizer_offload_fraction: float = 1.0
     """Share of the optimizer that is offloaded, in whole buckets. What the next forward pass needs
-    first stays on the device."""
+    first stays on the device, and below 1 an embedding that is tied over a pipeline."""
     offload_cores: str = "auto"
     """Processors of a machine that update, such as `0-15,32-47`, in equal parts for its ranks.
     auto: all, one of each physical core."""

@@ -66,14 +66,19 @@ class OffloadPlan:
 def host_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
     """Returns the buckets that are updated on the host: ``fraction`` of the elements, up to whole
     buckets. Those of the first layers stay on the device, because a forward pass would wait longest
-    for them."""
-    trained = [
-        bucket for bucket in bucket_plan.forward_order if bucket_plan.buckets[bucket].kind.trainable
-    ]
-    left_on_device = (1.0 - fraction) * sum(bucket_plan.buckets[b].numel for b in trained)
+    for them, and so does a tied embedding, unless everything is updated on the host."""
+    buckets = bucket_plan.buckets
+    trained = [b for b in bucket_plan.forward_order if buckets[b].kind.trainable]
+    left_on_device = (1.0 - fraction) * sum(buckets[b].numel for b in trained)
+    if fraction < 1.0:
+        # Both ends of the pipeline hold the tied embedding and must update it in the same way
+        # (ZenFlow's choice of columns is a collective of the two). It is the first bucket of one
+        # end and the last of the other, which knows nothing of the first one's sizes.
+        left_on_device -= sum(buckets[b].numel for b in trained if buckets[b].kind.tied)
+        trained = [b for b in trained if not buckets[b].kind.tied]
     chosen = []
     for bucket in trained:
-        left_on_device -= bucket_plan.buckets[bucket].numel
+        left_on_device -= buckets[bucket].numel
         if left_on_device < 0:
             chosen.append(bucket)
     return tuple(sorted(chosen))

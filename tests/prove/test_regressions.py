@@ -47,6 +47,28 @@ def test_what_can_run_can_be_proven(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_both_ends_of_a_pipeline_offload_a_tied_embedding(cluster: Cluster, tmp_path: Path) -> None:
+    """One end chose its columns, a collective of the two, and the other had it on the device: both waited for ever."""
+    offload = {
+        "optimizer_offload": "zenflow",
+        "optimizer_offload_fraction": 0.5,
+        "zenflow_select_strategy": "step",
+        "zenflow_select_interval": "4",
+    }
+    options = {
+        **SMALL,
+        **offload,
+        "pipeline_model_parallel_size": 2,
+        "tie_word_embeddings": True,
+        "zenflow_full_warm_up_rounds": 0,
+        "zenflow_update_interval": "1",
+    }
+    (case,) = shrink(read_options(None, options, SECTIONS), 2, 8)
+    proof = prove_case(cluster, case, tmp_path, 120.0, checks=("one process",), axes=False)
+    assert proof.holds, [row for row in proof.rows if not row.holds]
+
+
+@pytest.mark.long
 def test_steps_that_overflow_are_no_difference_and_the_gradients_are_compared(cluster: Cluster, tmp_path: Path) -> None:
     options = {**SMALL, "fp16": True, "initial_loss_scale": 2.0**32, "min_loss_scale": 16.0}
     (case,) = shrink(read_options(None, options, SECTIONS), 1, 8)
