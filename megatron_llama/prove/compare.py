@@ -82,6 +82,10 @@ class Allowed:
     last_bit: float
     """Of the gradient of all tensors together: what is smaller may be rounding alone. The gradient
     of a tensor counts as so large at least when its deviation is made relative."""
+    cancelled: float = 0.0
+    """Of the gradient of all tensors together: what is smaller is a sum whose terms may cancel, of
+    which rounding leaves little. Of such a tensor no more is asked than that it is neither missing
+    nor half or twice of what it should be, by fp32 or by one process in the same precision."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ IN_BF16 = Allowed(
     gradient_roundings=6.0,
     limit=0.3,
     last_bit=2.0**-16,
+    cancelled=2.0**-10,
 )
 IN_FP16 = Allowed(
     loss=1e-4,
@@ -129,6 +134,7 @@ IN_FP16 = Allowed(
     gradient_roundings=6.0,
     limit=0.1,
     last_bit=2.0**-16,
+    cancelled=2.0**-10,
 )
 """One number may by chance be near that of fp32, so there are floors. Gradients of single tensors
 were at most 1.5 times as far from fp32 as those of one process in the same precision. That has
@@ -236,6 +242,7 @@ def _gradients(
     yield Row(check, "whole gradient", got, min(bound, allowed.limit), step)
     # A tensor whose gradient is below the last bit of the whole one's has rounding alone.
     least = allowed.last_bit * norm_of(wholes[1])
+    cancelled = allowed.cancelled * norm_of(wholes[1])
     for name in sorted(found.keys() | expected.keys()):
         if name not in names:
             note = "it is not trained" if name in expected else "it is trained, and must not be"
@@ -244,6 +251,12 @@ def _gradients(
         rounding = distance(one[name], other[name], least)
         bound = max(floor, allowed.gradient_roundings * rounding)
         got = distance(found[name], expected[name], least)
+        if norm_of(expected[name].double()) < cancelled:
+            # Seen with low-rank additions of rank 1 in bf16: one process was 82 % from fp32, a
+            # right layout 65 %, and 25 % from that process. For another tensor these were 4 %,
+            # 32 % and 31 %: the rounding of one run does not tell that of the next.
+            got = min(got, distance(found[name], one[name], least))
+            bound = LIMIT
         yield Row(check, "gradient", got, min(bound, LIMIT), step, name)
 
 

@@ -166,6 +166,24 @@ def test_a_gradient_that_is_missing_never_holds() -> None:
     assert ("gradient", VECTOR) not in wrong_kinds(near)
 
 
+def test_a_small_gradient_may_be_as_near_to_one_process_in_its_precision() -> None:
+    """Its terms cancel, and rounding leaves little of it; a larger one has no such excuse, nor has one that is missing."""
+
+    def beside(scale: float, whole: float) -> History:
+        gradients = history(scale, of=VECTOR).gradients[0]
+        return replace(history(), gradients=({VECTOR: gradients[VECTOR], MATRIX: gradients[MATRIX] * whole},))
+
+    for whole, held in ((1000.0, True), (10.0, False)):
+        exact, alone = beside(1.0, whole), beside(1.8, whole)
+        for scale in (1.65, 0.9, 0.0):
+            rows = list(rows_of_histories("precision", beside(scale, whole), exact, (alone, exact), IN_BF16))
+            assert (("gradient", VECTOR) not in wrong_kinds(rows)) is (scale == 0.9 or (held and scale > 0))
+        steady = list(rows_of_histories("precision", beside(1.3, whole), exact, (exact, exact), IN_BF16))
+        assert (("gradient", VECTOR) not in wrong_kinds(steady)) is held, "the rounding of one run does not tell that of the next"
+        rows = list(rows_of_histories("one process", beside(1.65, whole), exact, (alone, exact), IN_FP32))
+        assert ("gradient", VECTOR) in wrong_kinds(rows), "in fp32 little cancels"
+
+
 def test_a_change_that_one_process_does_not_make_does_not_hold() -> None:
     """Of ZenFlow, whose columns fp64 updates and fp32 does not: no bound can be made of that."""
     start = {MATRIX: torch.ones(4, 4)}
