@@ -21,6 +21,7 @@ from megatron_llama.checkpoint.storage import ChunkReader, read_metadata
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.loop.bad_steps import ROLLBACK
 from megatron_llama.loop.callbacks import Callback, Run, Step
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.materials import Materials, parsed_options
@@ -216,6 +217,9 @@ class Recorder(Callback):
     def rank_record(self, config: Config) -> RankRecord:
         """What was seen of a run with this configuration."""
         steps = tuple(self._steps)
+        if config.training.on_bad_step == ROLLBACK:
+            # A bad step is repeated with other samples: what counts is the last time.
+            steps = tuple({step.iteration: step for step in steps}.values())
         return RankRecord(config, steps, self._validation_losses)
 
     def _since(self) -> float:

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from megatron_llama.checkpoint.native import MOMENTS
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
+from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import ConfigError
@@ -28,7 +31,7 @@ from megatron_llama.prove.materials import Materials, make_materials, samples_of
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import NotComparedError
 from megatron_llama.prove.resume import other_layout, rows_of_resume
-from megatron_llama.prove.run import Trained, run, states
+from megatron_llama.prove.run import Recorder, Trained, run, states
 from megatron_llama.prove.runs import Runs, reads_of
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import read_examples
@@ -287,3 +290,14 @@ def test_control_c_ends_what_the_workers_do(tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "0").read_text()), 0)
         assert pool.run(1, rank_of) == [0]
+
+
+def test_of_a_step_that_is_repeated_after_a_rollback_the_last_time_counts() -> None:
+    recorder = Recorder()
+    for iteration, loss in ((1, 4.0), (2, 9.0), (2, 8.0), (2, 3.0), (3, 2.0)):
+        step = SimpleNamespace(iteration=iteration, loss=loss, grad_norm=1.0, lr=0.1, skipped=False, batches=())
+        recorder.on_step(cast(Any, None), cast(Any, step))
+    rolls_back = Config(training=TrainingConfig(on_bad_step="rollback"))
+    assert [(step.iteration, step.loss) for step in recorder.rank_record(rolls_back).steps] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    repeated = recorder.rank_record(Config()).steps
+    assert [step.iteration for step in repeated] == [1, 2, 2, 2, 3], "of a run that must not repeat a step it is seen"
