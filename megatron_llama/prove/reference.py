@@ -208,7 +208,7 @@ class Sequences:
 
 def sequences(microbatches: Iterable[Batch]) -> Sequences:
     """Cut the samples of a step into their documents. Those of which nothing counts are left out:
-    nobody sees them."""
+    nobody sees them. Raises NotComparedError for a step of which nothing counts."""
     parts: list[tuple[Tensor, ...]] = []
     for batch in microbatches:
         length, samples = batch.tokens.shape
@@ -228,6 +228,8 @@ def sequences(microbatches: Iterable[Batch]) -> Sequences:
                 *(torch.split(column[:, sample], sizes) for column in columns), strict=True
             )
             parts += [part for part in documents if bool(part[3].any())]
+    if not parts:
+        raise NotComparedError("a step has no label that counts")
     padded = [pad_sequence(list(column), batch_first=True) for column in zip(*parts, strict=True)]
     return Sequences(*padded)
 

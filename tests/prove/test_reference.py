@@ -12,7 +12,16 @@ from megatron_llama.config.schema import Config, DataConfig, LoraConfig, ModelCo
 from megatron_llama.data.loader import Batch
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.prove.case import Case
-from megatron_llama.prove.reference import in_fp32, learning_rates, not_in_transformers, one_process, sequences, smooth, steady
+from megatron_llama.prove.reference import (
+    NotComparedError,
+    in_fp32,
+    learning_rates,
+    not_in_transformers,
+    one_process,
+    sequences,
+    smooth,
+    steady,
+)
 
 CASE = Case(
     "as given",
@@ -94,6 +103,12 @@ def test_learning_rates_are_those_of_the_trainer(style: str | tuple[str, str]) -
         assert all(math.isclose(one, other, rel_tol=1e-13, abs_tol=1e-18) for one, other in zip(found, expected, strict=True)), config
         checked += 1
     assert checked >= 5
+
+
+def test_a_step_of_which_nothing_counts_is_not_compared() -> None:
+    tokens = torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(NotComparedError, match="no label that counts"):
+        sequences([Batch(tokens, tokens, torch.zeros(4, 2))])
 
 
 def test_documents_are_sequences_of_their_own() -> None:
