@@ -124,7 +124,7 @@ IN_BF16 = Allowed(
     gradient_roundings=6.0,
     limit=0.3,
     last_bit=2.0**-16,
-    cancelled=2.0**-10,
+    cancelled=2.0**-12,
 )
 IN_FP16 = Allowed(
     loss=1e-4,
@@ -134,7 +134,7 @@ IN_FP16 = Allowed(
     gradient_roundings=6.0,
     limit=0.1,
     last_bit=2.0**-16,
-    cancelled=2.0**-10,
+    cancelled=2.0**-12,
 )
 """One number may by chance be near that of fp32, so there are floors. Gradients of single tensors
 were at most 1.5 times as far from fp32 as those of one process in the same precision. That has

