@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
     *("errors", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
-    *("sharding", "pipeline", "sft", "checkpoint", "conversion", "planner", "loop", "training", "api", "prove"),
+    *("sharding", "pipeline", "sft", "preference", "checkpoint", "conversion", "planner", "loop", "training", "api", "prove"),
     *("commands", "cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""

@@ -1,0 +1,1 @@
+"""Preference tuning: pairs of answers to samples, the methods' objectives, and reference scores."""

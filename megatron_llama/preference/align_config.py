@@ -1,0 +1,61 @@
+"""Options of ``align``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Method = Literal["dpo", "ipo", "orpo", "simpo", "kto", "reward"]
+PairFormat = Literal[
+    "auto", "trl", "openai", "alpaca", "sharegpt", "ultrafeedback", "completion_label"
+]
+
+BETAS = MappingProxyType({"dpo": 0.1, "ipo": 0.1, "orpo": 0.1, "simpo": 2.0, "kto": 0.1})
+"""The ``beta`` of each method that has one, where none is given."""
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+"""The methods that compare the model with a reference."""
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """The method of preference tuning, and what it compares with."""
+
+    method: Method = "dpo"
+    """`dpo` (Rafailov et al., 2023), `ipo` (Azar et al., 2023), `orpo` (Hong et al., 2024), `simpo`
+    (Meng et al., 2024), `kto` (Ethayarajh et al., 2024; single answers that are good or bad), or
+    `reward`: a reward model (Bradley-Terry)."""
+    beta: float | None = None
+    """How strongly the model is held to the reference (dpo, kto), the paper's tau (ipo), the weight
+    of the odds ratio, lambda (orpo), or the scale of the rewards (simpo). Default: 0.1, for simpo
+    2."""
+    label_smoothing: float = 0.0
+    """dpo: the share of pairs whose labels are taken to be swapped (conservative DPO). Below 0.5.
+    """
+    length_normalization: bool = False
+    """dpo: compare means over the tokens of an answer rather than sums. ipo, orpo and simpo always
+    do."""
+    sft_loss_weight: float = 0.0
+    """dpo, ipo, simpo: add so many times the mean negative log-likelihood of the chosen answers'
+    tokens (RPO)."""
+    simpo_gamma: float = 0.5
+    """simpo: the margin by which the reward of a chosen answer is to exceed that of the rejected
+    one."""
+    desirable_weight: float = 1.0
+    """kto: the weight of good answers."""
+    undesirable_weight: float = 1.0
+    """kto: the weight of bad answers. Their ratio is to make up for unequal numbers."""
+    center_rewards_coefficient: float = 0.0
+    """reward: the weight of the squared sum of both scores of a pair, which keeps scores near zero
+    (Eisenstein et al., 2023)."""
+    preference_format: PairFormat = "auto"
+    """What an example looks like: `trl` (`prompt`, `chosen`, `rejected`), `openai` (`input`,
+    `preferred_output`, `non_preferred_output`), `alpaca` (`instruction`, `input`, `chosen`,
+    `rejected`), `sharegpt` (`conversations`, `chosen`, `rejected`), `ultrafeedback` (whole
+    conversations as `chosen` and `rejected`), `completion_label` (kto: `prompt`, `completion`,
+    `label`). `auto`: what the first example of each file is."""
+    reference_scores: str | None = None
+    """File of the reference's log-probabilities: read if it is there, else written. Default: beside
+    the first file of --train-data."""
+    only_reference_scores: bool = False
+    """Write the reference's log-probabilities and end."""
