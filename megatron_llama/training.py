@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
+from torch import Tensor
+
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
@@ -29,7 +31,7 @@ from megatron_llama.loop.build import (
     read_first_step,
     roll_back,
 )
-from megatron_llama.loop.callbacks import Callback, Callbacks, Run
+from megatron_llama.loop.callbacks import Callback, Callbacks, Evaluation, Run
 from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, require_outputs
 from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
@@ -58,8 +60,13 @@ class TrainResult:
     losses: Mapping[int, float]
     """Training loss by iteration, of the steps of this run that were logged (every
     ``log_interval``-th and the last)."""
+    numbers: Mapping[str, float]
+    """What the objective counts beside its loss in the last step, by name: for ``align`` rewards,
+    margins and accuracies, NaN where there was nothing to count. Empty for other runs."""
     validation_losses: Mapping[int, float]
     """Validation loss by iteration, of the evaluations of this run."""
+    validation_numbers: Mapping[int, Mapping[str, float]]
+    """The same ``numbers`` over each of these evaluations, by iteration."""
     checkpoint: Path | None
     """The newest checkpoint that this run has saved; None without ``save``."""
     export: Path | None
@@ -119,7 +126,7 @@ def train(
             config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
         )
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
-        validation = Validation(config, mesh, runtime, inputs.validation)
+        validation = Validation(config, mesh, runtime, inputs.validation, inputs.names)
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
             state = load_or_init(config, optimizer, mesh, inputs.start)
@@ -144,15 +151,15 @@ def train(
         run = Run(config, interrupts, state, mesh.rank, mesh.world.size)
         called = Callbacks(callbacks, run)
         bad_steps = BadSteps(config, mesh, log, state.history)
-        progress = Progress(config, mesh, log, bad_steps)
+        progress = Progress(config, mesh, log, bad_steps, inputs.names)
         if bad_steps.is_last(state):
             log.say(f" {already_finished(inputs)}")
         called.start()
-        validation_losses: dict[int, float] = {}
-        first_loss = validation.run(state, log, last=bad_steps.is_last(state))
-        if first_loss is not None:
-            validation_losses[state.iteration] = first_loss
-        called.evaluation(first_loss)
+        evaluations: dict[int, Evaluation] = {}
+        first = validation.run(state, log, last=bad_steps.is_last(state))
+        if first is not None:
+            evaluations[state.iteration] = first
+        called.evaluation(first)
         profiling = stack.enter_context(
             Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
         )
@@ -178,10 +185,11 @@ def train(
             optimizer.announce_step(lr, clip=clip_grad)
             # Every microbatch: forward, backward, and the reduction of its gradients.
             loss = runtime.step(batches)
+            counted: Mapping[str, Tensor] = {}
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
             last = bad_steps.is_last(state)
-            progress.record_step(state, lr, loss, update, last=last)
-            called.step(state, lr, loss, update, batches)
+            progress.record_step(state, lr, loss, update, counted, last=last)
+            called.step(state, lr, loss, update, counted, batches)
             mesh.recorder.enter("what follows the step")
 
             request = prefetcher.agreed_request()
@@ -200,9 +208,7 @@ def train(
                 bad_steps.rewind(state)
                 progress.rewind(state.iteration)
                 called.rewind(state)
-                validation_losses = {
-                    at: value for at, value in validation_losses.items() if at <= state.iteration
-                }
+                evaluations = {at: one for at, one in evaluations.items() if at <= state.iteration}
                 last = bad_steps.is_last(state)
                 if not last:
                     prefetcher.restart(bad_steps.first_sample(state))
@@ -212,15 +218,16 @@ def train(
 
             if check_replicas_interval and state.iteration % check_replicas_interval == 0:
                 check_replicas(optimizer, mesh, state.iteration)
-            validation_loss = None
+            evaluated = None
             if evaluating:
-                validation_loss = validation.run(state, log, last=last)
+                evaluated = validation.run(state, log, last=last)
                 early_stop_reason = validation.early_stop_reason(log)
-                if validation_loss is not None:
-                    validation_losses[state.iteration] = validation_loss
-                called.evaluation(validation_loss)
+                if evaluated is not None:
+                    evaluations[state.iteration] = evaluated
+                called.evaluation(evaluated)
             if saving or early_stop_reason:
                 with mesh.recorder.outside_steps("saving"):
+                    validation_loss = evaluated.loss if evaluated is not None else None
                     saver.save(bad_steps.with_history(state), log, validation_loss)
             if writing_texts:
                 texts.write(state, log)
@@ -260,7 +267,9 @@ def train(
             loss=last_step.loss if last_step is not None else None,
             grad_norm=last_step.grad_norm if last_step is not None else None,
             losses=progress.losses,
-            validation_losses=validation_losses,
+            numbers=last_step.counted if last_step is not None else {},
+            validation_losses={at: one.loss for at, one in evaluations.items()},
+            validation_numbers={at: one.numbers for at, one in evaluations.items()},
             checkpoint=saver.newest,
             export=exported,
             stopped_by=stopped_by or interrupts.stopped_by,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,11 +51,15 @@ class Outcome:
     samples: int
     """Samples in the step."""
     numbers: Readback
-    """The fields of ``Numbers``."""
+    """The fields of ``Numbers``, those of the objective last."""
+    counted: tuple[str, ...]
+    """The names of those."""
 
     def read(self) -> Numbers:
         """Wait for the end of the step, and for no later one, and return its numbers."""
-        return Numbers(*self.numbers.read())
+        loss, norm, skipped, scale, limit, *others = self.numbers.read()
+        counted = dict(zip(self.counted, others, strict=True))
+        return Numbers(loss, norm, skipped, scale, limit, counted)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Numbers:
     loss_scale: float
     limit: float
     """The largest loss that is no spike; NaN where there is no limit."""
+    counted: Mapping[str, float]
+    """What the objective of the run counts beside its loss, by name."""
 
 
 class BadSteps:
@@ -131,16 +138,28 @@ class BadSteps:
             bad = bad | (loss > self._limit)
         return bad.to(torch.float64)
 
-    def outcome(self, state: TrainState, loss: Tensor, update: StepResult) -> Outcome:
+    def outcome(
+        self, state: TrainState, loss: Tensor, update: StepResult, counted: Mapping[str, Tensor]
+    ) -> Outcome:
         """The outcome of the step for which ``skip_update`` was called last; its kernels need not
-        have run."""
+        have run. ``counted`` is what the objective counts beside the loss, 0-dim each."""
         if self._training.loss_spike_factor:
             longer = torch.cat([self._losses[1:], loss.reshape(1)])
             self._losses = torch.where(update.skipped > 0, self._losses, longer)
         return Outcome(
             state,
             self._size,
-            Readback((loss, update.grad_norm, update.skipped, update.loss_scale, self._limit)),
+            Readback(
+                (
+                    loss,
+                    update.grad_norm,
+                    update.skipped,
+                    update.loss_scale,
+                    self._limit,
+                    *counted.values(),
+                )
+            ),
+            tuple(counted),
         )
 
     def check(self, step: Outcome) -> bool:

@@ -20,10 +20,18 @@ from megatron_llama.distributed.comm.object_collectives import broadcast_object,
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.errors import TrainingError
+from megatron_llama.loop.callbacks import Evaluation
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, with_rows
 from megatron_llama.loop.take_over import take_over
-from megatron_llama.metrics.log import LINES, MetricLog, MetricLogger
+from megatron_llama.metrics.log import (
+    LANGUAGE_MODEL,
+    LINES,
+    LossNames,
+    MetricLog,
+    MetricLogger,
+    ValidationRecord,
+)
 from megatron_llama.metrics.tensorboard import TensorBoard
 from megatron_llama.metrics.wandb import WandB
 from megatron_llama.model.init import InitialWeights, WithAdapters
@@ -193,9 +201,16 @@ class Validation:
     """Evaluates the mean loss over the validation samples, the same ones every time."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, runtime: PipelineRuntime, samples: Samples | None
+        self,
+        config: Config,
+        mesh: Mesh,
+        runtime: PipelineRuntime,
+        samples: Samples | None,
+        names: LossNames = LANGUAGE_MODEL,
     ) -> None:
-        """``samples``: None in a run that never evaluates."""
+        """``samples``: None in a run that never evaluates. ``names`` are those of the loss in the
+        log."""
+        self._names = names
         self._training = config.training
         self._runtime = runtime
         self._world = mesh.world
@@ -225,29 +240,33 @@ class Validation:
             "(--early-stop-patience)"
         )
 
-    def run(self, state: TrainState, log: MetricLog, *, last: bool) -> float | None:
-        """Evaluate, log the loss and return it; None in a run that never evaluates. Where no
+    def run(self, state: TrainState, log: MetricLog, *, last: bool) -> Evaluation | None:
+        """Evaluate, log what is found and return it; None in a run that never evaluates. Where no
         evaluation is due, at the start of a resumed run, the loss is only printed. Collective.
         Raises TrainingError, on every rank, if the loss is not finite."""
         if self._training.eval_interval == 0:
             return None
-        loss, tokens = self._evaluate()
-        if not math.isfinite(loss):
+        found = self._evaluate()
+        if not math.isfinite(found.loss):
             where = f"validation loss at iteration {state.iteration}"
             do = "look at the weights, or go back to an earlier checkpoint"
-            raise TrainingError(where, got=loss, expected="a finite number", do=do)
-        in_curve = self.due(state, last=last)
-        log.write_validation(
-            state.iteration, state.consumed_samples, loss, tokens, in_curve=in_curve
+            raise TrainingError(where, got=found.loss, expected="a finite number", do=do)
+        record = ValidationRecord(
+            state.iteration,
+            state.consumed_samples,
+            found.loss,
+            found.count,
+            found.numbers,
+            self._names,
         )
-        return loss
+        log.write_validation(record, in_curve=self.due(state, last=last))
+        return found
 
-    def _evaluate(self) -> tuple[float, int]:
-        """Mean loss, and number of target tokens."""
+    def _evaluate(self) -> Evaluation:
         total = 0.0
-        tokens = 0.0
+        counted = 0.0
         for batches in self._batches:
             loss, count = self._runtime.evaluate(batches)
             total += float(loss) * float(count)
-            tokens += float(count)
-        return total / max(tokens, 1.0), int(tokens)
+            counted += float(count)
+        return Evaluation(total / max(counted, 1.0), int(counted), {})

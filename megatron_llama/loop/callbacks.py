@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,17 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import UserError
 from megatron_llama.loop.prefetch import Interrupts
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation has found. All ranks have the same."""
+
+    loss: float
+    count: int
+    """What the loss is the mean over: target tokens, or pairs."""
+    numbers: Mapping[str, float]
+    """What the objective counts beside the loss, by name."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,10 @@ class Step:
     skipped: Tensor
     """1 if the weights stayed as they were, because the step was not finite or was a bad one; else
     0."""
+    numbers: Mapping[str, Tensor]
+    """What the objective of the run counts beside its loss, by name, fp64: for ``align`` the
+    rewards, margins and accuracies of the global batch. All ranks have the same. Empty for others.
+    """
     batches: Sequence[Batch]
     """The microbatches of this rank: tensors ``tokens`` and ``labels`` [seq_length, samples], and
     ``loss_mask``, ``position_ids`` and ``document_ids``, which are None where nothing needs
@@ -54,6 +69,7 @@ class Run:
         self.world_size = world_size
         self._interrupts = interrupts
         self._state = state
+        self._validation_numbers: Mapping[str, float] = {}
 
     @property
     def iteration(self) -> int:
@@ -64,6 +80,12 @@ class Run:
     def consumed_samples(self) -> int:
         """Samples behind the run."""
         return self._state.consumed_samples
+
+    @property
+    def validation_numbers(self) -> Mapping[str, float]:
+        """What the objective counts beside its loss (``Step.numbers``), over the last evaluation of
+        the run. Empty before the first."""
+        return self._validation_numbers
 
     def stop(self) -> None:
         """Ask all ranks to stop, from any rank. The ranks agree on it while the next step runs, so
@@ -119,7 +141,8 @@ class Callback:
         iteration may come again."""
 
     def on_evaluation(self, run: Run, loss: float) -> None:
-        """The validation loss has been measured."""
+        """The validation loss has been measured; ``run.validation_numbers`` are what the objective
+        counts beside it."""
 
     def on_save(self, run: Run, path: Path) -> None:
         """The checkpoint ``path`` has been written; the path is the same on all ranks. With
@@ -150,6 +173,7 @@ class Callbacks:
         lr: float,
         loss: Tensor,
         update: StepResult,
+        numbers: Mapping[str, Tensor],
         batches: Sequence[Batch],
     ) -> None:
         """Call ``on_step`` with what the step that leads to ``state`` has found."""
@@ -163,6 +187,7 @@ class Callbacks:
             loss,
             update.grad_norm,
             update.skipped,
+            numbers,
             batches,
         )
         for callback in self._callbacks:
@@ -173,12 +198,14 @@ class Callbacks:
         """The run has returned to ``state``."""
         self._run._state = state
 
-    def evaluation(self, loss: float | None) -> None:
+    def evaluation(self, found: Evaluation | None) -> None:
         """Call ``on_evaluation``, unless nothing was evaluated."""
-        for callback in self._callbacks if loss is not None else ():
+        if found is None:
+            return
+        self._run._validation_numbers = found.numbers
+        for callback in self._callbacks:
             with _OfThisRank():
-                assert loss is not None
-                callback.on_evaluation(self._run, loss)
+                callback.on_evaluation(self._run, found.loss)
 
     def saves(self, paths: Sequence[Path]) -> None:
         """Call ``on_save`` for each of these checkpoints."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor
@@ -17,18 +18,27 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.loop.bad_steps import BadSteps, Numbers, Outcome
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
-from megatron_llama.metrics.log import MetricLog, StepRecord
+from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
 
 
 class Progress:
     """Checks every step and logs every ``log_interval``-th one and the last."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: MetricLog, bad_steps: BadSteps) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        log: MetricLog,
+        bad_steps: BadSteps,
+        names: LossNames = LANGUAGE_MODEL,
+    ) -> None:
+        """``names`` are those of the loss in the log."""
         self._config = config
         self._mesh = mesh
         self._log = log
         self._bad_steps = bad_steps
+        self._names = names
         training = config.training
         self._work = Work(
             flops_per_token=flops_per_token(
@@ -53,14 +63,22 @@ class Progress:
         """Summed over the good steps since the last line."""
 
     def record_step(
-        self, state: TrainState, lr: float, loss: Tensor, update: StepResult, *, last: bool
+        self,
+        state: TrainState,
+        lr: float,
+        loss: Tensor,
+        update: StepResult,
+        counted: Mapping[str, Tensor],
+        *,
+        last: bool,
     ) -> None:
         """Record the step that leads to ``state`` and has been issued, and check the one before it.
-        ``last``: it is the last one of the run. Raises TrainingError if the run must not go on."""
+        ``counted`` is what the objective counts beside the loss. ``last``: it is the last one of
+        the run. Raises TrainingError if the run must not go on."""
         self.check_last_step()
         if self._bad_steps.rollback_needed:
             return
-        outcome = self._bad_steps.outcome(state, loss, update)
+        outcome = self._bad_steps.outcome(state, loss, update, counted)
         self._pending = outcome
         self._steps += 1
         self._samples += outcome.samples
@@ -133,6 +151,8 @@ class Progress:
                 exposed_comm_ms=mean.exposed_comm_ms,
                 eta_seconds=mean.eta_seconds,
                 compute=self._spread(interval),
+                numbers={name: _finite(value) for name, value in found.counted.items()},
+                names=self._names,
             )
         )
         self._begin_interval()

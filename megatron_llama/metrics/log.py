@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -19,6 +19,20 @@ from megatron_llama.metrics.window import Spread
 FILE_NAME = "log.jsonl"
 NOTHING = -1
 """The last iteration that ``truncate`` keeps where it is to keep none."""
+
+
+@dataclass(frozen=True)
+class LossNames:
+    """How a log calls the loss of its run, and what a validation loss is the mean over."""
+
+    loss: str
+    """In lines; in ``log.jsonl`` with underscores."""
+    unit: str
+    perplexity: bool
+    """Whether the exponential of the loss means anything."""
+
+
+LANGUAGE_MODEL = LossNames("lm loss", "tokens", perplexity=True)
 
 
 @dataclass(frozen=True)
@@ -56,11 +70,27 @@ class StepRecord:
     nan_iterations: int = 0
     compute: Spread | None = None
     """How long the ranks compute in a step; with --log-straggler."""
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+    """What the objective of the run counts beside its loss, by name; None as for ``lm_loss``."""
+    names: LossNames = LANGUAGE_MODEL
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One evaluation."""
+
+    iteration: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    loss: float
+    """The mean over ``count`` of ``names.unit``."""
+    count: int
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """As in a ``StepRecord``, over the whole evaluation."""
+    names: LossNames = LANGUAGE_MODEL
 
 
 _JSON_KEYS = (
-    "iteration",
-    "lm_loss",
     "grad_norm",
     "loss_scale",
     "skipped_iterations",
@@ -78,13 +108,18 @@ _JSON_KEYS = (
 )
 
 
+SHOWN = ("rewards/margins", "rewards/accuracies", "kl", "nll_loss")
+"""The numbers of an objective for which the compact line has room."""
+
+
 def compact_line(record: StepRecord, now: datetime) -> str:
     """A line of at most 260 columns: the fields of Megatron's line that people and scripts look
     for, under its names, and the speed. The others are in ``log.jsonl``."""
     r = record
     fields = [
         f" iteration {r.iteration:{len(str(r.train_iters))}d}/{r.train_iters}",
-        "lm loss: " + _or_na(r.lm_loss, ".5E"),
+        f"{r.names.loss}: " + _or_na(r.lm_loss, ".5E"),
+        *(f"{name}: " + _or_na(r.numbers[name], ".4g") for name in SHOWN if name in r.numbers),
         "grad norm: " + _or_na(r.grad_norm, ".3f"),
         f"learning rate: {r.learning_rate:.2E}",
         f"global batch size: {r.global_batch_size}",
@@ -120,13 +155,14 @@ def megatron_line(record: StepRecord, now: datetime) -> str:
         f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.{digits}f}",
         f"learning rate: {r.learning_rate:.6E}",
         f"global batch size: {r.global_batch_size:5d}",
-        "lm loss: " + _or_na(r.mean_lm_loss, ".6E"),
+        f"{r.names.loss}: " + _or_na(r.mean_lm_loss, ".6E"),
         f"loss scale: {r.loss_scale:.1f}",
         "grad norm: " + _or_na(r.grad_norm, ".3f"),
         f"number of skipped iterations: {r.skipped_iterations:3d}",
         f"number of nan iterations: {r.nan_iterations:3d}",
     ]
     ours = [
+        *(f"{name}: " + _or_na(value, ".6g") for name, value in r.numbers.items()),
         f"tokens/s/GPU: {r.tokens_per_second_per_gpu:.1f}",
         "exposed comm (ms): " + _or_na(r.exposed_comm_ms, ".1f"),
         "MFU: " + _or_na(r.mfu, ".1%"),
@@ -158,14 +194,19 @@ LINES: Mapping[str, Callable[[StepRecord, datetime], str]] = MappingProxyType(
 """The lines of --log-format."""
 
 
-def format_validation(iteration: int, consumed_samples: int, loss: float, tokens: int) -> str:
+def format_validation(record: ValidationRecord) -> str:
     """The line of an evaluation; perplexity is capped at e^20 as in Megatron."""
-    perplexity = math.exp(min(20.0, loss))
-    return (
-        f" validation loss at iteration {iteration} | consumed samples: {consumed_samples:12d} "
-        f"| lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} "
-        f"| validation tokens: {tokens} |"
-    )
+    r = record
+    fields = [
+        f" validation loss at iteration {r.iteration}",
+        f"consumed samples: {r.consumed_samples:12d}",
+        f"{r.names.loss} value: {r.loss:.6E}",
+    ]
+    if r.names.perplexity:
+        fields.append(f"{r.names.loss} PPL: {math.exp(min(20.0, r.loss)):.6E}")
+    fields += [f"{name}: {value:.6g}" for name, value in r.numbers.items()]
+    fields.append(f"validation {r.names.unit}: {r.count}")
+    return " | ".join(fields) + " |"
 
 
 def format_duration(seconds: float) -> str:
@@ -181,7 +222,7 @@ class MetricLogger(Protocol):
         """Log an interval of training."""
         ...
 
-    def validation(self, iteration: int, loss: float) -> None:
+    def validation(self, record: ValidationRecord) -> None:
         """Log an evaluation."""
         ...
 
@@ -298,7 +339,12 @@ class MetricLog:
             return
         now = datetime.now()
         self.say(self._line(record, now))
-        entry = {key: getattr(record, key) for key in _JSON_KEYS}
+        entry = {
+            "iteration": record.iteration,
+            record.names.loss.replace(" ", "_"): record.lm_loss,
+            **record.numbers,
+            **{key: getattr(record, key) for key in _JSON_KEYS},
+        }
         entry["time"] = now.isoformat(timespec="seconds")
         if record.compute is not None:
             entry["compute_ms_min"] = record.compute.least
@@ -309,16 +355,8 @@ class MetricLog:
         for logger in self._loggers:
             logger.step(record)
 
-    def write_validation(
-        self,
-        iteration: int,
-        consumed_samples: int,
-        loss: float,
-        tokens: int,
-        *,
-        in_curve: bool = True,
-    ) -> None:
-        """Log one evaluation after ``iteration`` steps: the mean ``loss`` over ``tokens`` tokens.
+    def write_validation(self, record: ValidationRecord, *, in_curve: bool = True) -> None:
+        """Log one evaluation.
 
         A resumed run that repeats the evaluation of its first iteration prints it again, but the
         file keeps one. One that is not ``in_curve`` is only printed: a run that nobody interrupted
@@ -326,18 +364,19 @@ class MetricLog:
         """
         if not self._prints:
             return
-        self.say(format_validation(iteration, consumed_samples, loss, tokens))
-        if in_curve and iteration not in self.evaluated:
-            self.evaluated[iteration] = loss
+        self.say(format_validation(record))
+        if in_curve and record.iteration not in self.evaluated:
+            self.evaluated[record.iteration] = record.loss
             entry = {
-                "iteration": iteration,
-                "consumed_samples": consumed_samples,
-                "validation_loss": loss,
-                "validation_tokens": tokens,
+                "iteration": record.iteration,
+                "consumed_samples": record.consumed_samples,
+                "validation_loss": record.loss,
+                f"validation_{record.names.unit}": record.count,
+                **{f"validation_{name}": value for name, value in record.numbers.items()},
             }
             self._append(entry)
             for logger in self._loggers:
-                logger.validation(iteration, loss)
+                logger.validation(record)
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar, on the printing rank."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_llama.config.schema import LogConfig
 from megatron_llama.errors import ConfigError
-from megatron_llama.metrics.log import StepRecord
+from megatron_llama.metrics.log import StepRecord, ValidationRecord
 
 FLUSH_SECONDS = 120
 
@@ -52,9 +52,10 @@ class TensorBoard:
     def _scalars(self, r: StepRecord) -> Iterator[tuple[str, float | None]]:
         yield from (
             ("learning-rate", r.learning_rate),
-            ("lm loss", r.lm_loss),
+            (r.names.loss, r.lm_loss),
             ("grad-norm", r.grad_norm),
             ("loss-scale", r.loss_scale),
+            *r.numbers.items(),
         )
         if self._config.log_batch_size_to_tensorboard:
             yield "batch-size", r.global_batch_size
@@ -70,10 +71,14 @@ class TensorBoard:
                 ("mfu", r.mfu),
             )
 
-    def validation(self, iteration: int, loss: float) -> None:
-        self._writer.add_scalar("lm loss validation", loss, iteration)
-        if self._config.log_validation_ppl_to_tensorboard:
-            self._writer.add_scalar("lm loss validation ppl", math.exp(min(20.0, loss)), iteration)
+    def validation(self, record: ValidationRecord) -> None:
+        name = f"{record.names.loss} validation"
+        self._writer.add_scalar(name, record.loss, record.iteration)
+        if self._config.log_validation_ppl_to_tensorboard and record.names.perplexity:
+            perplexity = math.exp(min(20.0, record.loss))
+            self._writer.add_scalar(f"{name} ppl", perplexity, record.iteration)
+        for name, value in record.numbers.items():
+            self._writer.add_scalar(f"{name} validation", value, record.iteration)
 
     def rewind(self, iteration: int) -> None:
         self._writer.close()

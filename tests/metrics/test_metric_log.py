@@ -15,7 +15,17 @@ from typing import Any, TextIO
 
 import pytest
 from megatron_llama.errors import TrainingError
-from megatron_llama.metrics.log import MetricLog, StepRecord, compact_line, format_duration, format_validation, megatron_line, truncate
+from megatron_llama.metrics.log import (
+    LossNames,
+    MetricLog,
+    StepRecord,
+    ValidationRecord,
+    compact_line,
+    format_duration,
+    format_validation,
+    megatron_line,
+    truncate,
+)
 
 RECORD = StepRecord(
     iteration=1,
@@ -121,17 +131,46 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_the_validation_line() -> None:
-    assert format_validation(100, 12800, 2.0, 4096) == (
+    assert format_validation(ValidationRecord(100, 12800, 2.0, 4096)) == (
         " validation loss at iteration 100 | consumed samples:        12800 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 "
         "| validation tokens: 4096 |"
     )
-    assert "lm loss PPL: 4.851652E+08" in format_validation(0, 0, 1e6, 1)
+    assert "lm loss PPL: 4.851652E+08" in format_validation(ValidationRecord(0, 0, 1e6, 1))
+
+
+def test_what_an_objective_counts_has_its_place(tmp_path: Path) -> None:
+    """The loss under its name, the few numbers with room in the compact line, all of them in the others."""
+    names = LossNames("loss", "pairs", perplexity=False)
+    numbers = {"rewards/accuracies": 0.75, "rewards/margins": None, "logps/chosen": -123.4567}
+    record = replace(RECORD, numbers=numbers, names=names)
+    line = compact_line(record, NOW)
+    assert " | loss: 1.25000E+01 | rewards/margins: n/a | rewards/accuracies: 0.75 | grad norm: 1.234 | " in line and "logps" not in line
+    line = megatron_line(record, NOW)
+    assert " | loss: 1.234567E+01 | " in line and " | rewards/accuracies: 0.75 | rewards/margins: n/a | logps/chosen: -123.457 | " in line
+    log, out = opened(tmp_path)
+    with log:
+        log.write(record)
+        log.write_validation(ValidationRecord(1, 128, 0.5, 24, {"logps/chosen": -120.25}, names))
+    assert out.getvalue().splitlines()[1] == (
+        " validation loss at iteration 1 | consumed samples:          128 | loss value: 5.000000E-01 | logps/chosen: -120.25 "
+        "| validation pairs: 24 |"
+    )
+    step, evaluation = lines(tmp_path)
+    step.pop("time")
+    assert step == {**{key: getattr(RECORD, key) for key in KEYS - {"lm_loss"}}, "loss": 12.5, **numbers}
+    assert evaluation == {
+        "iteration": 1,
+        "consumed_samples": 128,
+        "validation_loss": 0.5,
+        "validation_pairs": 24,
+        "validation_logps/chosen": -120.25,
+    }
 
 
 def test_json_lines_are_unrounded(tmp_path: Path) -> None:
     log, out = opened(tmp_path / "new" / "folder")
     with log:
-        log.write_validation(0, 0, 10.123456789012345, 77)
+        log.write_validation(ValidationRecord(0, 0, 10.123456789012345, 77))
         log.write(RECORD)
         log.write(replace(RECORD, iteration=2, mfu=None, exposed_comm_ms=None, peak_memory_bytes=None, eta_seconds=None))
         # Lines are on disk at once: nothing is lost when the run is killed.
@@ -151,7 +190,7 @@ def test_other_ranks_are_silent(tmp_path: Path) -> None:
     with log:
         log.advance()
         log.write(RECORD)
-        log.write_validation(0, 0, 1.0, 1)
+        log.write_validation(ValidationRecord(0, 0, 1.0, 1))
         log.say("hello")
     assert out.getvalue() == ""
     assert not (tmp_path / "never").exists()
@@ -174,11 +213,11 @@ def test_numbers_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
 def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
     log, _ = opened(tmp_path)
     with log:
-        log.write_validation(0, 0, 9.0, 8)
+        log.write_validation(ValidationRecord(0, 0, 9.0, 8))
         for iteration in (1, 2, 3, 4):
             log.write(replace(RECORD, iteration=iteration, lm_loss=10.0 - iteration))
             if iteration % 2 == 0:
-                log.write_validation(iteration, iteration, 9.0 - iteration, 8)
+                log.write_validation(ValidationRecord(iteration, iteration, 9.0 - iteration, 8))
     whole = lines(tmp_path)
     # Killed in the middle of a line, then resumed from the checkpoint at iteration 2.
     with (tmp_path / "log.jsonl").open("a") as file:
@@ -186,10 +225,10 @@ def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
     log, out = opened(tmp_path, start=2)
     with log:
         assert [line["iteration"] for line in lines(tmp_path)] == [0, 1, 2, 2]
-        log.write_validation(2, 2, 7.0, 8)
+        log.write_validation(ValidationRecord(2, 2, 7.0, 8))
         for iteration in (3, 4):
             log.write(replace(RECORD, iteration=iteration, lm_loss=10.0 - iteration))
-        log.write_validation(4, 4, 5.0, 8)
+        log.write_validation(ValidationRecord(4, 4, 5.0, 8))
     again = lines(tmp_path)
     for line in (*whole, *again):
         line.pop("time", None)  # the clock's, to the second
@@ -202,7 +241,7 @@ def test_a_fresh_start_begins_a_new_curve(tmp_path: Path) -> None:
     for _ in range(2):
         log, _ = opened(tmp_path)
         with log:
-            log.write_validation(0, 0, 9.0, 8)
+            log.write_validation(ValidationRecord(0, 0, 9.0, 8))
             log.write(RECORD)
     assert [line["iteration"] for line in lines(tmp_path)] == [0, 1]
 
@@ -211,8 +250,8 @@ def test_what_is_not_of_the_curve_is_only_printed(tmp_path: Path) -> None:
     """As the evaluation with which a resumed run begins between two that are due."""
     log, out = opened(tmp_path, start=1)
     with log:
-        log.write_validation(1, 1, 8.0, 8, in_curve=False)
-        log.write_validation(2, 2, 7.0, 8)
+        log.write_validation(ValidationRecord(1, 1, 8.0, 8), in_curve=False)
+        log.write_validation(ValidationRecord(2, 2, 7.0, 8))
     assert [line["iteration"] for line in lines(tmp_path)] == [2] and log.evaluated == {2: 7.0}
     assert out.getvalue().count("validation loss at iteration ") == 2
 
@@ -220,7 +259,7 @@ def test_what_is_not_of_the_curve_is_only_printed(tmp_path: Path) -> None:
 def test_a_run_that_returns_to_its_start_keeps_the_evaluation_before_it(tmp_path: Path) -> None:
     log, _ = opened(tmp_path)
     with log:
-        log.write_validation(0, 0, 9.0, 8)
+        log.write_validation(ValidationRecord(0, 0, 9.0, 8))
         log.write(RECORD)
         log.rewind(0)
         log.write(RECORD)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.errors import DataError
-from megatron_llama.metrics.log import MetricLog, StepRecord, compact_line, megatron_line
+from megatron_llama.metrics.log import MetricLog, StepRecord, ValidationRecord, compact_line, megatron_line
 from megatron_llama.prove.logs import read_log
 
 WHEN = datetime(2026, 5, 4, 3, 2, 1)
@@ -72,7 +72,7 @@ def losses(path: Path) -> dict[int, float]:
 def test_our_log_is_read_with_all_its_digits(tmp_path: Path) -> None:
     with MetricLog(tmp_path, prints=True, start_iteration=0, train_iters=3, progress_bar=False, out=io.StringIO()) as log:
         log.write(record(1, 5.791619822382927))
-        log.write_validation(1, 8, 5.5, 100)
+        log.write_validation(ValidationRecord(1, 8, 5.5, 100))
         log.write(record(2, None, None))
         log.write(record(3, 5.25))
     with (tmp_path / "log.jsonl").open("a") as file:

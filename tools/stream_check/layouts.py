@@ -136,7 +136,7 @@ class _Run:
                 if last and self._layout.end == "reduced":
                     break
                 update = optimizer.step(_LR, clip=clip, skip_update=bad_steps.skip_update(loss))
-                progress.record_step(TrainState(iteration, 0), _LR, loss, update, last=last)
+                progress.record_step(TrainState(iteration, 0), _LR, loss, update, {}, last=last)
                 prefetcher.agreed_request()
                 if iteration == 2:
                     progress.check_last_step()
