@@ -7,7 +7,8 @@ row-parallel one adds to its partial sums, which are summed anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -133,3 +134,23 @@ def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig)
             layer.adapters = RowAdapter(
                 spec.shape[1], parts, rank=lora.lora_rank, scaling=scaling, tp=layer.tp
             )
+
+
+@contextmanager
+def additions_off(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """A section in which these stages compute what they would without their low-rank additions, bit
+    for bit. The additions keep their weights. It is for passes without backward."""
+    layers = [
+        layer
+        for stage in stages
+        for layer in stage.modules()
+        if isinstance(layer, (ColumnLinear, RowLinear)) and layer.adapters is not None
+    ]
+    set_aside = [layer.adapters for layer in layers]
+    for layer in layers:
+        layer.adapters = None
+    try:
+        yield
+    finally:
+        for layer, adapters in zip(layers, set_aside, strict=True):
+            layer.adapters = adapters

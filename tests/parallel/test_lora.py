@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.nn.lora import additions_off
 from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes, is_adapter
 from torch import Tensor
@@ -185,3 +186,29 @@ def test_frozen_weights_have_no_gradients_and_no_moments(cluster: Cluster) -> No
     layout = replace(ONE, dp=2)
     trained = sum(bucket.numel for bucket in rank_bucket_plan(layout.config(), dp=2).buckets if bucket.kind.adapter)
     assert cluster.run(2, kept_for_training, layout)[0] == (trained, trained // 2, trained)
+
+
+def evaluate_without_additions(place: Place, layout: Layout) -> tuple[float, float, float]:
+    """The loss of the base alone, of the model with additions that are off, and of the same when they are on again."""
+    base = replace(layout, lora=0)
+    plain = trainer(place, base)
+    alone = plain.runtime.evaluate(plain.batches(0))[0].item()
+    run = trainer(place, layout)
+    with additions_off(run.stages.values()):
+        off = run.runtime.evaluate(run.batches(0))[0].item()
+    return alone, off, run.runtime.evaluate(run.batches(0))[0].item()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tp=2, sp=True),
+        pytest.param(Layout(dp=2, strategy="optim_grads_params", slots="1", microbatches=2), marks=pytest.mark.long),
+        pytest.param(Layout(pp=2, microbatches=2), marks=pytest.mark.long),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_with_the_additions_off_the_model_is_its_base_bit_for_bit(cluster: Cluster, layout: Layout) -> None:
+    for alone, off, on in cluster.run(layout.world_size, evaluate_without_additions, replace(layout, lora=4)):
+        assert alone == off != on
