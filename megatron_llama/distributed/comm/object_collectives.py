@@ -51,6 +51,13 @@ def all_gather_float(value: float, axis: Axis) -> list[float]:
     return found.tolist()
 
 
+def sum_over_ranks(values: torch.Tensor, axis: Axis) -> None:
+    """Add up a tensor on the host over all ranks, in place. Collective."""
+    if axis.size > 1:
+        with axis.recorder.waiting(AGREEMENT):
+            dist.all_reduce(values, group=axis.communicator)
+
+
 def gather_object(value: T, axis: Axis) -> list[T] | None:
     """The picklable value of every rank, in rank order, on the first rank of the axis; None on the
     others. Collective."""
