@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -46,6 +46,16 @@ class Batch:
     have not been counted."""
     longest_document: int = 0
     """Tokens of the longest document, where they are counted."""
+    completion_ids: Tensor | None = None
+    """1 + the number, within its sample, of the completion that the label belongs to, int32 [s, b];
+    0 where it belongs to none. None for samples without completions to compare."""
+    completion_kinds: Tensor | None = None
+    """What each completion of a sample is, int8 [c, b]: 0 absent, 1 chosen or desirable, 2 rejected
+    or undesirable. Of a pair, number 2k is the chosen one and 2k + 1 the rejected one."""
+    reference_logps: Tensor | None = None
+    """The log-probability of each completion under the reference, float64 [c, b]."""
+    mismatched: Batch | None = None
+    """Prompts with completions of other prompts, of which KTO estimates a divergence."""
 
     @property
     def document_mask(self) -> Tensor | None:
@@ -60,9 +70,25 @@ class Batch:
         return (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the batch has, by field."""
+        """Return the tensors that the batch has, by field, those of ``mismatched`` included."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        own = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        inner = self.mismatched.tensors() if self.mismatched is not None else {}
+        return own | {f"mismatched.{name}": value for name, value in inner.items()}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Batch:
+        """Return the batch with these tensors, named as by ``tensors``, in the place of its own."""
+        own = {name: value for name, value in tensors.items() if "." not in name}
+        moved = replace(self, **own)  # type: ignore[arg-type]
+        if self.mismatched is None:
+            return moved
+        prefix = "mismatched."
+        inner = {
+            name.removeprefix(prefix): value
+            for name, value in tensors.items()
+            if name.startswith(prefix)
+        }
+        return replace(moved, mismatched=self.mismatched.with_tensors(inner))
 
     def prepared(self, device: torch.device) -> Batch:
         """Return the batch with its documents counted, if ``device`` needs that."""
@@ -71,17 +97,22 @@ class Batch:
         if self.document_ids is None or is_host(device) or not is_host(self.document_ids.device):
             return self
         documents = Documents.of(self.document_ids)
-        return replace(self, document_starts=documents.starts, longest_document=documents.longest)
+        inner = self.mismatched.prepared(device) if self.mismatched is not None else None
+        return replace(
+            self,
+            document_starts=documents.starts,
+            longest_document=documents.longest,
+            mismatched=inner,
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device; that is itself where it already is there."""
         if self.tokens.device == device:
             return self
         ready = self.prepared(device)
-        moved = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in ready.tensors().items()
-        }
-        return replace(ready, **moved)  # type: ignore[arg-type]
+        return ready.with_tensors(
+            {name: tensor.to(device, non_blocking=True) for name, tensor in ready.tensors().items()}
+        )
 
 
 class Samples(Protocol):
@@ -254,7 +285,15 @@ class BatchLoader:
 
 
 def _counting(batch: Batch, count: int) -> Batch:
-    """Return the batch with a mask that leaves only its first ``count`` samples in the loss."""
+    """Return the batch with a mask that leaves only its first ``count`` samples in the loss, or
+    without the completions of the others."""
+    if batch.completion_kinds is not None:
+        kinds = batch.completion_kinds.clone()
+        kinds[:, max(count, 0) :] = 0
+        inner = None if batch.mismatched is None else _counting(batch.mismatched, count)
+        batch = replace(batch, completion_kinds=kinds, mismatched=inner)
+        if batch.loss_mask is None:
+            return batch
     mask = torch.ones(batch.labels.shape) if batch.loss_mask is None else batch.loss_mask.clone()
     mask[:, max(count, 0) :] = 0.0
     return replace(batch, loss_mask=mask)

@@ -8,7 +8,6 @@ step under way still reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ def laid_out(batches: Sequence[Batch], memory: Tensor) -> list[Batch]:
                 memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             )
             begin += _aligned(tensor.nbytes)
-        placed.append(replace(batch, **views))  # type: ignore[arg-type]
+        placed.append(batch.with_tensors(views))
     return placed
 
 

@@ -55,6 +55,7 @@ from megatron_llama.nn.linear import (
     stacked_outputs,
 )
 from megatron_llama.nn.lora import add_adapters
+from megatron_llama.nn.loss import TokenWeights
 from megatron_llama.nn.ops import PLAIN, Ops
 from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
 from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
@@ -557,7 +558,12 @@ class Stage(nn.Module):
         return logits
 
     def loss_in_chunks(
-        self, normed: Tensor, labels: Tensor, *, weights: Tensor | None, z_weight: float
+        self,
+        normed: Tensor,
+        labels: Tensor,
+        *,
+        weights: Tensor | TokenWeights | None,
+        z_weight: float,
     ) -> Tensor:
         """Return the losses of ``head_loss`` for the result of ``forward`` without head, whose
         backward pass, if any, has to come next."""

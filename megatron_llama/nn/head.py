@@ -5,7 +5,8 @@ Logits, [tokens, vocabulary], are the largest tensor of a step: 1 GiB in bf16 fo
 128,256 words. Here a chunk of them is computed, is overwritten by its own gradient, gives its part
 of the gradients of input and weight, and is freed. So all gradients are computed in the forward
 pass, and the backward pass of the same microbatch has to follow before any other pass. Without a
-backward pass each chunk gives its losses only.
+backward pass each chunk gives its losses only. Where the weights of the tokens depend on the losses
+of all of them, the chunks are computed twice: for the losses, then for the gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_llama.distributed.comm import autograd, collectives
 from megatron_llama.distributed.mesh import Axis
-from megatron_llama.nn.loss import cross_entropy
+from megatron_llama.nn.loss import TokenWeights, cross_entropy
 from megatron_llama.nn.ops import Ops
 from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, wait_unsharded
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, head_rows
@@ -51,7 +52,7 @@ def head_loss(
     tp: Axis,
     vocab_size: int,
     *,
-    weights: Tensor | None,
+    weights: Tensor | TokenWeights | None,
     sequence_parallel: bool,
     z_weight: float,
     ops: Ops,
@@ -79,10 +80,13 @@ def head_loss(
         gathering.wait()
         rows = full.flatten(0, -2)
         targets = labels.flatten()
-        token_weights = None if weights is None else weights.flatten()
-        losses = []
         step = head_rows(chunk, weight.shape[0])
-        for part in (slice(start, start + step) for start in range(0, len(rows), step)):
+        parts = [slice(start, start + step) for start in range(0, len(rows), step)]
+
+        def chunk_loss(part: slice, token_weights: Tensor | None) -> Tensor:
+            """Return the losses of some rows; with weights, also add to the weight gradient, and
+            overwrite the rows by their gradient."""
+            nonlocal beta
             logits = F.linear(rows[part], weight)
             tangent = None
             if cap:
@@ -93,28 +97,35 @@ def head_loss(
                 targets[part],
                 tp,
                 vocab_size,
-                weights=None if token_weights is None else token_weights[part],
+                weights=token_weights,
                 z_weight=z_weight,
                 ops=ops,
             )
-            losses.append(loss)
+            if token_weights is None:
+                return loss
             # The logits are their gradient now.
-            if tangent is not None and token_weights is not None:
+            if tangent is not None:
                 torch.ops.aten.tanh_backward.grad_input(logits, tangent, grad_input=logits)
             # The weight gradient reads these rows of the input
             # before their gradient takes their place.
             if wgrad is not None:
                 accumulate_product(wgrad, beta, logits.t(), rows[part])
                 beta = 1.0
-            if token_weights is not None:
-                torch.mm(logits, weight, out=rows[part])
-            del logits, tangent  # two chunks at once would be twice the memory
+            torch.mm(logits, weight, out=rows[part])
+            return loss
+
+        if callable(weights):
+            losses = torch.cat([chunk_loss(part, None) for part in parts]).view(labels.shape)
+            weights = weights(losses)
         if weights is None:
-            return torch.cat(losses).view(labels.shape), None
+            losses = torch.cat([chunk_loss(part, None) for part in parts]).view(labels.shape)
+            return losses, None
+        token_weights = weights.flatten()
+        losses = torch.cat([chunk_loss(part, token_weights[part]) for part in parts])
         if gathers:
             summed, scattering = autograd.start_reduce_scatter(full, tp)
             scattering.wait()
             shard.copy_(summed)
         else:
             collectives.all_reduce(full, tp, async_op=False).wait()
-    return torch.cat(losses).view(labels.shape), handle
+    return losses.view(labels.shape), handle

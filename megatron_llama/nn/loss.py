@@ -2,11 +2,13 @@
 tensor.
 
 The gradient is computed with the loss, in the memory of the logits: a chunk of rows is read and
-written while it is in the cache. The weight of every token is known before, so no autograd is
-needed.
+written while it is in the cache. The weight of every token is known before, or computed from the
+losses of all tokens, so no autograd is needed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,10 @@ from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.nn.ops import DEVICE_CHUNK, PLAIN, Ops, at_least_fp32, softmax_stats
 
+TokenWeights = Callable[[Tensor], Tensor]
+"""Maps the losses of all tokens, [s, b], to the derivative of a scalar by each of them, [s, b]: the
+weights that their gradients have."""
+
 
 def cross_entropy(
     logits: Tensor,
@@ -25,7 +31,7 @@ def cross_entropy(
     tp: Axis,
     vocab_size: int,
     *,
-    weights: Tensor | None = None,
+    weights: Tensor | TokenWeights | None = None,
     z_weight: float = 0.0,
     ops: Ops = PLAIN,
 ) -> Tensor:
@@ -34,9 +40,10 @@ def cross_entropy(
 
     logits [s, b, padded_vocab / tp], contiguous, are overwritten: with ``weights``, [s, b] in the
     dtype of the result, by the gradient of the weighted sum of the result. labels are [s, b] int64
-    below ``vocab_size``, the true size without padding. ``z_weight`` adds to the gradient, not to
-    the value, that of so many times the square of log sum exp(logits). Two small all-reduces: the
-    maximum, then the sum with the target's logit.
+    below ``vocab_size``, the true size without padding. Weights that depend on the losses are a
+    function of them, called once. ``z_weight`` adds to the gradient, not to the value, that of so
+    many times the square of log sum exp(logits). Two small all-reduces: the maximum, then the sum
+    with the target's logit.
     """
     rows = logits.detach().flatten(0, -2)
     targets = labels.flatten()
@@ -44,12 +51,14 @@ def cross_entropy(
     step = max(1, elements // rows.shape[1])
     chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
     valid = min(max(0, vocab_size - tp.rank * rows.shape[1]), rows.shape[1])
-    token_weights = None if weights is None else weights.flatten()
-    if tp.size > 1:
-        losses = _vocab_parallel(rows, targets, chunks, tp, valid, token_weights, z_weight)
-    elif token_weights is None:
+    if tp.size > 1 or callable(weights):
+        losses = _vocab_parallel(
+            rows, targets, chunks, tp, valid, _of_rows(weights, labels.shape), z_weight
+        )
+    elif weights is None:
         losses = torch.cat([_loss(rows[part], targets[part], valid) for part in chunks])
     else:
+        token_weights = weights.flatten()
         losses = torch.cat(
             [
                 ops.cross_entropy(rows[part], targets[part], token_weights[part], valid, z_weight)
@@ -57,6 +66,16 @@ def cross_entropy(
             ]
         )
     return losses.view(labels.shape)
+
+
+def _of_rows(weights: Tensor | TokenWeights | None, shape: torch.Size) -> TokenWeights | None:
+    """Return the weights as a function from losses of rows [s * b]."""
+    if weights is None:
+        return None
+    if isinstance(weights, Tensor):
+        known = weights.flatten()
+        return lambda losses: known
+    return lambda losses: weights(losses.view(shape)).flatten()
 
 
 def _loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
@@ -70,11 +89,12 @@ def _vocab_parallel(
     chunks: list[slice],
     tp: Axis,
     valid: int,
-    weights: Tensor | None,
+    weights_of: TokenWeights | None,
     z_weight: float,
 ) -> Tensor:
     """Return the losses of rows [t, v / tp]: each rank reads its columns, all ranks meet, and each
-    writes the gradient of its columns."""
+    writes the gradient of its columns, with the weights that follow from the losses of all
+    rows."""
     local = labels - tp.rank * rows.shape[1]
     outside = (local < 0) | (local >= rows.shape[1])
     index = local.masked_fill(outside, 0)
@@ -92,9 +112,10 @@ def _vocab_parallel(
     total, target = summed
     log_sum = total.log()
     losses = torch.sub(log_sum, target)
-    if weights is None:
+    if weights_of is None:
         return losses
 
+    weights = weights_of(losses)
     # d(w z^2) = 2 w z dz for z, the logarithm of the denominator, and dz is the softmax.
     factor = weights * (1.0 + 2 * z_weight * (log_sum + row_max)) if z_weight else weights
     factor = factor * shift.exp() / total

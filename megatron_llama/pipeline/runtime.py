@@ -24,8 +24,10 @@ from megatron_llama.nn.attention import Documents
 from megatron_llama.nn.backward import backward
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
-from megatron_llama.nn.loss import argmax, cross_entropy
+from megatron_llama.nn.loss import TokenWeights, argmax, cross_entropy
 from megatron_llama.nn.ops import at_least_fp32
+from megatron_llama.pipeline.microbatch import Microbatch
+from megatron_llama.pipeline.objective import NextToken, Objective, StepLoss
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import (
     Action,
@@ -36,52 +38,6 @@ from megatron_llama.plans.schedule import (
     schedule_named,
 )
 from megatron_llama.plans.weight_access import WeightAccess, rank_weight_accesses
-
-
-class Microbatch(Protocol):
-    """One microbatch, sequence first, the same on all ranks that share a sequence (cp) or a model
-    (tp, pp)."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """[s, b] int64."""
-
-    @property
-    def labels(self) -> Tensor:
-        """[s, b] int64."""
-
-    @property
-    def loss_mask(self) -> Tensor | None:
-        """[s, b] float32 weights of the positions in the loss; None: all 1."""
-
-    @property
-    def position_ids(self) -> Tensor | None:
-        """[s, b] int64; None: 0 to s - 1."""
-
-    @property
-    def document_ids(self) -> Tensor | None:
-        """[s, b] int, number of the document within the sample; None: attention crosses
-        documents."""
-
-    @property
-    def document_starts(self) -> Tensor | None:
-        """``Documents.starts`` of the document ids; None: not counted."""
-
-    @property
-    def longest_document(self) -> int:
-        """``Documents.longest``, where they are counted."""
-
-    @property
-    def noise_scale(self) -> Tensor | None:
-        """[s, b] float32, the largest noise that training adds to each embedding; None: no
-        noise."""
-
-    @property
-    def noise_seeds(self) -> tuple[int, ...]:
-        """One for each sample, where there is noise."""
-
-    def to(self, device: torch.device) -> Microbatch:
-        """The same microbatch on another device."""
 
 
 class Engine(Protocol):
@@ -158,11 +114,11 @@ class _Step:
     """The tensors of one walk through a plan."""
 
     batches: Sequence[Microbatch]
-    tokens: Tensor
-    """Target tokens of the global batch: the divisor of the loss."""
+    loss: StepLoss
     loss_scale: Tensor | None
-    """None: no backward."""
-    loss: Tensor
+    """0-dim, in the dtype of the losses. None: no backward."""
+    sums: Tensor
+    """Of the microbatches that the last stage has computed: [Objective.length] fp64."""
     backward_comes_next: bool
     predicted: Tensor | None = None
     """[s, b], where the last stage writes the most likely tokens; None: not asked for."""
@@ -192,11 +148,17 @@ class PipelineRuntime:
         config: Config,
         *,
         dtype: torch.dtype,
+        objective: Objective | None = None,
     ) -> None:
+        """``objective``: what is minimized; None: the mean loss of the target tokens."""
         self.stages = stages
         self.engine = engine
         self.mesh = mesh
         self.dtype = dtype
+        self.objective: Objective = NextToken() if objective is None else objective
+        self.sums = torch.zeros(self.objective.length, dtype=torch.float64, device=mesh.device)
+        """Of the last step or evaluation: what ``objective.means`` makes numbers of. The same on
+        all ranks."""
         self._config = config
         self._parallel = config.parallel
         self._partition = partition_of(config)
@@ -220,44 +182,65 @@ class PipelineRuntime:
     def step(self, batches: Sequence[Microbatch]) -> Tensor:
         """Forward and backward of every microbatch; the engine reduces the gradients on the way.
 
-        Returns the loss, a 0-dim fp64 tensor: the mean over all target tokens of the global batch,
-        on every rank."""
-        return self._run(batches, training=True)[0]
+        Returns the loss of the global batch, a 0-dim fp64 tensor, on every rank. ``numbers`` are
+        those of this step then."""
+        return self._step(batches, self.objective, training=True)[0]
 
-    def evaluate(self, batches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
-        """Return the same loss without backward, and the number of target tokens of which it is the
-        mean, 0-dim fp64 each."""
+    def evaluate(
+        self, batches: Sequence[Microbatch], objective: Objective | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same loss, or that of another objective, without backward, and what it is the
+        mean over, for example the number of target tokens: 0-dim fp64 each. ``sums`` are those of
+        this evaluation then."""
         with torch.no_grad():
-            return self._run(batches, training=False)
+            return self._step(batches, objective or self.objective, training=False)
+
+    @property
+    def numbers(self) -> Mapping[str, Tensor]:
+        """What the objective says of the last step or evaluation beside the loss, 0-dim fp64
+        each."""
+        return self.objective.means(self.sums)
+
+    def _step(
+        self, batches: Sequence[Microbatch], objective: Objective, *, training: bool
+    ) -> tuple[Tensor, Tensor]:
+        known = None
+        before = objective.preliminary(batches)
+        if before is not None:
+            with torch.no_grad():
+                self.evaluate(*before)
+            known = self.sums
+        return self._run(batches, objective, known, training=training)
 
     def predict(self, batch: Microbatch) -> Tensor:
         """Return the most likely token behind each of a batch's, int64 [s, b], on every rank. All
         ranks give the same batch; labels are not read."""
         found = torch.full(batch.tokens.shape, -1, device=self.mesh.device)
         with torch.no_grad():
-            self._run([batch], training=False, predicted=found)
+            self._run([batch], self.objective, None, training=False, predicted=found)
         # Ranks of other stages, and of other parts of the sequence, have -1.
         all_reduce(found, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
         return found
 
     def _run(
-        self, batches: Sequence[Microbatch], *, training: bool, predicted: Tensor | None = None
+        self,
+        batches: Sequence[Microbatch],
+        objective: Objective,
+        known: Tensor | None,
+        *,
+        training: bool,
+        predicted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        sums = torch.zeros(objective.length, dtype=torch.float64, device=self.mesh.device)
         loss_scale = None
         plan = self._plan(training, len(batches))
         if training:
             loss_scale = self.engine.begin_step(len(batches), plan.accesses)
+            loss_scale = loss_scale.to(at_least_fp32(self.dtype))
         else:
             self.engine.begin_evaluation(plan.accesses)
-        step = _Step(
-            batches,
-            self._target_tokens(batches),
-            loss_scale,
-            loss,
-            plan.backward_comes_next,
-            predicted,
-        )
+        loss = objective.begin(batches, self.mesh, known)
+        step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, predicted)
         recorder = self.mesh.recorder
         recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
@@ -270,14 +253,14 @@ class PipelineRuntime:
             if index == plan.last_forward:
                 # Now rather than at the end, so that nobody waits for it. The last stage of every
                 # data-parallel replica has its part, and each tp rank has it once.
-                total = loss / self.mesh.tp.size
-                summed = all_reduce(total, self.mesh.world)
+                self.sums = sums / self.mesh.tp.size
+                summed = all_reduce(self.sums, self.mesh.world)
         for transfer in step.sends.values():
             transfer.wait()
         summed.wait()
         if not training:
             recorder.enter("what follows the passes")
-        return total, step.tokens
+        return self.sums[0], loss.weight
 
     def _plan(self, training: bool, microbatches: int) -> _RankPlan:
         key = (training, microbatches)
@@ -301,22 +284,6 @@ class PipelineRuntime:
         return schedule_named(
             name, ranks=self.mesh.pp.size, microbatches=microbatches, virtual=virtual
         )
-
-    def _target_tokens(self, batches: Sequence[Microbatch]) -> Tensor:
-        """Count the target tokens of the global batch, before the first backward pass: they divide
-        every loss."""
-        masks = [b.loss_mask for b in batches if b.loss_mask is not None]
-        whole = sum(b.labels.numel() for b in batches if b.loss_mask is None)
-        # Filled in, not copied: a copy from the host would wait for the device's stream.
-        count = torch.full((), float(whole), dtype=torch.float64, device=self.mesh.device)
-        for mask in masks:
-            count += mask.sum().to(self.mesh.device, non_blocking=True)
-        # Ranks that share a sequence each count all of it, and are in the sum too.
-        count /= self.mesh.cp.size
-        if masks:
-            all_reduce(count, self.mesh.dp, async_op=False).wait()
-            return count.clamp_(min=1.0)
-        return count * self.mesh.dp.size
 
     def _receive_forward(self, step: _Step, key: Key) -> None:
         source = self._partition.placement[key.stage - 1]
@@ -406,23 +373,18 @@ class PipelineRuntime:
         return logits > stage.options.head_chunk
 
     def _add_loss(self, output: Tensor, batch: Microbatch, step: _Step, *, in_chunks: bool) -> None:
-        """Add this microbatch's share of the mean over all target tokens of the global batch.
+        """Add this microbatch's share of the loss of the global batch.
 
         In training ``output``, logits or the input of the head, is overwritten by the gradient of
         that share times the loss scale."""
-        cp = self.mesh.cp
         stage = self.stages[self._partition.stages - 1]
-        labels = local_sequence(batch.labels, cp)
-        weights = None
-        mask = None if batch.loss_mask is None else local_sequence(batch.loss_mask, cp)
+        labels = local_sequence(batch.labels, self.mesh.cp)
+        share = step.loss.microbatch(batch)
+        weights: Tensor | TokenWeights | None = None
         if step.loss_scale is not None:
             # The weight of a token in the loss, which is also what its gradient is multiplied by.
-            weight = (step.loss_scale / step.tokens).to(at_least_fp32(self.dtype))
-            weights = (
-                weight.expand(labels.shape) if mask is None else mask.to(weight.dtype) * weight
-            )
+            weights = share.weights(step.loss_scale)
         z_weight = self._config.training.z_loss_weight
-        ops = stage.options.ops
         if in_chunks:
             losses = stage.loss_in_chunks(output, labels, weights=weights, z_weight=z_weight)
         else:
@@ -433,11 +395,9 @@ class PipelineRuntime:
                 stage.config.vocab_size,
                 weights=weights,
                 z_weight=z_weight,
-                ops=ops,
+                ops=stage.options.ops,
             )
-        step.loss += (losses if mask is None else losses * mask).sum(
-            dtype=torch.float64
-        ) / step.tokens
+        step.sums += share.sums(losses)
 
     def _send_forward(self, step: _Step, key: Key) -> None:
         output = step.outputs[key] if step.training else step.outputs.pop(key)

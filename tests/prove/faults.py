@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -46,7 +47,7 @@ from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import _Lookup
 from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
-from megatron_llama.pipeline import runtime
+from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans import params, zigzag
 from megatron_llama.plans.params import LORA_A, ParamSpec, Rectangle, Shapes
@@ -382,22 +383,27 @@ def schedule_in_processes() -> AbstractContextManager[object]:
 
 def mean_of_microbatches() -> AbstractContextManager[object]:
     """The loss is the mean of the means of the microbatches, which have not all as many target tokens."""
-    correct = PipelineRuntime._add_loss
+    correct = objective.NextToken.begin
 
-    def add_loss(self: PipelineRuntime, output: Tensor, batch: Any, step: Any, *, in_chunks: bool) -> None:
-        tokens = _target_tokens([batch]) * len(step.batches) * self.mesh.data_size
-        correct(self, output, batch, replace(step, tokens=tokens), in_chunks=in_chunks)
+    def begin(self: objective.NextToken, batches: Sequence[Any], mesh: Any, known: Tensor | None) -> Any:
+        whole = correct(self, batches, mesh, known)
 
-    return patch.object(PipelineRuntime, "_add_loss", add_loss)
+        def microbatch(batch: Any) -> Any:
+            tokens = _target_tokens([batch]) * len(batches) * mesh.data_size
+            return objective._NextTokenLoss(tokens, mesh).microbatch(batch)
+
+        return SimpleNamespace(weight=whole.weight, microbatch=microbatch)
+
+    return patch.object(objective.NextToken, "begin", begin)
 
 
 def mean_of_ranks() -> AbstractContextManager[object]:
     """The loss is the mean of the means of the data-parallel ranks, which have not all as many target tokens."""
 
-    def target_tokens(self: PipelineRuntime, batches: Sequence[Any]) -> Tensor:
-        return _target_tokens(batches) * self.mesh.data_size
+    def target_tokens(batches: Sequence[Any], mesh: Any) -> Tensor:
+        return _target_tokens(batches) * mesh.data_size
 
-    return patch.object(PipelineRuntime, "_target_tokens", target_tokens)
+    return patch.object(objective, "target_tokens", target_tokens)
 
 
 def _target_tokens(batches: Sequence[Any]) -> Tensor:
