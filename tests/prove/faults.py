@@ -114,7 +114,7 @@ def logits_of_other_ranks() -> AbstractContextManager[object]:
     """The logits of a token get a gradient only on the tp rank that has its label."""
     correct = loss._vocab_parallel
 
-    def vocab_parallel(rows: Tensor, labels: Tensor, chunks: list[slice], tp: Any, valid: int, weights: Tensor | None, *z: float) -> Tensor:
+    def vocab_parallel(rows: Tensor, labels: Tensor, chunks: list[slice], tp: Any, valid: int, weights: Any, *z: float) -> Tensor:
         losses = correct(rows, labels, chunks, tp, valid, weights, *z)
         if weights is not None:
             rows[labels // rows.shape[1] != tp.rank] = 0.0
@@ -401,7 +401,7 @@ def mean_of_ranks() -> AbstractContextManager[object]:
     """The loss is the mean of the means of the data-parallel ranks, which have not all as many target tokens."""
 
     def target_tokens(batches: Sequence[Any], mesh: Any) -> Tensor:
-        return _target_tokens(batches) * mesh.data_size
+        return _target_tokens(batches) * int(mesh.data_size)
 
     return patch.object(objective, "target_tokens", target_tokens)
 
