@@ -1,0 +1,57 @@
+"""Every method under every layout equals plain torch on transformers' model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import Cluster
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STEPS, STRATEGIES, Layout, deviation
+from tests.preference.cases import CASES, align, align_twin
+
+SHORT = 4
+EVERYTHING = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, strategy="optim_grads_params")
+LAYOUTS = (
+    Layout(tp=2, sp=True),
+    Layout(pp=2, microbatches=4),
+    Layout(cp=2),
+    Layout(cp=2, cp_comm="ring"),
+    *(Layout(dp=2, microbatches=2, strategy=strategy) for strategy in STRATEGIES),
+    Layout(pp=2, microbatches=4, schedule="zb-v", virtual=2),
+    Layout(tp=2, dp=2, tied=True),
+    EVERYTHING,
+)
+
+
+def assert_equal(cluster: Cluster, layout: Layout, name: str, *, chunked: bool = False) -> None:
+    ranks = cluster.run(layout.world_size, align, layout, CASES[name], chunked)
+    expected, expected_numbers = align_twin(layout, CASES[name])
+    for found, numbers in ranks:
+        assert deviation(found.losses, expected.losses) < LOSS_BOUND
+        assert deviation(found.norms, expected.norms) < NORM_BOUND
+        assert found.losses == ranks[0][0].losses
+        for key, values in expected_numbers.items():
+            assert numbers[key] == pytest.approx(values, rel=2e-6, abs=2e-6), key
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_equals_plain_torch(cluster: Cluster, name: str, chunked: bool) -> None:
+    assert_equal(cluster, Layout(steps=SHORT), name, chunked=chunked)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [(Layout(tp=2, sp=True), "orpo"), (Layout(pp=2, microbatches=4), "kto"), (Layout(cp=2), "dpo")]
+)
+def test_an_axis_equals_plain_torch(cluster: Cluster, layout: Layout, name: str) -> None:
+    assert_equal(cluster, Layout(**{**vars(layout), "steps": SHORT}), name, chunked=name == "orpo")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("number", range(2))
+def test_layout_equals_plain_torch_over_twenty_steps(cluster: Cluster, layout: Layout, number: int) -> None:
+    """Each layout with two methods, each method with three layouts or more."""
+    names = list(CASES)
+    name = names[(2 * LAYOUTS.index(layout) + number) % len(names)]
+    assert layout.steps == STEPS
+    assert_equal(cluster, layout, name, chunked=bool(number) and layout.schedule == "1f1b")
