@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
-from torch import Tensor
-
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
@@ -125,7 +123,14 @@ def train(
         loader = build_loader(
             config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
         )
-        runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+        runtime = PipelineRuntime(
+            stages,
+            optimizer,
+            mesh,
+            config,
+            dtype=compute_dtype(config),
+            objective=inputs.objective,
+        )
         validation = Validation(config, mesh, runtime, inputs.validation, inputs.names)
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
@@ -185,7 +190,7 @@ def train(
             optimizer.announce_step(lr, clip=clip_grad)
             # Every microbatch: forward, backward, and the reduction of its gradients.
             loss = runtime.step(batches)
-            counted: Mapping[str, Tensor] = {}
+            counted = runtime.numbers
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
             last = bad_steps.is_last(state)
             progress.record_step(state, lr, loss, update, counted, last=last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -99,9 +99,15 @@ def train(
     ClusterError, and TrainingError for a run that cannot go on; all of these are UserErrors. What a
     callback raises on one rank is raised there; the other ranks raise a ClusterError."""
     parsed = read_options(config, options, SECTIONS)
+    return run_and_leave(lambda: run_training(parsed, open_stream_inputs, callbacks=callbacks))
+
+
+def run_and_leave(run: Callable[[], TrainResult]) -> TrainResult:
+    """Return what ``run`` returns, or raise what it raises, with nothing left of its process group
+    in either case: a program may go on."""
     handled = sys.exception()
     try:
-        return run_training(parsed, open_stream_inputs, callbacks=callbacks)
+        return run()
     except BaseException as error:
         # Its frames hold the groups of the run for as long as somebody keeps the error, and a group
         # of gloo has open connections, on which the other ranks would wait, until nobody holds it.
@@ -122,9 +128,11 @@ def run_training(
     callbacks: Sequence[Callback] = (),
     needs_data: bool = True,
     place: Place | None = None,
+    complete: Callable[[Inputs, Mesh], Inputs] | None = None,
 ) -> TrainResult:
-    """Train on what ``open_inputs`` opens. ``needs_data``: it reads --data-path. ``place``: which
-    process this is, if it is not for the environment to say. Collective. Raises UserError."""
+    """Train on what ``open_inputs`` opens, and what ``complete`` adds to it, which may need a model
+    for that. ``needs_data``: it reads --data-path. ``place``: which process this is, if it is not
+    for the environment to say. Collective. Raises UserError."""
     if parsed.get(TrainingConfig).deterministic_mode:
         fix_sums()
     place = place or this_place()
@@ -142,6 +150,8 @@ def run_training(
     saving = in_background(place, wanted=forks)
     with saving as background, prepared(parsed, place, needs_data=needs_data) as (ready, mesh):
         inputs = open_inputs(parsed, ready, mesh.world)
+        if complete is not None:
+            inputs = complete(inputs, mesh)
         return run_steps(inputs, mesh, background=background, callbacks=callbacks)
 
 

@@ -9,9 +9,9 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.sft import refuse
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import DataError, describe
+from megatron_llama.sft.option_problems import refuse
 from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 
 if TYPE_CHECKING:

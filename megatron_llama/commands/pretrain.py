@@ -28,17 +28,23 @@ def run(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> 
     """Train on what ``open_inputs`` opens, or only check that with --dry-run. ``needs_data``: it
     reads --data-path. Returns the exit status."""
     if parsed.get(DryRunConfig).dry_run != "no":
-        from megatron_llama.commands.common.dry_run import dry_run
-        from megatron_llama.distributed.launcher import fix_sums
-
-        if parsed.get(TrainingConfig).deterministic_mode:
-            fix_sums()
-        dry_run(parsed, open_inputs, needs_data=needs_data)
-        return 0
+        return plan_only(parsed, open_inputs, needs_data=needs_data)
     from megatron_llama.api.train import run_training
 
     result = run_training(parsed, open_inputs, needs_data=needs_data)
     return exit_status(result.stopped_by, result.config.training)
+
+
+def plan_only(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> int:
+    """Check and plan a run that would train on what ``open_inputs`` opens. Returns the exit
+    status."""
+    from megatron_llama.commands.common.dry_run import dry_run
+    from megatron_llama.distributed.launcher import fix_sums
+
+    if parsed.get(TrainingConfig).deterministic_mode:
+        fix_sums()
+    dry_run(parsed, open_inputs, needs_data=needs_data)
+    return 0
 
 
 def exit_status(stopped_by: Signals | None, training: TrainingConfig) -> int:

@@ -521,7 +521,7 @@ class LogConfig:
     """Every so many iterations, and after the last, print how the model continues each
     --sample-prompt. 0: never."""
     sample_prompt: tuple[str, ...] = ()
-    """Texts for --sample-interval; `sft` takes each as a user's message."""
+    """Texts for --sample-interval; `sft` and `align` take each as a user's message."""
     sample_tokens: int = 32
     """Tokens of such a continuation, always the most probable one; the end token ends it
     earlier."""

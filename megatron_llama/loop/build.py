@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
+
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.meta import TrainState
@@ -265,8 +267,14 @@ class Validation:
     def _evaluate(self) -> Evaluation:
         total = 0.0
         counted = 0.0
+        sums = torch.zeros_like(self._runtime.sums)
         for batches in self._batches:
             loss, count = self._runtime.evaluate(batches)
             total += float(loss) * float(count)
             counted += float(count)
-        return Evaluation(total / max(counted, 1.0), int(counted), {})
+            sums += self._runtime.sums
+        means = self._runtime.objective.means(sums)
+        numbers = {name: float(value) for name, value in means.items()}
+        # Nothing was there to count, for example no bad answer among those that are held out.
+        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        return Evaluation(total / max(counted, 1.0), int(counted), numbers)

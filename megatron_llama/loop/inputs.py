@@ -52,6 +52,7 @@ from megatron_llama.loop.start import (
 from megatron_llama.loop.take_over import sample_lines, update_lines
 from megatron_llama.loop.text_samples import Prompt, encoded_prompts
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
+from megatron_llama.pipeline.objective import Objective
 from megatron_llama.plans.checks.optimizer import optimizer_problems
 from megatron_llama.tokenizer.base import Tokenizer
 
@@ -84,6 +85,8 @@ class Inputs:
     """The tokens of --sample-prompt."""
     lines: tuple[str, ...]
     """What the user should know of all this."""
+    objective: Objective | None = None
+    """What is minimized; None: the mean loss of the target tokens."""
     names: LossNames = LANGUAGE_MODEL
     """How the log calls the loss."""
 

@@ -217,7 +217,7 @@ class PipelineRuntime:
         ranks give the same batch; labels are not read."""
         found = torch.full(batch.tokens.shape, -1, device=self.mesh.device)
         with torch.no_grad():
-            self._run([batch], self.objective, None, training=False, predicted=found)
+            self._run([batch], NextToken(), None, training=False, predicted=found)
         # Ranks of other stages, and of other parts of the sequence, have -1.
         all_reduce(found, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
         return found

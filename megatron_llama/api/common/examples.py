@@ -24,7 +24,7 @@ def open_example_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
     """Open what training on --train-data reads. Collective. Raises UserError."""
     options = parsed.get(SFTConfig)
     config = ready.config
-    tokenizer, rendered = _chat_tokenizer(ready.vocabulary, options, config, world)
+    tokenizer, rendered = chat_tokenizer(ready.vocabulary, options, config, world)
     with raise_on_all_ranks(world):
         warnings = tokenizer.require_end()
     data = ExampleData(options, config, world, tokenizer, rendered)
@@ -48,7 +48,7 @@ def open_example_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
     return replace(inputs, lines=(*lines, *inputs.lines))
 
 
-def _chat_tokenizer(
+def chat_tokenizer(
     vocabulary: Vocabulary, options: SFTConfig, config: Config, world: Axis
 ) -> tuple[ChatTokenizer, str | None]:
     """Return the tokenizer, and the day that its template writes into the texts, if it does.

@@ -1,0 +1,118 @@
+"""What is wrong with the options of ``align``, before a file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from megatron_llama.config.parse import Parsed, flag
+from megatron_llama.config.schema import LogConfig, TrainingConfig
+from megatron_llama.errors import describe
+from megatron_llama.preference.align_config import BETAS, WITH_REFERENCE, AlignConfig
+from megatron_llama.sft.option_problems import data_problems
+
+READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "beta": tuple(BETAS),
+        "label_smoothing": ("dpo",),
+        "length_normalization": ("dpo",),
+        "sft_loss_weight": ("dpo", "ipo", "simpo"),
+        "simpo_gamma": ("simpo",),
+        "desirable_weight": ("kto",),
+        "undesirable_weight": ("kto",),
+        "center_rewards_coefficient": ("reward",),
+        "reference_scores": WITH_REFERENCE,
+        "only_reference_scores": WITH_REFERENCE,
+    }
+)
+"""The methods that read an option which not all of them read."""
+OF_SFT: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "data_format": (
+            "nothing: conversations are no preferences",
+            "leave it out; --preference-format says what an example looks like",
+        ),
+        "loss_on": (
+            "nothing: the loss compares the answers that are judged, each whole",
+            "leave it out",
+        ),
+        "neftune_noise_alpha": (
+            "nothing: noise would blur what the answers are compared by",
+            "leave it out",
+        ),
+    }
+)
+"""Options of ``sft`` that have no meaning here: what is expected of them, and what to do."""
+
+
+def align_problems(parsed: Parsed) -> Iterator[str]:
+    """Yield everything that is wrong with the options of a run of ``align``, whatever its files
+    hold."""
+    options = parsed.get(AlignConfig)
+    yield from data_problems(parsed, "align")
+    for name, (expected, do) in OF_SFT.items():
+        if name in parsed.explicit:
+            yield describe(flag(name), got="a value", expected=expected, do=do)
+    for name, methods in READ_BY.items():
+        if name in parsed.explicit and options.method not in methods:
+            yield describe(
+                flag(name),
+                got=f"a value, with --method {options.method}",
+                expected=f"--method {' or '.join(methods)}, which alone read it",
+                do="leave it out, or choose another method",
+            )
+    yield from _out_of_range(options)
+    if options.preference_format == "completion_label" and options.method != "kto":
+        yield describe(
+            "--preference-format",
+            got=f"completion_label, with --method {options.method}",
+            expected="pairs of answers",
+            do="choose --method kto, which alone learns from single answers",
+        )
+    log = parsed.get(LogConfig)
+    if options.method == "reward" and (log.sample_interval or log.sample_prompt):
+        yield describe(
+            "--sample-interval, --sample-prompt",
+            got="texts to continue, with --method reward",
+            expected="nothing: a reward model gives a score, and continues no text",
+            do="leave it out",
+        )
+    if parsed.get(TrainingConfig).z_loss_weight:
+        yield describe(
+            "--z-loss-weight",
+            got=parsed.get(TrainingConfig).z_loss_weight,
+            expected="0: the losses of preference tuning compare answers, not tokens",
+            do="leave it out",
+        )
+
+
+def _out_of_range(options: AlignConfig) -> Iterator[str]:
+    beta = options.beta
+    if beta is not None and beta <= 0:
+        usual = BETAS.get(options.method)
+        do = f"{usual:g} is the usual one" if usual is not None else "leave it out"
+        yield describe("--beta", got=f"{beta:g}", expected="more than 0", do=do)
+    if not 0 <= options.label_smoothing < 0.5:
+        yield describe(
+            "--label-smoothing",
+            got=options.label_smoothing,
+            expected="0 or more, and less than 0.5",
+            do="give the share of pairs that are taken to be swapped: of one half nothing is left",
+        )
+    for name in (
+        "sft_loss_weight",
+        "simpo_gamma",
+        "desirable_weight",
+        "undesirable_weight",
+        "center_rewards_coefficient",
+    ):
+        value = getattr(options, name)
+        if value < 0:
+            yield describe(flag(name), got=f"{value:g}", expected="0 or more", do="correct it")
+    if options.desirable_weight == 0 and options.undesirable_weight == 0:
+        yield describe(
+            "--desirable-weight, --undesirable-weight",
+            got="0 for both",
+            expected="one above 0: else nothing is learned",
+            do="leave one out",
+        )
