@@ -124,12 +124,7 @@ def train(
             config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
         )
         runtime = PipelineRuntime(
-            stages,
-            optimizer,
-            mesh,
-            config,
-            dtype=compute_dtype(config),
-            objective=inputs.objective,
+            stages, optimizer, mesh, config, dtype=compute_dtype(config), objective=inputs.objective
         )
         validation = Validation(config, mesh, runtime, inputs.validation, inputs.names)
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
