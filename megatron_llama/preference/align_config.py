@@ -55,7 +55,8 @@ class AlignConfig:
     conversations as `chosen` and `rejected`), `completion_label` (kto: `prompt`, `completion`,
     `label`). `auto`: what the first example of each file is."""
     reference_scores: str | None = None
-    """File of the reference's log-probabilities: read if it is there, else written. Default: beside
-    the first file of --train-data."""
+    """File of the reference's log-probabilities: read if it is there, else written; that of the
+    validation samples has `.validation` before its ending. Default: beside the first file of the
+    examples, named after it and after what the scores belong to."""
     only_reference_scores: bool = False
     """Write the reference's log-probabilities and end."""
