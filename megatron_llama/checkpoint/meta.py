@@ -29,6 +29,7 @@ WITHOUT_EFFECT = frozenset(
         "initializer_range",
         "bos_token_id",
         "eos_token_id",
+        "pad_token_id",
     }
 )
 """Model fields that do not change what the weights compute: a run may resume with others. Some

@@ -110,7 +110,9 @@ def model_config_from_hf(
         hidden_act=_activation(reader, family.spelling.get("hidden_act", "hidden_act")),
         bos_token_id=reader.token("bos_token_id"),
         eos_token_id=reader.token("eos_token_id"),
+        num_labels=_labels(reader, family),
     )
+    model = replace(model, pad_token_id=_padding_token(reader, model))
     window, types = family.windows.read(reader)
     rope = _rope_fields(reader, family, model)
     model = replace(
@@ -128,7 +130,7 @@ def model_config_from_hf(
             where=where,
             read=frozenset(reader.seen),
             neutral=family.neutral,
-            architecture=family.architecture,
+            architecture=_class_of(model, family),
         ),
     ]
     if problems:
@@ -156,7 +158,7 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     }
     assert all(numbers.values()), f"derived fields are not filled in: {numbers}"
     return {
-        "architectures": [family.architecture],
+        "architectures": [_class_of(model, family)],
         "model_type": model.model_type,
         **numbers,
         family.spelling.get("hidden_act", "hidden_act"): model.hidden_act,
@@ -170,6 +172,7 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "bos_token_id": model.bos_token_id,
         "eos_token_id": model.eos_token_id,
         **_written_padding(model, family),
+        **_written_labels(model),
         "use_cache": True,
         "torch_dtype": dtype,
         "dtype": dtype,
@@ -177,11 +180,31 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 
 def _written_padding(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """pad_token_id, where the class would take a token that the model does not have and refuse to
-    be made."""
+    """pad_token_id, where there is one; null where the class would take another token: one that the
+    model does not have, with which it refuses to be made, or one at which no score is read."""
+    if model.pad_token_id is not None or model.num_labels:
+        return {"pad_token_id": model.pad_token_id}
     if family.defaults.get("pad_token_id", 0) < model.vocab_size:
         return {}
     return {"pad_token_id": None}
+
+
+def _written_labels(model: ModelConfig) -> dict[str, Any]:
+    """What says that a model has a score. transformers counts the names of the labels, and asks for
+    the kind of the problem only where it computes a loss."""
+    if not model.num_labels:
+        return {}
+    names = {str(number): f"LABEL_{number}" for number in range(model.num_labels)}
+    return {
+        "num_labels": model.num_labels,
+        "id2label": names,
+        "label2id": {name: int(number) for number, name in names.items()},
+    }
+
+
+def _class_of(model: ModelConfig, family: Family) -> str:
+    """The class in transformers of a model of the family."""
+    return family.classifier if model.num_labels else family.architecture
 
 
 def _written_field(family: Family, name: str, value: Any) -> Any:
@@ -204,7 +227,7 @@ def unheld_fields(model: ModelConfig) -> dict[str, Any]:
         field.name: getattr(back, field.name)
         for field in fields(ModelConfig)
         if getattr(back, field.name) != getattr(model, field.name)
-        and field.name not in ("preset", "make_vocab_size_divisible_by")
+        and field.name not in ("preset", "make_vocab_size_divisible_by", "pad_token_id")
     }
 
 
@@ -224,12 +247,43 @@ def _refuse_other_families(reader: ConfigReader, family: Family) -> None:
 
 def _refuse_other_architectures(reader: ConfigReader, family: Family) -> None:
     names = reader.value("architectures", None) or [family.architecture]
+    known = [name for name in (family.architecture, family.classifier) if name]
     # Conversions of early 2023 write LLaMAForCausalLM.
-    if not isinstance(names, list) or [str(name).lower() for name in names] != [
-        family.architecture.lower()
+    if not isinstance(names, list) or [str(name).lower() for name in names] not in [
+        [name.lower()] for name in known
     ]:
-        wanted = f"['{family.architecture}']"
-        reader.problem("architectures", names, wanted, "only causal language models can be read")
+        wanted = " or ".join(f"['{name}']" for name in known)
+        do = "only causal language models and reward models can be read"
+        reader.problem("architectures", names, wanted, do)
+
+
+def _labels(reader: ConfigReader, family: Family) -> int:
+    """The scores of a reward model; 0 for a language model, whatever labels its file names."""
+    names = reader.json.get("architectures") or [family.architecture]
+    if not isinstance(names, list) or [str(name) for name in names] != [family.classifier]:
+        return 0
+    labels = reader.json.get("id2label")
+    counts = [len(labels)] if isinstance(labels, Mapping) else []
+    given = reader.json.get("num_labels")
+    # transformers' own default is two labels.
+    counts = [*counts, *([] if given is None else [given])] or [2]
+    for count in counts:
+        if isinstance(count, bool) or count != 1:
+            name = "id2label" if labels is not None else "num_labels"
+            do = "only models with one score, reward models, can be read"
+            reader.problem(name, f"{count} labels", "1 label", do)
+    return 1
+
+
+def _padding_token(reader: ConfigReader, model: ModelConfig) -> int | None:
+    """The padding token. That of a language model does not count, and whatever is no token of it is
+    passed over; that of a reward model decides where the score is read."""
+    if model.num_labels:
+        return reader.token("pad_token_id")
+    value = reader.json.get("pad_token_id")
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value < model.vocab_size else None
 
 
 def _activation(reader: ConfigReader, name: str) -> str:

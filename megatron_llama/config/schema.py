@@ -94,6 +94,12 @@ class ModelConfig:
     """Written to the exported config.json. Default: the tokenizer's."""
     eos_token_id: int | None = None
     """Written to the exported config.json; ends generation. Default: the tokenizer's."""
+    pad_token_id: int | None = None
+    """Written to the exported config.json. HuggingFace's reward models read the score at the last
+    token that is not this one."""
+    num_labels: int = 0
+    """0: a language model. 1: a reward model, which has a score in the place of the output head:
+    HuggingFace's ForSequenceClassification."""
     make_vocab_size_divisible_by: int = 128
     """The embedding is padded inside to a multiple of this times the tensor-parallel size. Never
     exported."""
@@ -113,6 +119,7 @@ MODEL_SHAPE = (
     "mlp_bias",
     "qk_norm",
     "norm_position",
+    "num_labels",
 )
 """Fields of the model that decide which weights it has, and their shapes."""
 

@@ -42,7 +42,7 @@ from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.distributed.rendezvous import meet
 from megatron_llama.errors import ClusterError
 from megatron_llama.plans.buckets import shard_count
-from megatron_llama.plans.params import kv_copies, partition_of
+from megatron_llama.plans.params import has_tied_head, kv_copies, partition_of
 from megatron_llama.plans.schedule import Op, StagePlacement, connection_order
 
 GRACE = timedelta(seconds=30)
@@ -365,7 +365,7 @@ def build_mesh(
     pp_lines = grid.lines(0)
     partition = partition_of(config)
     virtual = partition.stages > pp
-    tied = model.tie_word_embeddings and not partition.first_and_last_share_rank
+    tied = has_tied_head(model) and not partition.first_and_last_share_rank
     mesh = Mesh(
         world=world
         or _world(rank, world_size, recorder, dist.group.WORLD if world_size > 1 else None),

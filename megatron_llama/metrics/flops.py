@@ -36,7 +36,7 @@ def flops_per_token(
         + queries * hidden
         + 3 * hidden * model.intermediate_size
     )
-    head = model.vocab_size * hidden
+    head = (model.num_labels or model.vocab_size) * hidden
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
     windows = [min(window or seq_length, seq_length) for window in layer_windows(model)]
     if causal:
@@ -48,7 +48,9 @@ def flops_per_token(
     if lora.lora_rank:
         # Frozen weights have no gradient, which is one of three products; the additions have all.
         additions = sum(math.prod(shape) for shape in adapter_shapes(model, lora).values())
-        return 4 * (layers * per_layer + head) + 6 * additions + scores
+        # The score of a reward model is trained beside them.
+        head_passes = 6 if model.num_labels else 4
+        return 4 * layers * per_layer + head_passes * head + 6 * additions + scores
     return 6 * (layers * per_layer + head) + scores
 
 

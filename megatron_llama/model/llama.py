@@ -61,10 +61,12 @@ from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
 from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.rotary import Rotary
+from megatron_llama.nn.score import Score
 from megatron_llama.nn.sliding import continued_attention, sliding_attention
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
     Partition,
+    has_tied_head,
     kv_copies,
     padded_vocab_size,
     partition_of,
@@ -427,12 +429,13 @@ class _Decoder(nn.Module):
     norm: AddRMSNorm
 
 
-_WAITING = (ColumnLinear, RowLinear, AddRMSNorm, RMSNorm, NormWeight, VocabParallelEmbedding)
+_WAITING = (ColumnLinear, RowLinear, AddRMSNorm, RMSNorm, NormWeight, VocabParallelEmbedding, Score)
 """The layers that wait for their weights themselves."""
 
 
 class Stage(nn.Module):
-    """The embedding (first stage), some blocks, and the final norm with the head (last stage).
+    """The embedding (first stage), some blocks, and the final norm with the head, or with the score
+    of a reward model (last stage).
 
     Parameters are on the meta device until the engine, or ``load_stages``, gives them values."""
 
@@ -496,7 +499,11 @@ class Stage(nn.Module):
             )
             if self.is_last:
                 self.model.norm = AddRMSNorm(config, options.ops)
-                if not (config.tie_word_embeddings and partition.first_and_last_share_rank):
+                if config.num_labels:
+                    self.score = Score(
+                        config.hidden_size, tp=mesh.tp, sequence_parallel=options.sequence_parallel
+                    )
+                elif not (has_tied_head(config) and partition.first_and_last_share_rank):
                     self.lm_head = nn.Module()
                     self.lm_head.weight = empty_weight(padded // mesh.tp.size, config.hidden_size)
         for module in self.modules():
@@ -519,7 +526,8 @@ class Stage(nn.Module):
         self, x: Tensor, positions: Positions, noise: Tensor | None = None, *, head: bool = True
     ) -> Tensor:
         """Run the stage: token ids [s, b] (first stage) or activations [s or s/tp, b, h] in, logits
-        [s, b, padded_vocab / tp] (last stage) or activations out.
+        [s, b, padded_vocab / tp] (last stage) or activations out. The last stage of a reward model
+        returns scores [s, b], at least fp32, the same on every tp rank.
 
         ``noise``, as the activations, is added to the embeddings. With a continuation the logits
         are [1, b, padded_vocab]. Without ``head`` the last stage returns what the head reads, of
@@ -545,6 +553,10 @@ class Stage(nn.Module):
             last = positions.continuation.last
             x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
         _, normed = self.model.norm(x)
+        if self.config.num_labels:
+            scores = cast(Tensor, self.score(normed))
+            pre_backward_hook(scores, partial(self.on_weight_access, unit, True))
+            return scores
         if not head:
             self._head_input_is_frozen = not normed.requires_grad
             pre_backward_hook(normed, partial(self._head_backward, unit))
@@ -595,7 +607,8 @@ class Stage(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head: a weight of its own, or the embedding of this process."""
+        """The output head: a weight of its own, or the embedding of this process. A reward model
+        has none."""
         if hasattr(self, "lm_head"):
             return cast(Tensor, self.lm_head.weight)
         owner = self._embedding_stage[0] if self._embedding_stage else self

@@ -52,7 +52,7 @@ def stage_numel(job: TrainingJob, *, last: bool) -> int:
     vectors = 0
     if traits.biased:
         vectors = sum(product.n for product in job.matmuls[::2]) + 2 * model.hidden_size + small
-    table = job.head.n * model.hidden_size
+    table = job.table_rows * model.hidden_size
     tables = job.ends if job.pp == 1 else 1
     has_positions = traits.learned_positions and (not last or job.pp == 1)
     positions = job.seq * model.hidden_size if has_positions else 0
@@ -122,7 +122,7 @@ def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footp
     logits = traits.logit_bytes * job.logits if last or job.pp == 1 else 0.0
     working = block_bytes(replace(job, recomputed=0.0)) if job.recomputed > 0 else 0.0
     if everything:
-        unit = max(job.block_numel, job.head.n * model.hidden_size)
+        unit = max(job.block_numel, job.table_rows * model.hidden_size)
         working += (3 * BF16_BYTES + FP32_BYTES) * unit
     return Footprint(
         weights=weights,

@@ -220,9 +220,16 @@ class TrainingJob:
 
     @cached_property
     def head(self) -> Matmul:
-        """The forward product with the output head."""
+        """The forward product with the output head, or with the score of a reward model."""
+        if self.model.num_labels:
+            return Matmul(self.tokens, self.model.num_labels, self.model.hidden_size)
+        return Matmul(self.tokens, self.table_rows, self.model.hidden_size)
+
+    @cached_property
+    def table_rows(self) -> int:
+        """Rows of the vocabulary that a rank has, padding included."""
         spec = Shapes(self.model, self.tp).embedding(tied=False, contributions=1).params[0]
-        return Matmul(self.tokens, *spec.shape)
+        return spec.shape[0]
 
     @cached_property
     def block_numel(self) -> int:
@@ -248,14 +255,14 @@ class TrainingJob:
     @property
     def ends(self) -> int:
         """Tables of the vocabulary: embedding and head, which may be one."""
-        return 1 if self.model.tie_word_embeddings else 2
+        return 1 if self.model.tie_word_embeddings or self.model.num_labels else 2
 
     @cached_property
     def rank_numel(self) -> int:
         """Elements of the weights of the rank that has most."""
         layers = -(-self.model.num_hidden_layers // self.pp)
         tables = self.ends if self.pp == 1 else 1
-        return layers * self.block_numel + tables * self.head.n * self.head.k
+        return layers * self.block_numel + tables * self.table_rows * self.head.k
 
 
 def job_of(config: Config, machine: Machine) -> TrainingJob:

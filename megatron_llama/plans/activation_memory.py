@@ -193,6 +193,8 @@ class Activations:
 
     @property
     def _columns(self) -> int:
+        if self.model.num_labels:
+            return 0
         return padded_vocab_size(self.model, self.tp) // self.tp
 
     @property
@@ -209,7 +211,10 @@ class Activations:
     def loss(self, *, in_chunks: bool) -> int:
         """What computing the loss needs besides what is kept: some logits in fp32, if they are not;
         in chunks also the logits of one chunk, and the input of the head where this rank keeps only
-        a part of it; and logits once more where they are capped."""
+        a part of it; and logits once more where they are capped. A reward model needs its scores,
+        and the input of the head in fp32."""
+        if self.model.num_labels:
+            return self._residual_tokens * self.model.hidden_size * self.fp32_itemsize
         at_once = (
             head_rows(self.head_chunk, self._columns) * self._columns
             if in_chunks
@@ -239,7 +244,10 @@ class Activations:
 
     def head(self, *, in_chunks: bool) -> int:
         """Final norm, head and loss. The gradient of the logits is the largest part, unless they
-        are computed in chunks; where logits are capped, the hyperbolic tangent is as large."""
+        are computed in chunks; where logits are capped, the hyperbolic tangent is as large. A
+        reward model has a score for each token instead."""
+        if self.model.num_labels:
+            return self._norm + self.hidden + self.tokens * self.fp32_itemsize
         tensors = 2 if self.model.final_logit_softcapping else 1
         return self._norm + self.hidden + (0 if in_chunks else tensors * self.logits)
 

@@ -38,6 +38,8 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 """Projections whose inputs are split over tp; the others' outputs are."""
 VOCABULARY_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 """HuggingFace's tensors with a row for each token id."""
+SCORE = "score.weight"
+"""The head of a reward model, in the place of the output head."""
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 NO_LORA = LoraConfig()
@@ -91,7 +93,7 @@ class ParamSpec:
     """The number of its group: parameters that share learning rate, betas, eps and decay."""
     resident: bool = False
     """Whether it is so small that it stays unsharded, in one bucket for all units: what has fewer
-    than two dims."""
+    than two dims, and the score of a reward model."""
 
     @property
     def numel(self) -> int:
@@ -285,14 +287,33 @@ class Shapes:
         return UnitSpec(f"layers.{layer}", params, is_block=True)
 
     def head(self, *, tied: bool, shared: bool) -> UnitSpec:
-        """Final norm and output head. ``shared``: the head is the embedding of the same process and
-        is not listed again."""
+        """Final norm and output head, or the score of a reward model. ``shared``: the head is the
+        embedding of the same process and is not listed again."""
         name = "model.norm.weight"
         norm = self._norm(name, name)
+        if self.model.num_labels:
+            return UnitSpec("head", (norm, self._score()))
         if shared:
             return UnitSpec("head", (norm,))
         source = "model.embed_tokens.weight" if tied else "lm_head.weight"
         return UnitSpec("head", (norm, self._vocab("lm_head.weight", source, tied, 1)))
+
+    def _score(self) -> ParamSpec:
+        """The weight of a reward model's score, which every tp rank holds. With sequence
+        parallelism each scores its part of the sequence."""
+        shape = (self.model.num_labels, self.model.hidden_size)
+        part = HFSlice(SCORE, shape, 0, shape[0])
+        # One row: gathered before each access it would cost a message and save next to nothing.
+        return ParamSpec(
+            SCORE,
+            shape,
+            (part,),
+            decay=True,
+            copies=self.tp,
+            partial_grad=self.sequence_parallel and self.tp > 1,
+            stage=self.stage,
+            resident=True,
+        )
 
     def _attention_inputs(self, prefix: str) -> tuple[ParamSpec, ...]:
         """One fused weight ``qkv_proj``. When several ranks share a key/value head, queries are
@@ -459,6 +480,11 @@ class Shapes:
         )
 
 
+def has_tied_head(model: ModelConfig) -> bool:
+    """Whether the embedding is the output head. That of a reward model is an embedding alone."""
+    return model.tie_word_embeddings and not model.num_labels
+
+
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:
     """Whether a HuggingFace parameter is not trained."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -478,12 +504,13 @@ def adapter_names(name: str) -> tuple[str, str]:
 def _with_adapters(
     unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parallel: bool
 ) -> UnitSpec:
-    """The unit with all its weights frozen, and an addition after each weight that gets one."""
+    """The unit with all its weights frozen but for the score, which is new, and an addition after
+    each weight that gets one."""
     if not lora.lora_rank:
         return unit
     params: list[ParamSpec] = []
     for spec in unit.params:
-        params.append(replace(spec, trainable=False))
+        params.append(replace(spec, trainable=spec.name == SCORE))
         if not unit.is_block or len(spec.shape) < 2:
             continue
         for name, parts in groupby(spec.slices, attrgetter("name")):
@@ -561,7 +588,7 @@ def stage_units(
     """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``
     holds patterns of HuggingFace names."""
     shapes = Shapes(model, tp, tp_rank, sequence_parallel, stage)
-    tie = model.tie_word_embeddings
+    tie = has_tied_head(model)
     shared = tie and partition.first_and_last_share_rank
     tied_across_ranks = tie and not partition.first_and_last_share_rank
     units = [shapes.block(layer) for layer in partition.layers[stage]]

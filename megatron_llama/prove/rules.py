@@ -130,7 +130,8 @@ _LOG = "it changes nothing that is computed"
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
         "preset": "it stands for the fields of the model",
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), OWN_TEXT),
+        "num_labels": "a reward model is trained by align, on pairs",
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), OWN_TEXT),
         **dict.fromkeys(("tokenizer_model", "tokenizer_type"), OWN_TEXT),
         **dict.fromkeys(("train_data", "split", "on_changed_data"), OWN_TEXT),
         **dict.fromkeys(("load", "finetune", "load_optim", "init_from_hf"), _START),

@@ -19,6 +19,8 @@ class Family:
     """Its name in ``config.json``."""
     architecture: str
     """The class of its causal language model."""
+    classifier: str = ""
+    """The class of its reward models, ForSequenceClassification. Empty: transformers has none."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a ModelConfig that are the same in all models of the family, and that its
     ``config.json`` does not have."""

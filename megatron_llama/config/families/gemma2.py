@@ -66,6 +66,7 @@ _27B = _sized(
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    classifier="Gemma2ForSequenceClassification",
     always={"norm_position": "both", "apply_layernorm_1p": True},
     derived={"embedding_multiplier": lambda model: model.hidden_size**0.5},
     fields=(
@@ -78,6 +79,7 @@ GEMMA2 = Family(
     integers=("query_pre_attn_scalar",),
     spelling={"hidden_act": "hidden_activation"},
     defaults={
+        "pad_token_id": 0,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 8192,

@@ -81,6 +81,7 @@ _27B = _sized(
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    classifier="Gemma3TextForSequenceClassification",
     always={"qk_norm": "head", "norm_position": "both", "apply_layernorm_1p": True},
     derived={"embedding_multiplier": lambda model: model.hidden_size**0.5},
     fields=(
@@ -93,6 +94,7 @@ GEMMA3_TEXT = Family(
     integers=("query_pre_attn_scalar",),
     spelling={"hidden_act": "hidden_activation"},
     defaults={
+        "pad_token_id": 0,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,

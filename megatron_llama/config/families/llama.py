@@ -108,6 +108,7 @@ _LLAMA32_3B = replace(
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    classifier="LlamaForSequenceClassification",
     fields=("attention_bias", "mlp_bias"),
     whole_heads=True,
     presets={

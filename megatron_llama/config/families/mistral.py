@@ -37,6 +37,7 @@ _NEMO = replace(
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
+    classifier="MistralForSequenceClassification",
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     windows=EVERY_LAYER,
     presets={"mistral-7b-v0.1": _7B, "mistral-7b-v0.3": _7B_V03, "mistral-nemo-12b": _NEMO},

@@ -36,9 +36,10 @@ _13B = replace(
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
+    classifier="Olmo2ForSequenceClassification",
     always={"qk_norm": "projection", "norm_position": "after"},
     fields=("attention_bias",),
-    defaults={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5, "pad_token_id": 1},
     tensors={
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_mlp_layernorm": "post_feedforward_layernorm",

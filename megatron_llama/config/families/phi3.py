@@ -58,6 +58,7 @@ _PHI4_MINI = replace(
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
+    classifier="Phi3ForSequenceClassification",
     fields=("partial_rotary_factor",),
     defaults={
         "max_position_embeddings": 4096,

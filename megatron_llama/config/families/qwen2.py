@@ -69,6 +69,7 @@ _72B = replace(
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    classifier="Qwen2ForSequenceClassification",
     always={"add_qkv_bias": True},
     defaults={
         "num_key_value_heads": 32,

@@ -39,6 +39,7 @@ _32B = replace(_14B, intermediate_size=25600, num_hidden_layers=64, num_attentio
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    classifier="Qwen3ForSequenceClassification",
     always={"qk_norm": "head"},
     fields=("attention_bias",),
     defaults={

@@ -8,7 +8,7 @@ from shlex import join as quoted
 
 from megatron_llama.config.schema import MODEL_SIZES, ModelConfig
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import is_frozen, stage_units, whole_model
+from megatron_llama.plans.params import has_tied_head, is_frozen, stage_units, whole_model
 
 
 def freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:
@@ -26,7 +26,7 @@ def freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[s
     for pattern in patterns:
         if not any(is_frozen(name, (pattern,)) for name in names):
             near = get_close_matches(pattern, names, 1)
-            if model.tie_word_embeddings and is_frozen("lm_head.weight", (pattern,)):
+            if has_tied_head(model) and is_frozen("lm_head.weight", (pattern,)):
                 near = ["model.embed_tokens.weight"]  # the head is the embedding
             if "," in pattern:
                 do = f"separate patterns by spaces: --freeze {quoted(pattern.split(','))}"

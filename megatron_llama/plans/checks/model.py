@@ -42,6 +42,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         *_kind_problems(model),
         *_rotary_problems(model),
         *_token_problems(model),
+        *_label_problems(model),
     ]
     yield from problems
     # Numbers out of range are named by ranges.py.
@@ -112,13 +113,31 @@ def _rotary_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _token_problems(model: ModelConfig) -> Iterator[str]:
-    for name in ("bos_token_id", "eos_token_id"):
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(model, name)
         if token is not None and token >= model.vocab_size > 0:
             do = f"give {flag(name)} of your tokenizer"
             yield describe(
                 flag(name), got=token, expected=f"an id below vocab_size {model.vocab_size}", do=do
             )
+
+
+def _label_problems(model: ModelConfig) -> Iterator[str]:
+    if model.num_labels > 1:
+        yield describe(
+            flag("num_labels"),
+            got=model.num_labels,
+            expected="0, a language model, or 1, a reward model",
+            do="classifiers with several labels are not supported",
+        )
+    family = FAMILIES.get(model.model_type)
+    if model.num_labels == 1 and family is not None and not family.classifier:
+        yield describe(
+            flag("num_labels"),
+            got=model.num_labels,
+            expected=f"0: transformers has no reward model of {family.model_type}",
+            do="take a model of another family",
+        )
 
 
 def _family_problems(model: ModelConfig) -> Iterator[str]:
