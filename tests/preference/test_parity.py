@@ -30,7 +30,8 @@ def assert_equal(cluster: Cluster, layout: Layout, name: str, *, chunked: bool =
         assert deviation(found.norms, expected.norms) < NORM_BOUND
         assert found.losses == ranks[0][0].losses
         for key, values in expected_numbers.items():
-            assert numbers[key] == pytest.approx(values, rel=2e-6, abs=2e-6), key
+            # Rewards are differences of log-probabilities of about -30, which fp32 rounds to 2e-6.
+            assert numbers[key] == pytest.approx(values, rel=2e-6, abs=1e-5), key
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["at once", "in chunks"])
