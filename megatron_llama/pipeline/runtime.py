@@ -365,7 +365,7 @@ class PipelineRuntime:
     def _in_chunks(self, stage: Stage, batch: Microbatch, step: _Step) -> bool:
         """Whether the logits of a batch are too many to exist at once, and may be computed chunk by
         chunk, which leaves their gradient in place of the head's input until the backward pass."""
-        if not stage.is_last or step.predicted is not None:
+        if not stage.is_last or step.predicted is not None or stage.config.num_labels:
             return False
         if step.training and not step.backward_comes_next:
             return False
@@ -375,8 +375,8 @@ class PipelineRuntime:
     def _add_loss(self, output: Tensor, batch: Microbatch, step: _Step, *, in_chunks: bool) -> None:
         """Add this microbatch's share of the loss of the global batch.
 
-        In training ``output``, logits or the input of the head, is overwritten by the gradient of
-        that share times the loss scale."""
+        In training ``output``, logits or the input of the head or scores, is overwritten by the
+        gradient of that share times the loss scale."""
         stage = self.stages[self._partition.stages - 1]
         labels = local_sequence(batch.labels, self.mesh.cp)
         share = step.loss.microbatch(batch)
@@ -385,7 +385,13 @@ class PipelineRuntime:
             # The weight of a token in the loss, which is also what its gradient is multiplied by.
             weights = share.weights(step.loss_scale)
         z_weight = self._config.training.z_loss_weight
-        if in_chunks:
+        if stage.config.num_labels:
+            # To an objective a score is what a log-probability is elsewhere.
+            losses = output.detach().neg()
+            if weights is not None:
+                by_loss = weights if isinstance(weights, Tensor) else weights(losses)
+                output.detach().copy_(by_loss.neg())
+        elif in_chunks:
             losses = stage.loss_in_chunks(output, labels, weights=weights, z_weight=z_weight)
         else:
             losses = cross_entropy(

@@ -328,15 +328,17 @@ def batch(positions: range, *, documents: bool = False) -> Batch:
 
 
 def hf_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """transformers' LlamaForCausalLM with the initial weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """transformers' LlamaForCausalLM with the initial weights; of a reward model its LlamaForSequenceClassification."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
     names += ["head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"]
     options: dict[str, Any] = {name: getattr(model, name) for name in names}
     options["rope_parameters"] = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta}
     options["attn_implementation"] = "sdpa"
-    twin: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**options))
+    if model.num_labels:
+        options |= {"num_labels": model.num_labels, "pad_token_id": model.pad_token_id}
+    twin: torch.nn.Module = (LlamaForSequenceClassification if model.num_labels else LlamaForCausalLM)(LlamaConfig(**options))
     twin = twin.to(dtype)
     source, weights = InitialWeights(1234, model.initializer_range), {}
     for name, shape in hf_shapes(model).items():

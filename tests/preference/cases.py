@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.build import compute_dtype
@@ -28,9 +29,24 @@ CASES = {
     "orpo": AlignConfig("orpo", beta=0.5),
     "simpo": AlignConfig("simpo", simpo_gamma=1.0, sft_loss_weight=0.1),
     "kto": AlignConfig("kto", desirable_weight=1.5, undesirable_weight=0.5),
+    "reward": AlignConfig("reward", center_rewards_coefficient=0.1),
 }
 CHUNK = 500
 """Logits that exist at once where the head goes by chunks: less than those of two rows."""
+
+
+@dataclass(frozen=True)
+class RewardLayout(Layout):
+    """The same model with a score in the place of its head."""
+
+    def config(self) -> Config:
+        config = super().config()
+        return replace(config, model=replace(config.model, num_labels=1, pad_token_id=0))
+
+
+def layout_for(layout: Layout, options: AlignConfig) -> Layout:
+    """The layout with the model of a method."""
+    return RewardLayout(**vars(layout)) if options.method == "reward" else layout
 
 
 @dataclass(frozen=True)
@@ -72,12 +88,13 @@ def sample_tensors(parts: Sequence[Half], options: AlignConfig, sample: int) -> 
         name: [] for name in ("tokens", "labels", "loss_mask", "position_ids", "document_ids", "completion_ids")
     }
     for number, half in enumerate(parts):
-        places = range(len(half.ids) - 1)
-        answers = [place + 1 >= half.prompt for place in places]
+        scored = options.method == "reward"
+        places = range(len(half.ids) - (not scored))
+        answers = [place == places[-1] if scored else place + 1 >= half.prompt for place in places]
         chosen = number % 2 == 0
         likely = [chosen and (answer or options.method == "orpo") for answer in answers]
-        columns["tokens"] += half.ids[:-1]
-        columns["labels"] += half.ids[1:]
+        columns["tokens"] += half.ids[: len(places)]
+        columns["labels"] += (*half.ids, 0)[1 : len(places) + 1]
         columns["loss_mask"] += map(float, likely)
         columns["position_ids"] += places
         columns["document_ids"] += [number] * len(places)
@@ -99,7 +116,7 @@ def batch(positions: range, options: AlignConfig, *, mismatched: bool = False) -
     tensors = {name: torch.stack([column[name] for column in columns], dim=1) for name in columns[0]}
     if options.method != "orpo" and not options.sft_loss_weight:
         del tensors["loss_mask"]
-    if options.method in ("orpo", "simpo"):
+    if options.method in ("orpo", "simpo", "reward"):
         del tensors["reference_logps"]
     inner = batch(positions, options, mismatched=True) if options.method == "kto" and not mismatched else None
     return Batch(**tensors, mismatched=inner)
@@ -119,6 +136,7 @@ class Aligner(Trainer):
 
 def aligner(place: Place, layout: Layout, options: AlignConfig, *, chunked: bool = False) -> Aligner:
     """Build everything."""
+    layout = layout_for(layout, options)
     run = trainer(place, layout)
     if chunked:
         for stage in run.stages.values():
@@ -143,6 +161,7 @@ def align(place: Place, layout: Layout, options: AlignConfig, chunked: bool = Fa
 
 def align_twin(layout: Layout, options: AlignConfig) -> tuple[Record, dict[str, list[float]]]:
     """The same steps with transformers and torch.optim.AdamW, each half a row of its own."""
+    layout = layout_for(layout, options)
     model = hf_model(layout.config().model, torch.float64 if layout.fp64 else torch.float32)
     o = OPTIMIZER
     groups = [[p for p in model.parameters() if (p.dim() > 1) is decay] for decay in (True, False)]
@@ -170,8 +189,11 @@ def align_twin(layout: Layout, options: AlignConfig) -> tuple[Record, dict[str, 
 
 
 def tokens_of(model: torch.nn.Module, half: Half) -> Tensor:
-    """The log-probability of every id but the first."""
+    """The log-probability of every id but the first; of a reward model the score of the last, as if it were that of the completion."""
     ids = torch.tensor(half.ids)
+    if hasattr(model, "score"):
+        score: Tensor = model(ids[None]).logits[0, 0]
+        return torch.cat((torch.zeros(half.prompt - 1), score[None]))
     logps = model(ids[None, :-1]).logits[0].log_softmax(-1)
     found: Tensor = logps[torch.arange(len(ids) - 1), ids[1:]]
     return found
@@ -206,7 +228,12 @@ def plain_loss(model: torch.nn.Module, parts: Sequence[Half], options: AlignConf
         margin = ratios[chosen] - ratios[rejected]
         averaged = ratios[chosen] / parts[chosen].length - ratios[rejected] / parts[rejected].length
         rewards.append((beta * float(ratios[chosen].detach()), beta * float(ratios[rejected].detach())))
-        if options.method == "dpo":
+        if options.method == "reward":
+            scores = (sums[chosen], sums[rejected])
+            centered = options.center_rewards_coefficient * (scores[0] + scores[1]) ** 2
+            terms.append(-F.logsigmoid(scores[0] - scores[1]) + centered)
+            rewards[-1] = (float(scores[0].detach()), float(scores[1].detach()))
+        elif options.method == "dpo":
             margin = averaged if options.length_normalization else margin
             e = options.label_smoothing
             terms.append(-(1 - e) * F.logsigmoid(beta * margin) - e * F.logsigmoid(-beta * margin))

@@ -285,7 +285,21 @@ def rewrite(path: Path, **arrays: NDArray[Any]) -> None:
         lambda path: rewrite(path, logps=np.zeros(24, np.float32)),
         lambda path: rewrite(path, more=np.zeros(24)),
     ],
-    ids=["empty", "truncated", "header_cut", "json", "flipped_value", "flipped_length", "foreign", "no_object", "version", "no_fields", "short", "fp32", "more"],
+    ids=[
+        "empty",
+        "truncated",
+        "header_cut",
+        "json",
+        "flipped_value",
+        "flipped_length",
+        "foreign",
+        "no_object",
+        "version",
+        "no_fields",
+        "short",
+        "fp32",
+        "more",
+    ],
 )
 def test_a_damaged_or_foreign_file_is_one_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = tmp_path / "scores.safetensors"
@@ -322,7 +336,12 @@ def inputs_of(config: Config, reference: Reference, texts: Texts, *, validation:
 
 
 def run(
-    folder: Path, mesh: Mesh, layout: Layout, options: AlignConfig = OPTIONS, template: str = "chatml", checkpoint: CheckpointConfig | None = None
+    folder: Path,
+    mesh: Mesh,
+    layout: Layout,
+    options: AlignConfig = OPTIONS,
+    template: str = "chatml",
+    checkpoint: CheckpointConfig | None = None,
 ) -> Inputs:
     """What a run reads that begins with the weights of the seed, or with those of ``checkpoint``."""
     config = replace(layout.sized(), checkpoint=checkpoint or CheckpointConfig())

@@ -141,9 +141,7 @@ def write_judged(file: Path, count: int, **options: int) -> None:
 def in_order(steps: int, size: int, microbatches: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Steps of ``size`` examples in the order of the file, in so many microbatches of consecutive ones."""
     each = size // microbatches
-    return tuple(
-        tuple(tuple(range(start, start + each)) for start in range(step * size, (step + 1) * size, each)) for step in range(steps)
-    )
+    return tuple(tuple(tuple(range(start, start + each)) for start in range(step * size, (step + 1) * size, each)) for step in range(steps))
 
 
 def train_with_trl(model: Path, data: Mapping[str, Path], cases: Sequence[Case], folder: Path) -> list[Record]:
