@@ -185,6 +185,21 @@ class ChatTokenizer:
         loss_mask = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
         return _useful(text, ids, loss_mask)
 
+    def read_prompt(self, prompt: Conversation | Passage) -> Encoded:
+        """Encode what stands before an answer: messages with the beginning of an answer, or the
+        prompt of a passage with what the tokenizer puts before a text. Nothing of it is in the
+        loss. Raises UnusableError if the template cannot render it."""
+        if isinstance(prompt, Passage):
+            text = prompt.prompt
+            ids = self._reader.encode(text)
+            before, _ = self._reader.frame
+            if ids[: len(before)] != before:
+                ids = [*before, *ids]
+        else:
+            text = self.template.render(prompt.messages, prompt.tools, prompt=True).text
+            ids = self._reader.encode(text)
+        return Encoded(text, ids, [False] * len(ids))
+
     def _refuse_special(self, text: str) -> None:
         if (found := self._special.search(text)) is not None:
             got = f"the special token {found[0]!r} at character {found.start()}"

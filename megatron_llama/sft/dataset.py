@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_
 from megatron_llama.sft.records import records
 from megatron_llama.sft.sft_config import SFTConfig
 
+Content = TypeVar("Content")
 RENDERED = "rendered"
 """The key of a day in the identity that a checkpoint keeps: some templates write the day into the
 text, and a run that is resumed on another day has to render the same texts."""
@@ -109,7 +110,7 @@ def read_examples(
             if isinstance(found, UnusableError):
                 raise found
             encoded = tokenizer.read(found, options.loss_on)
-            _refuse_beyond(encoded.ids, vocab_size or tokenizer.vocab_size, tokenizer)
+            refuse_beyond(encoded.ids, vocab_size or tokenizer.vocab_size, tokenizer)
             _add(examples, number, encoded, options.on_long_sample, seq_length)
             if isinstance(found, Conversation):
                 examples.repairs.update(found.repairs)
@@ -118,7 +119,8 @@ def read_examples(
     return examples
 
 
-def _refuse_beyond(ids: Sequence[int], vocab_size: int, tokenizer: ChatTokenizer) -> None:
+def refuse_beyond(ids: Sequence[int], vocab_size: int, tokenizer: ChatTokenizer) -> None:
+    """Raise UnusableError if a model of ``vocab_size`` has no row for one of the tokens."""
     beyond = next((id for id in ids if id >= vocab_size), None)
     if beyond is not None:
         raise UnusableError(
@@ -134,14 +136,31 @@ def parsed_examples(
 ) -> Iterator[tuple[str, Example | UnusableError]]:
     """Yield place and content of every example. Where the format is to be detected, the first
     example with a known one decides for its file, and ``formats`` gets it."""
+
+    def read(record: Mapping[str, Any], name: str) -> Example:
+        return read_example(record, name, options.repair_conversations)
+
+    return parsed_records(files, options.data_format, detect, read, formats)
+
+
+def parsed_records(
+    files: Sequence[Path],
+    wanted: str,
+    detect: Callable[[Mapping[str, Any]], str],
+    read: Callable[[Mapping[str, Any], str], Content],
+    formats: dict[str, str],
+) -> Iterator[tuple[str, Content | UnusableError]]:
+    """Yield the place of every record, and what ``read`` makes of it as one of the format
+    ``wanted``. Where that is ``auto``, the first record with a format that ``detect`` knows decides
+    for its file. ``formats`` gets the format of each file."""
     for file in files:
-        name: str | None = None if options.data_format == "auto" else options.data_format
+        name: str | None = None if wanted == "auto" else wanted
         for record in records(file):
             try:
                 if isinstance(record.value, UnusableError):
                     raise record.value
                 name = formats.setdefault(str(file), name or detect(record.value))
-                yield record.where, read_example(record.value, name, options.repair_conversations)
+                yield record.where, read(record.value, name)
             except UnusableError as problem:
                 yield record.where, problem
 
@@ -177,7 +196,17 @@ def _add(
     examples.numbers.append(number)
 
 
-def refuse_problems(examples: Examples, files: Sequence[Path], options: SFTConfig) -> None:
+class ReadExamples(Protocol):
+    """What was read from files: examples that can be used, and those that cannot."""
+
+    problems: list[Problem]
+    dropped: int
+
+    def __len__(self) -> int:
+        """Return the number of examples that can be used."""
+
+
+def refuse_problems(examples: ReadExamples, files: Sequence[Path], options: SFTConfig) -> None:
     """Raise DataError if there are examples that cannot be used and --on-bad-sample is not
     ``drop``, or if no example is left."""
     if examples.problems and options.on_bad_sample == "stop":
@@ -186,7 +215,7 @@ def refuse_problems(examples: Examples, files: Sequence[Path], options: SFTConfi
             "them out):"
         )
         raise DataError(listing(title, problem_lines(examples.problems)))
-    if not examples.ids:
+    if not len(examples):
         got = (
             f"no example that can be used ({len(examples.problems):,} cannot, "
             f"{examples.dropped:,} are too long)"

@@ -126,7 +126,14 @@ def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Convers
 def _conversation(
     record: Mapping[str, Any], name: str, role: str, content: str, repairs: Collection[Repair]
 ) -> Conversation:
-    turns = _field(record, name)
+    placed = [*system_of(record), *messages_of(field_of(record, name), name, role, content)]
+    return checked(placed, name, tools_of(record.get("tools")), repairs)
+
+
+def messages_of(
+    turns: Any, name: str, role: str = "role", content: str = "content"
+) -> list[Placed]:
+    """Read the messages of the field ``name``. Raises UnusableError; their order is not checked."""
     if not isinstance(turns, list):
         raise UnusableError(
             "messages are no array",
@@ -143,28 +150,41 @@ def _conversation(
             expected="messages",
             do="leave the example out",
         )
-    messages: list[Placed] = []
-    for index, turn in enumerate(turns):
-        where = f"{name}[{index}]"
-        messages.append((where, _message(turn, where, role, content)))
+    places = [f"{name}[{index}]" for index in range(len(turns))]
+    return [
+        (where, message_of(turn, where, role, content))
+        for where, turn in zip(places, turns, strict=True)
+    ]
+
+
+def system_of(record: Mapping[str, Any]) -> list[Placed]:
+    """Read the system message that stands in a field of its own, if there is one. Raises
+    UnusableError."""
     system = record.get("system")
-    if system is not None and (text := _text(system, "system")):
-        messages.insert(0, ("system", {"role": "system", "content": text}))
-    tools = record.get("tools")
+    if system is None or not (text := text_of(system, "system")):
+        return []
+    return [("system", {"role": "system", "content": text})]
+
+
+def tools_of(tools: Any, name: str = "tools") -> list[Any] | None:
+    """Return the tools of a conversation. Raises UnusableError if they are no array."""
     if tools is not None and not isinstance(tools, list):
         raise UnusableError(
             "tools are no array",
-            field="tools",
+            field=name,
             got=f"a JSON {json_type(tools)}",
             expected="an array",
             do="mend the example",
         )
     for text in _strings(tools):
-        _text(text, "tools")
-    return _checked(messages, name, tools, repairs)
+        text_of(text, name)
+    return tools
 
 
-def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
+def message_of(
+    turn: Any, name: str, role: str = "role", content: str = "content"
+) -> dict[str, Any]:
+    """Read one message, which stands at ``name``. Raises UnusableError."""
     if not isinstance(turn, dict):
         got = f"a JSON {json_type(turn)}"
         expected = f"an object with {role!r} and {content!r}"
@@ -217,7 +237,7 @@ def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
             do="mend the example",
         )
     for text in _strings(kept):
-        _text(text, name)
+        text_of(text, name)
     if content not in turn and not calls:
         raise UnusableError(
             "message without content",
@@ -235,7 +255,7 @@ def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
 def _content(value: Any, name: str) -> str:
     """The content of a message: a string, or OpenAI's array of parts."""
     if not isinstance(value, list):
-        return _text(value, name)
+        return text_of(value, name)
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             got = (
@@ -252,14 +272,15 @@ def _content(value: Any, name: str) -> str:
                 do=do,
             )
     return "".join(
-        _text(part.get("text"), f"{name}[{index}].text") for index, part in enumerate(value)
+        text_of(part.get("text"), f"{name}[{index}].text") for index, part in enumerate(value)
     )
 
 
-def _checked(
+def checked(
     placed: Sequence[Placed], name: str, tools: list[Any] | None, repairs: Collection[Repair]
 ) -> Conversation:
-    """Repair and then check the order of roles, and that no message is empty."""
+    """Make a conversation of messages: repaired, its order of roles right, and no message empty.
+    Raises UnusableError."""
     placed, done = repaired(placed, repairs)
     before = ""
     for where, message in placed:
@@ -298,10 +319,10 @@ def _checked(
     return Conversation(messages, None if tools is None else tuple(tools), done)
 
 
-def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
-    messages: list[dict[str, Any]] = []
-    if (system := record.get("system")) is not None and (text := _text(system, "system")):
-        messages.append({"role": "system", "content": text})
+def alpaca_prompt(record: Mapping[str, Any]) -> list[Placed]:
+    """Read the system message, the history and the question of an alpaca-style example. Raises
+    UnusableError."""
+    messages = [message for _, message in system_of(record)]
     history = record.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
@@ -316,33 +337,41 @@ def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversat
         )
     for index, pair in enumerate(history):
         for role, text in zip(("user", ASSISTANT), pair, strict=True):
-            messages.append({"role": role, "content": _text(text, f"history[{index}]")})
-    instruction = _text(_field(record, "instruction"), "instruction")
+            messages.append({"role": role, "content": text_of(text, f"history[{index}]")})
+    instruction = text_of(field_of(record, "instruction"), "instruction")
     more = record.get("input")
     question = "\n\n".join(
-        part for part in (instruction, "" if more is None else _text(more, "input")) if part.strip()
+        part
+        for part in (instruction, "" if more is None else text_of(more, "input"))
+        if part.strip()
     )
-    answer = _text(_field(record, "output"), "output")
-    for text, name, word in (
-        (question, "instruction", "instruction"),
-        (answer, "output", "output"),
-    ):
-        if not text.strip():
-            raise UnusableError(
-                f"empty {word}",
-                field=name,
-                got="nothing but spaces",
-                expected="text",
-                do="leave the example out",
-            )
-    messages += [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
-    placed = [(f"instruction[{index}]", message) for index, message in enumerate(messages)]
-    return _checked(placed, "instruction", None, repairs)
+    messages.append({"role": "user", "content": filled(question, "instruction")})
+    return [(f"instruction[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
+    prompt = alpaca_prompt(record)
+    answer = filled(text_of(field_of(record, "output"), "output"), "output")
+    placed = [*prompt, (f"instruction[{len(prompt)}]", {"role": ASSISTANT, "content": answer})]
+    return checked(placed, "instruction", None, repairs)
+
+
+def filled(text: str, name: str) -> str:
+    """Return the text of a field. Raises UnusableError if nothing is in it."""
+    if not text.strip():
+        raise UnusableError(
+            f"empty {name}",
+            field=name,
+            got="nothing but spaces",
+            expected="text",
+            do="leave the example out",
+        )
+    return text
 
 
 def _prompt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Example:
-    prompt = _field(record, "prompt")
-    completion = _field(record, "completion")
+    prompt = field_of(record, "prompt")
+    completion = field_of(record, "completion")
     if isinstance(prompt, list) != isinstance(completion, list):
         got = f"a JSON {json_type(prompt)} with a completion that is a JSON {json_type(completion)}"
         expected = "both text or both messages"
@@ -361,32 +390,16 @@ def _prompt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Example:
             "content",
             repairs,
         )
-    passage = Passage(_text(prompt, "prompt"), _text(completion, "completion"))
-    if not passage.completion.strip():
-        raise UnusableError(
-            "empty completion",
-            field="completion",
-            got="nothing but spaces",
-            expected="text",
-            do="leave the example out",
-        )
-    return passage
+    text = text_of(prompt, "prompt")
+    return Passage(text, filled(text_of(completion, "completion"), "completion"))
 
 
 def _plain(record: Mapping[str, Any], repairs: Collection[Repair]) -> Passage:
-    text = _text(_field(record, "text"), "text")
-    if not text.strip():
-        raise UnusableError(
-            "empty text",
-            field="text",
-            got="nothing but spaces",
-            expected="text",
-            do="leave the example out",
-        )
-    return Passage("", text)
+    return Passage("", filled(text_of(field_of(record, "text"), "text"), "text"))
 
 
-def _field(record: Mapping[str, Any], name: str) -> Any:
+def field_of(record: Mapping[str, Any], name: str) -> Any:
+    """Return what a field holds. Raises UnusableError if it is not there."""
     if name not in record:
         names = ", ".join(map(repr, list(record)[:10])) or "none"
         got = f"no such field (fields: {names})"
@@ -395,7 +408,8 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
     return record[name]
 
 
-def _text(value: Any, name: str) -> str:
+def text_of(value: Any, name: str) -> str:
+    """Return a text that can be encoded. Raises UnusableError for anything else in ``name``."""
     if not isinstance(value, str):
         raise UnusableError(
             "no string",

@@ -1,0 +1,656 @@
+"""Examples of the usual preference formats as pairs of completions, or as completions that were
+judged alone, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama.data.documents import json_type
+from megatron_llama.sft.chat import ChatTokenizer, Encoded
+from megatron_llama.sft.formats import (
+    ASSISTANT,
+    Conversation,
+    Example,
+    Passage,
+    alpaca_prompt,
+    checked,
+    field_of,
+    filled,
+    message_of,
+    messages_of,
+    system_of,
+    text_of,
+    tools_of,
+)
+from megatron_llama.sft.problems import UnusableError
+from megatron_llama.sft.repair import Placed, Repair, repaired
+
+PREFERENCE_FIELDS = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag")
+"""Fields by which a file of preferences is told from one of conversations."""
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("image", "images", "video", "videos", "audio", "audios"),
+            "leave the example out: images and sound cannot be learned",
+        ),
+        **dict.fromkeys(
+            (
+                "ref_chosen_logps",
+                "ref_rejected_logps",
+                "reference_chosen_logps",
+                "reference_rejected_logps",
+                "ref_logps",
+                "ref_KL_logps",
+            ),
+            "remove the field: align scores the reference itself (--reference-scores)",
+        ),
+        "margin": "remove the field: no method of align has a margin for each pair",
+        "chat_template_kwargs": "remove the field: templates get messages and tools alone",
+    }
+)
+"""Fields that other programs act upon and align cannot, with what to do."""
+_PROMPTS = ("question", "query", "input", "instruction", "context", "history", "system", "messages")
+"""Fields that hold a prompt, or a part of one, in some files without the field ``prompt``."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt with one completion."""
+
+    example: Example
+    """Prompt and completion as one conversation or passage."""
+    prompt_messages: int = 0
+    """How many messages of a conversation are the prompt; what follows is the completion."""
+
+    @property
+    def prompt(self) -> Conversation | Passage:
+        """The prompt alone."""
+        if isinstance(self.example, Passage):
+            return Passage(self.example.prompt, "")
+        return Conversation(self.example.messages[: self.prompt_messages], self.example.tools)
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What was mended in the order of its messages."""
+        return self.example.repairs if isinstance(self.example, Conversation) else ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two completions of one prompt, of which one is preferred."""
+
+    chosen: Completion
+    rejected: Completion
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One completion that was found good or bad."""
+
+    completion: Completion
+    desirable: bool
+
+
+Preference = Pair | Judged
+
+
+@dataclass(frozen=True)
+class EncodedCompletion:
+    """A prompt with one completion as tokens."""
+
+    text: str
+    ids: list[int]
+    loss_mask: list[bool]
+    """Whether each token is one of the completion."""
+    prompt: int
+    """How many tokens, the first ones, are the prompt's."""
+    merged: int
+    """How many tokens at the end of the prompt alone are not there in front of the completion,
+    because the tokenizer joins their text with the completion's."""
+
+
+def is_preference(record: Mapping[str, Any]) -> bool:
+    """Whether a record is one of preferences rather than of conversations."""
+    judged = "completion" in record and isinstance(record.get("label"), bool)
+    return judged or any(name in record for name in PREFERENCE_FIELDS)
+
+
+def detect(record: Mapping[str, Any]) -> str:
+    """Tell the format of a record by its fields. Raises UnusableError for an unknown one."""
+    if "kto_tag" in record or ("label" in record and "completion" in record):
+        return "completion_label"
+    if "preferred_output" in record or "non_preferred_output" in record:
+        return "openai"
+    if "chosen" in record and "rejected" in record:
+        chosen = record["chosen"]
+        prompt = record.get("prompt")
+        if "conversations" in record or ("messages" in record and isinstance(chosen, dict)):
+            return "sharegpt"
+        if "instruction" in record:
+            return "alpaca"
+        whole = isinstance(chosen, list) and not isinstance(prompt, list)
+        return "ultrafeedback" if whole and prompt is not None else "trl"
+    names = ", ".join(map(repr, list(record)[:10])) or "none"
+    raise UnusableError(
+        "unknown format",
+        got=f"the fields {names}",
+        expected="chosen and rejected, preferred_output and non_preferred_output, or completion "
+        "and label",
+        do="rename the fields",
+    )
+
+
+def read_preference(
+    record: Mapping[str, Any], name: str, repairs: Collection[Repair] = ()
+) -> Preference:
+    """Read a record of the format ``name``, with the ``repairs`` that the user asks for in its
+    prompt. Raises UnusableError, also for a field with a meaning that align does not know."""
+    for field, do in _REFUSED.items():
+        if record.get(field) not in (None, [], {}):
+            raise UnusableError(
+                "unknown meaning", field=field, got="a value", expected="no such field", do=do
+            )
+    found = _READERS[name](record, repairs)
+    if isinstance(found, Pair):
+        _refuse_label(record)
+        _refuse_contradiction(record)
+        if found.chosen.example == found.rejected.example:
+            raise UnusableError(
+                "identical completions",
+                got="the same chosen and rejected",
+                expected="two different completions",
+                do="leave the example out: there is nothing to prefer",
+            )
+    return found
+
+
+def judged(found: Preference) -> tuple[Judged, ...]:
+    """Return the completions of a record as judged ones: the chosen of a pair is good, the rejected
+    bad."""
+    if isinstance(found, Judged):
+        return (found,)
+    return Judged(found.chosen, True), Judged(found.rejected, False)
+
+
+def paired(found: Preference) -> Pair:
+    """Return the pair. Raises UnusableError for a completion that was judged alone."""
+    if isinstance(found, Judged):
+        raise UnusableError(
+            "no pair",
+            got="a single completion with a label",
+            expected="a chosen and a rejected completion",
+            do="give --method kto, which learns from single completions",
+        )
+    return found
+
+
+def encode_pair(tokenizer: ChatTokenizer, pair: Pair) -> list[EncodedCompletion]:
+    """Encode chosen and rejected. What both, and the prompt alone, have in common at their
+    beginning is the prompt. Raises UnusableError."""
+    encoded = _encode(tokenizer, (pair.chosen, pair.rejected))
+    if encoded[0].ids == encoded[1].ids:
+        raise UnusableError(
+            "identical completions",
+            got="the same tokens for chosen and rejected",
+            expected="two different completions",
+            do="leave the example out, or give another --chat-template",
+        )
+    return encoded
+
+
+def encode_judged(tokenizer: ChatTokenizer, one: Judged) -> EncodedCompletion:
+    """Encode a completion that was judged alone. Raises UnusableError."""
+    return _encode(tokenizer, (one.completion,))[0]
+
+
+def _encode(
+    tokenizer: ChatTokenizer, completions: Sequence[Completion]
+) -> list[EncodedCompletion]:
+    """Encode completions of one prompt."""
+    prompt = tokenizer.read_prompt(completions[0].prompt)
+    whole = [tokenizer.read(completion.example, "all") for completion in completions]
+    for encoded in whole:
+        if not encoded.text.startswith(prompt.text):
+            at = _common(prompt.text, encoded.text)
+            raise UnusableError(
+                "prompt rendered differently",
+                got=f"a template that changes the prompt from character {at} on when an answer "
+                f"follows ({prompt.text[at : at + 20]!r} becomes {encoded.text[at : at + 20]!r})",
+                expected="a text that only grows with the answer",
+                do=f"give --chat-template, or mend {tokenizer.template.name}",
+            )
+    shared = min(_common(prompt.ids, encoded.ids) for encoded in whole)
+    if shared == 0:
+        raise UnusableError(
+            "nothing before the completion",
+            got="a completion that begins with the first token",
+            expected="a prompt of one token or more, or a tokenizer that begins texts with one",
+            do="add a prompt",
+        )
+    return [
+        _completed(tokenizer, completion, encoded, shared, len(prompt.ids) - shared)
+        for completion, encoded in zip(completions, whole, strict=True)
+    ]
+
+
+def _completed(
+    tokenizer: ChatTokenizer, completion: Completion, encoded: Encoded, shared: int, merged: int
+) -> EncodedCompletion:
+    """Mark what stands behind the prompt: all of it if that is one answer, as TRL does; of several
+    messages what the assistant says."""
+    example = completion.example
+    counts = [True] * len(encoded.ids)
+    several = (
+        isinstance(example, Conversation) and len(example.messages) > completion.prompt_messages + 1
+    )
+    if several:
+        counts = tokenizer.read(example, "assistant").loss_mask
+    mask = [index >= shared and count for index, count in enumerate(counts)]
+    if not any(mask):
+        raise UnusableError(
+            "zero target tokens",
+            got="a completion without a token of its own",
+            expected="one or more to learn",
+            do="leave the example out, or mend the template",
+        )
+    return EncodedCompletion(encoded.text, encoded.ids, mask, shared, merged)
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The length of the longest common beginning."""
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return min(len(one), len(other))
+
+
+def _trl(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
+    """TRL's preference format: texts or messages, with the prompt in a field or as what both
+    halves begin with."""
+    chosen = field_of(record, "chosen")
+    rejected = field_of(record, "rejected")
+    prompt = record.get("prompt")
+    given = [chosen, rejected] if prompt is None else [prompt, chosen, rejected]
+    kinds = [json_type(value) for value in given]
+    if len(set(kinds)) > 1:
+        names = ("chosen", "rejected") if prompt is None else ("prompt", "chosen", "rejected")
+        got = ", ".join(f"{name} a JSON {kind}" for name, kind in zip(names, kinds, strict=True))
+        raise UnusableError(
+            "halves differ in kind",
+            field=names[0],
+            got=got,
+            expected="all text or all messages",
+            do="mend the example",
+        )
+    if isinstance(chosen, list):
+        if prompt is None:
+            return _whole_conversations(record, repairs)
+        before = [*system_of(record), *messages_of(prompt, "prompt")]
+        return _halves(
+            before, messages_of(chosen, "chosen"), messages_of(rejected, "rejected"), record, repairs
+        )
+    return _texts(record, chosen, rejected, prompt)
+
+
+def _texts(record: Mapping[str, Any], chosen: Any, rejected: Any, prompt: Any) -> Pair:
+    texts = [
+        filled(text_of(value, name), name)
+        for name, value in (("chosen", chosen), ("rejected", rejected))
+    ]
+    for name in ("system", "history", "tools") if prompt is not None else (*_PROMPTS, "tools"):
+        if record.get(name) not in (None, "", []):
+            raise UnusableError(
+                "unknown meaning",
+                field=name,
+                got="a value beside texts that no template touches",
+                expected="the whole prompt in the field 'prompt'",
+                do="put it into prompt, or give prompt, chosen and rejected as messages",
+            )
+    if prompt is not None:
+        before = text_of(prompt, "prompt")
+        return Pair(*(Completion(Passage(before, text)) for text in texts))
+    at = _common(*texts)
+    # A space belongs to the word behind it, as most tokenizers have it.
+    if 0 < at < min(map(len, texts)) and texts[0][at - 1] == " ":
+        at -= 1
+    if at == 0:
+        raise UnusableError(
+            "differing prompts",
+            field="chosen",
+            got="texts that share no beginning",
+            expected="a field 'prompt', or texts that begin with the same prompt",
+            do="add the prompt",
+        )
+    if any(not text[at:].strip() for text in texts) and texts[0] != texts[1]:
+        raise UnusableError(
+            "no telling where the prompt ends",
+            field="chosen",
+            got="one text that begins with the other",
+            expected="texts that differ behind their prompt",
+            do="give the prompt in a field 'prompt'",
+        )
+    return Pair(*(Completion(Passage(text[:at], text[at:])) for text in texts))
+
+
+def _ultrafeedback(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
+    """Whole conversations as chosen and rejected; the field ``prompt``, a text, repeats a question
+    where it is there."""
+    pair = _whole_conversations(record, repairs)
+    if record.get("prompt") is None:
+        return pair
+    prompt = text_of(record["prompt"], "prompt")
+    asked = [
+        message["content"].strip()
+        for message in pair.chosen.prompt.messages  # type: ignore[union-attr]
+        if message["role"] == "user"
+    ]
+    if not any(prompt.strip() in question for question in asked):
+        raise UnusableError(
+            "differing prompts",
+            field="prompt",
+            got=f"{prompt[:40]!r}, which no question of the conversations is",
+            expected="the question to which both halves answer",
+            do="mend the example",
+        )
+    return pair
+
+
+def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
+    """What both conversations begin with is the prompt."""
+    chosen = messages_of(field_of(record, "chosen"), "chosen")
+    rejected = messages_of(field_of(record, "rejected"), "rejected")
+    halves = [[message for _, message in half] for half in (chosen, rejected)]
+    shared = _common(*halves)
+    if shared == 0:
+        raise UnusableError(
+            "differing prompts",
+            field="rejected[0]",
+            got="another first message than that of chosen",
+            expected="two conversations that begin with one prompt",
+            do="mend the example",
+        )
+    if halves[0] == halves[1]:
+        # Told by read_preference as what it is.
+        shared -= 1
+    for name, half in (("chosen", halves[0]), ("rejected", halves[1])):
+        if len(half) == shared:
+            raise UnusableError(
+                "no telling where the prompt ends",
+                field=name,
+                got="a conversation with which the other one begins",
+                expected="conversations that differ behind their prompt",
+                do="give the prompt in a field 'prompt'",
+            )
+        if half[shared]["role"] in ("user", "system"):
+            raise UnusableError(
+                "differing prompts",
+                field=f"{name}[{shared}]",
+                got=f"a {half[shared]['role']} message that the other half has not",
+                expected="conversations that differ in answers alone",
+                do="mend the example",
+            )
+    before = [*system_of(record), *chosen[:shared]]
+    return _halves(before, chosen[shared:], rejected[shared:], record, repairs)
+
+
+def _openai(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
+    given = field_of(record, "input")
+    if not isinstance(given, dict):
+        raise UnusableError(
+            "input is no object",
+            field="input",
+            got=f"a JSON {json_type(given)}",
+            expected="an object with 'messages'",
+            do="mend the example",
+        )
+    # parallel_tool_calls says how a service is to answer, and nothing of these answers.
+    unknown = sorted(given.keys() - {"messages", "tools", "parallel_tool_calls"})
+    if unknown:
+        raise UnusableError(
+            "unknown meaning",
+            field=f"input.{unknown[0]}",
+            got="a value",
+            expected="messages, tools and parallel_tool_calls",
+            do="remove the field",
+        )
+    if "messages" not in given:
+        raise UnusableError(
+            "missing field messages",
+            field="input.messages",
+            got="no such field",
+            expected="messages",
+            do="mend the example",
+        )
+    before = messages_of(given["messages"], "input.messages")
+    chosen, rejected = (
+        messages_of(field_of(record, name), name)
+        for name in ("preferred_output", "non_preferred_output")
+    )
+    return _halves(before, chosen, rejected, given, repairs, place="input.tools")
+
+
+def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
+    before = alpaca_prompt(record)
+    chosen, rejected = (
+        [(name, _answer(text_of(field_of(record, name), name), name))]
+        for name in ("chosen", "rejected")
+    )
+    return _halves(before, chosen, rejected, record, repairs)
+
+
+def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
+    """LLaMA-Factory's: a conversation, and two messages that may follow it."""
+    keys, before = _turns(record)
+    chosen, rejected = (
+        [(name, message_of(field_of(record, name), name, *keys))] for name in ("chosen", "rejected")
+    )
+    return _halves([*system_of(record), *before], chosen, rejected, record, repairs)
+
+
+def _turns(record: Mapping[str, Any]) -> tuple[tuple[str, str], list[Placed]]:
+    """The names of role and content in a record's messages, and the messages."""
+    name = "conversations" if "conversations" in record or "messages" not in record else "messages"
+    turns = field_of(record, name)
+    first = turns[0] if isinstance(turns, list) and turns else None
+    by_role = isinstance(first, dict) and "role" in first
+    keys = ("role", "content") if by_role or name == "messages" else ("from", "value")
+    return keys, messages_of(turns, name, *keys)
+
+
+def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) -> Judged:
+    """TRL's unpaired preferences and LLaMA-Factory's KTO files."""
+    label = _label(record)
+    if "prompt" in record or "completion" in record:
+        return Judged(_prompt_completion(record, repairs), label)
+    if "instruction" in record:
+        before = alpaca_prompt(record)
+        answer = _answer(text_of(field_of(record, "output"), "output"), "output")
+        return Judged(_one(before, [("output", answer)], record, repairs), label)
+    _, placed = _turns(record)
+    if placed[-1][1]["role"] != ASSISTANT:
+        raise UnusableError(
+            "no answer at the end",
+            field=placed[-1][0],
+            got=f"a last message of role {placed[-1][1]['role']}",
+            expected=ASSISTANT,
+            do="add the answer that was judged",
+        )
+    before = [*system_of(record), *placed[:-1]]
+    return Judged(_one(before, placed[-1:], record, repairs), label)
+
+
+def _prompt_completion(record: Mapping[str, Any], repairs: Collection[Repair]) -> Completion:
+    prompt = field_of(record, "prompt")
+    completion = field_of(record, "completion")
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise UnusableError(
+            "halves differ in kind",
+            field="prompt",
+            got=f"prompt a JSON {json_type(prompt)}, completion a JSON {json_type(completion)}",
+            expected="both text or both messages",
+            do="mend the example",
+        )
+    if isinstance(prompt, list):
+        before = [*system_of(record), *messages_of(prompt, "prompt")]
+        return _one(before, messages_of(completion, "completion"), record, repairs)
+    for name in ("system", "history", "tools"):
+        if record.get(name) not in (None, "", []):
+            raise UnusableError(
+                "unknown meaning",
+                field=name,
+                got="a value beside texts that no template touches",
+                expected="the whole prompt in the field 'prompt'",
+                do="put it into prompt, or give prompt and completion as messages",
+            )
+    text = filled(text_of(completion, "completion"), "completion")
+    return Completion(Passage(text_of(prompt, "prompt"), text))
+
+
+def _label(record: Mapping[str, Any]) -> bool:
+    if "label" in record and "kto_tag" in record:
+        raise UnusableError(
+            "two labels",
+            field="label",
+            got="label and kto_tag",
+            expected="one of them",
+            do="remove one",
+        )
+    if "chosen" in record or "rejected" in record:
+        raise UnusableError(
+            "a pair with a label",
+            field="chosen" if "chosen" in record else "rejected",
+            got="a pair in a file of single completions",
+            expected="completion and label",
+            do="put pairs into a file of their own",
+        )
+    name = "kto_tag" if "kto_tag" in record else "label"
+    label = field_of(record, name)
+    if not isinstance(label, bool):
+        raise UnusableError(
+            "label is no boolean",
+            field=name,
+            got=f"{label!r:.40}, a JSON {json_type(label)}",
+            expected="true (good) or false (bad)",
+            do="mend the example",
+        )
+    return label
+
+
+def _answer(text: str, name: str) -> dict[str, Any]:
+    return {"role": ASSISTANT, "content": filled(text, name)}
+
+
+def _halves(
+    before: Sequence[Placed],
+    chosen: Sequence[Placed],
+    rejected: Sequence[Placed],
+    record: Mapping[str, Any],
+    repairs: Collection[Repair],
+    place: str = "tools",
+) -> Pair:
+    return Pair(
+        _one(before, chosen, record, repairs, place), _one(before, rejected, record, repairs, place)
+    )
+
+
+def _one(
+    before: Sequence[Placed],
+    completion: Sequence[Placed],
+    record: Mapping[str, Any],
+    repairs: Collection[Repair],
+    place: str = "tools",
+) -> Completion:
+    """Make a completion of messages. Only the prompt is repaired: the completion is what was
+    preferred, and has to stay what it is."""
+    wanted = [repair for repair in repairs if repair != "drop-unanswered-end"]
+    mended, done = repaired(before, wanted)
+    where, first = completion[0]
+    if not any(message["role"] != "system" for _, message in mended):
+        raise UnusableError(
+            "no prompt",
+            field=where,
+            got="an answer without a question",
+            expected="a prompt that ends with a user's or a tool's message",
+            do="add the prompt",
+        )
+    if first["role"] != ASSISTANT:
+        raise UnusableError(
+            "completion is no answer",
+            field=where,
+            got=f"a message of role {first['role']}",
+            expected=ASSISTANT,
+            do="move what is no answer into the prompt",
+        )
+    tools = _tools(record.get("tools"), place)
+    whole = checked([*mended, *completion], completion[-1][0], tools, ())
+    return Completion(Conversation(whole.messages, whole.tools, done), len(mended))
+
+
+def _tools(tools: Any, place: str) -> list[Any] | None:
+    """Tools as an array, or as the text of one, which tables need."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise UnusableError(
+                "tools are no array",
+                field=place,
+                got=f"a text that is no JSON ({error.msg})",
+                expected="an array, or the text of one",
+                do="mend the example",
+            ) from error
+    return tools_of(tools, place) or None
+
+
+def _refuse_label(record: Mapping[str, Any]) -> None:
+    """A pair is good and bad by itself: nobody can know what a label beside it says."""
+    name = next((name for name in ("kto_tag", "label") if name in record), None)
+    if name is not None and (name == "kto_tag" or isinstance(record[name], bool)):
+        raise UnusableError(
+            "a pair with a label",
+            field=name,
+            got="a label beside chosen and rejected",
+            expected="either a pair or a completion with a label",
+            do="remove the field",
+        )
+
+
+def _refuse_contradiction(record: Mapping[str, Any]) -> None:
+    """A rejected half with the higher score: the halves are swapped, or the scores are."""
+    scores = [record.get(name) for name in ("score_chosen", "score_rejected")]
+    for name, score in zip(("score_chosen", "score_rejected"), scores, strict=True):
+        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+            raise UnusableError(
+                "score is no number",
+                field=name,
+                got=f"a JSON {json_type(score)}",
+                expected="a number",
+                do="mend the example",
+            )
+    chosen, rejected = scores
+    if chosen is not None and rejected is not None and chosen < rejected:
+        raise UnusableError(
+            "scores contradict the pair",
+            field="score_chosen",
+            got=f"{chosen}, less than score_rejected, {rejected}",
+            expected="chosen to have the higher score",
+            do="swap the halves, or remove the scores",
+        )
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any], Collection[Repair]], Preference]] = (
+    MappingProxyType(
+        {
+            "trl": _trl,
+            "openai": _openai,
+            "alpaca": _alpaca,
+            "sharegpt": _sharegpt,
+            "ultrafeedback": _ultrafeedback,
+            "completion_label": _completion_label,
+        }
+    )
+)
