@@ -207,9 +207,7 @@ def encode_judged(tokenizer: ChatTokenizer, one: Judged) -> EncodedCompletion:
     return _encode(tokenizer, (one.completion,))[0]
 
 
-def _encode(
-    tokenizer: ChatTokenizer, completions: Sequence[Completion]
-) -> list[EncodedCompletion]:
+def _encode(tokenizer: ChatTokenizer, completions: Sequence[Completion]) -> list[EncodedCompletion]:
     """Encode completions of one prompt."""
     prompt = tokenizer.read_prompt(completions[0].prompt)
     whole = [tokenizer.read(completion.example, "all") for completion in completions]
@@ -291,7 +289,11 @@ def _trl(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
             return _whole_conversations(record, repairs)
         before = [*system_of(record), *messages_of(prompt, "prompt")]
         return _halves(
-            before, messages_of(chosen, "chosen"), messages_of(rejected, "rejected"), record, repairs
+            before,
+            messages_of(chosen, "chosen"),
+            messages_of(rejected, "rejected"),
+            record,
+            repairs,
         )
     return _texts(record, chosen, rejected, prompt)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, Protocol, Self, TypeVar
 
 from megatron_llama.config.schema import Config
+from megatron_llama.data.loader import Samples
 from megatron_llama.data.stream import split_documents
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Axis
@@ -14,6 +18,7 @@ from megatron_llama.sft.dataset import (
     Examples,
     ExampleSamples,
     Noise,
+    ReadExamples,
     read_examples,
     refuse_problems,
 )
@@ -23,46 +28,63 @@ from megatron_llama.sft.sft_config import SFTConfig
 PARTS = ("training", "validation")
 
 
-class ExampleData:
-    """Training and validation examples. Each rank encodes its share of every file and receives the
-    rest from the others.
+class MergedExamples(ReadExamples, Protocol):
+    """Examples of which each rank reads a share."""
+
+    def merge(self, others: Iterable[Self]) -> None:
+        """Add the shares of other ranks, and restore the order of the files."""
+
+    def report(self) -> Iterator[str]:
+        """Yield lines that say what was read and what was left out."""
+
+
+class FilledSamples(Samples, Protocol):
+    """Samples that examples fill."""
+
+    filled: float
+    """The share of all places that examples take."""
+
+
+Read = TypeVar("Read", bound=MergedExamples)
+Made = TypeVar("Made", bound=FilledSamples)
+
+
+class FileData(ABC, Generic[Read, Made]):
+    """Training and validation examples of files. Each rank encodes its share of every file and
+    receives the rest from the others.
 
     Creating it is collective. Raises DataError, on every rank, for examples that cannot be used
     (unless they are to be dropped), or if there are too few."""
 
-    def __init__(
-        self,
-        options: SFTConfig,
-        config: Config,
-        world: Axis,
-        tokenizer: ChatTokenizer,
-        rendered: str | None = None,
-    ) -> None:
-        """``rendered``: the day that the template writes into the texts, if it does."""
-        self._options = options
-        self._rendered = rendered
-        self._made: dict[int, ExampleSamples] = {}
+    def __init__(self, options: SFTConfig, config: Config, world: Axis) -> None:
+        self.options = options
+        self._made: dict[int, Made] = {}
         self._read = [
-            self._read_all(paths, config, world, tokenizer)
+            self._read_all(paths, config, world)
             for paths in (options.train_data, options.valid_data)
             if paths
         ]
 
-    def _read_all(
-        self, paths: tuple[str, ...], config: Config, world: Axis, tokenizer: ChatTokenizer
-    ) -> Examples:
-        share = (world.rank, world.size)
-        length = config.training.seq_length
-        rows = config.model.vocab_size
+    @abstractmethod
+    def read(self, files: Sequence[Path], config: Config, share: tuple[int, int]) -> Read:
+        """Read the examples of a share (r, n): every n-th from the r-th on."""
+
+    @abstractmethod
+    def none(self) -> Read:
+        """Return no examples, to which shares are added."""
+
+    @abstractmethod
+    def fill(self, examples: Read, chosen: range, config: Config, part: int) -> Made:
+        """Make samples of the ``chosen`` examples, for training (part 0) or validation (1)."""
+
+    def _read_all(self, paths: tuple[str, ...], config: Config, world: Axis) -> Read:
         with raise_on_all_ranks(world):
             files = example_files(paths)
-            part = read_examples(
-                files, tokenizer, self._options, length, share=share, vocab_size=rows
-            )
-        examples = Examples()
-        examples.merge(all_gather_object(part, world))
+            share = self.read(files, config, (world.rank, world.size))
+        examples = self.none()
+        examples.merge(all_gather_object(share, world))
         with raise_on_all_ranks(world):
-            refuse_problems(examples, files, self._options)
+            refuse_problems(examples, files, self.options)
         return examples
 
     def report(self, config: Config) -> Iterator[str]:
@@ -70,7 +92,7 @@ class ExampleData:
         for examples in self._read:
             yield from examples.report()
         samples = self.samples(config, 0)
-        packed = "packed into" if self._options.packing else "one to each of"
+        packed = "packed into" if self.options.packing else "one to each of"
         shares = [len(self._chosen(config, part)) for part in range(len(PARTS))]
         yield (
             f"{shares[0]:,} training examples, {packed} {len(samples):,} samples, which are "
@@ -87,27 +109,60 @@ class ExampleData:
             return range(len(self._read[part]))
         return range(*split_documents(config.data.split, len(self._read[0]))[part])
 
-    def samples(self, config: Config, part: int) -> ExampleSamples:
+    def samples(self, config: Config, part: int) -> Made:
         """The samples of training (part 0) or validation (1). Raises DataError if it has no
         example."""
         if part not in self._made:
             self._made[part] = self._samples(config, part)
         return self._made[part]
 
-    def _samples(self, config: Config, part: int) -> ExampleSamples:
+    def _samples(self, config: Config, part: int) -> Made:
         examples = self._read[part if len(self._read) == 2 else 0]
         chosen = self._chosen(config, part)
-        options = self._options
         if not chosen:
             got = f"none of {len(examples)} examples for {PARTS[part]}"
             do = "give --valid-data, or change --split"
             raise DataError(
                 describe(f"--split {config.data.split}", got=got, expected="one or more", do=do)
             )
-        noise = None
-        if part == 0 and options.neftune_noise_alpha:
-            noise = Noise(options.neftune_noise_alpha, config.model.hidden_size)
+        return self.fill(examples, chosen, config, part)
+
+
+class ExampleData(FileData[Examples, ExampleSamples]):
+    """The examples of ``sft``."""
+
+    def __init__(
+        self,
+        options: SFTConfig,
+        config: Config,
+        world: Axis,
+        tokenizer: ChatTokenizer,
+        rendered: str | None = None,
+    ) -> None:
+        """``rendered``: the day that the template writes into the texts, if it does."""
+        self._tokenizer = tokenizer
+        self._rendered = rendered
+        super().__init__(options, config, world)
+
+    def read(self, files: Sequence[Path], config: Config, share: tuple[int, int]) -> Examples:
+        rows = config.model.vocab_size
         length = config.training.seq_length
+        return read_examples(
+            files, self._tokenizer, self.options, length, share=share, vocab_size=rows
+        )
+
+    def none(self) -> Examples:
+        return Examples()
+
+    def fill(self, examples: Examples, chosen: range, config: Config, part: int) -> ExampleSamples:
+        noise = None
+        if part == 0 and self.options.neftune_noise_alpha:
+            noise = Noise(self.options.neftune_noise_alpha, config.model.hidden_size)
         return ExampleSamples(
-            examples, chosen, length, packing=options.packing, noise=noise, rendered=self._rendered
+            examples,
+            chosen,
+            config.training.seq_length,
+            packing=self.options.packing,
+            noise=noise,
+            rendered=self._rendered,
         )

@@ -1,0 +1,521 @@
+"""Pairs of completions as tokens in memory, and the samples of a run that are made of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_llama.data.loader import Batch, sequence_first
+from megatron_llama.errors import DataError, describe
+from megatron_llama.preference.align_config import AlignConfig, Method
+from megatron_llama.preference.pairs import (
+    EncodedCompletion,
+    Preference,
+    detect,
+    encode_judged,
+    encode_pair,
+    judged,
+    paired,
+    read_preference,
+)
+from megatron_llama.sft.chat import ChatTokenizer
+from megatron_llama.sft.dataset import RENDERED, parsed_records, refuse_beyond
+from megatron_llama.sft.packing import best_fit
+from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
+from megatron_llama.sft.sft_config import SFTConfig
+
+CHOSEN = 1
+"""The kind of a chosen or desirable completion."""
+REJECTED = 2
+"""The kind of a rejected or undesirable completion."""
+
+
+@dataclass
+class Pairs:
+    """The examples of some files that can be used, and what became of the others.
+
+    An example is a pair, or one completion that was judged alone. The completions of example k are
+    those at ``per_example`` * k and the following: of a pair first the chosen one."""
+
+    per_example: int = 2
+    """Completions of an example: 2, or 1 where they are judged alone."""
+    ids: list[NDArray[np.int32]] = field(default_factory=list)
+    """The tokens of each completion, with those of its prompt in front."""
+    loss_mask: list[NDArray[np.bool_]] = field(default_factory=list)
+    """Whether each token is one of the completion."""
+    prompts: list[int] = field(default_factory=list)
+    """How many tokens of each completion are the prompt's."""
+    kinds: list[int] = field(default_factory=list)
+    """CHOSEN or REJECTED, of each completion."""
+    numbers: list[int] = field(default_factory=list)
+    """The position of each example among all records of the files, by which the shares of several
+    ranks are put in order."""
+    formats: dict[str, str] = field(default_factory=dict)
+    """Format by file."""
+    problems: list[Problem] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)
+    """How many completions have a given number of tokens, prompt included, before anything is
+    cut."""
+    truncated: int = 0
+    dropped: int = 0
+    """Examples that were too long."""
+    merged: int = 0
+    """Examples of which the tokenizer joins the end of the prompt with the completion."""
+    repairs: Counter[str] = field(default_factory=Counter)
+    """How many of the examples that can be used were mended in each way."""
+
+    def __len__(self) -> int:
+        """The number of examples that can be used."""
+        return len(self.numbers)
+
+    def merge(self, others: Iterable[Pairs]) -> None:
+        """Add the shares of other ranks, and restore the order of the files."""
+        for other in others:
+            assert other.per_example == self.per_example
+            self.ids += other.ids
+            self.loss_mask += other.loss_mask
+            self.prompts += other.prompts
+            self.kinds += other.kinds
+            self.numbers += other.numbers
+            self.formats |= other.formats
+            self.problems += other.problems
+            self.lengths += other.lengths
+            self.truncated += other.truncated
+            self.dropped += other.dropped
+            self.merged += other.merged
+            self.repairs += other.repairs
+        # The sort is stable: both completions of a pair that kto reads stay in their order.
+        examples = sorted(range(len(self)), key=self.numbers.__getitem__)
+        order = [i for k in examples for i in self.completions_of(k)]
+        self.ids = [self.ids[i] for i in order]
+        self.loss_mask = [self.loss_mask[i] for i in order]
+        self.prompts = [self.prompts[i] for i in order]
+        self.kinds = [self.kinds[i] for i in order]
+        self.numbers = [self.numbers[k] for k in examples]
+        self.problems.sort(key=lambda problem: problem.number)
+
+    def completions_of(self, example: int) -> range:
+        """The indices of an example's completions."""
+        return range(self.per_example * example, self.per_example * (example + 1))
+
+    def report(self, most: int | None = LISTED) -> Iterator[str]:
+        """Yield lines that say what was read and what was left out, with the first ``most``
+        problems; None: all of them."""
+        for file, name in self.formats.items():
+            yield f"{file}: format {name}"
+        tokens = sum(map(len, self.ids))
+        counted = sum(int(mask.sum()) for mask in self.loss_mask)
+        share = f" ({counted / tokens:.0%})" if tokens else ""
+        good = self.kinds.count(CHOSEN)
+        what = (
+            f"{len(self):,} pairs"
+            if self.per_example == 2
+            else f"{len(self):,} completions, {good:,} good and {len(self.kinds) - good:,} bad"
+        )
+        yield f"{what}, {tokens:,} tokens, {counted:,} of them in completions{share}"
+        if self.merged:
+            yield (
+                f"in {self.merged:,} examples the tokenizer joins the end of the prompt with the "
+                "completion; that token counts as one of the completion"
+            )
+        if self.truncated or self.dropped:
+            yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped"
+        if self.repairs:
+            counts = ", ".join(f"{name} {many:,}" for name, many in sorted(self.repairs.items()))
+            yield f"repaired prompts: {counts}"
+        if self.problems:
+            yield f"unusable: {len(self.problems):,} examples"
+            yield from (f"  {line}" for line in problem_lines(self.problems, most))
+
+
+def read_pairs(
+    files: Sequence[Path],
+    tokenizer: ChatTokenizer,
+    options: SFTConfig,
+    align: AlignConfig,
+    seq_length: int,
+    *,
+    share: tuple[int, int] = (0, 1),
+    vocab_size: int | None = None,
+) -> Pairs:
+    """Read every n-th record of the files from the r-th on, for ``share`` (r, n). Records that
+    cannot be used are in ``problems``, for a model of ``vocab_size`` also those with a token that
+    it has no row for. Raises DataError if a file cannot be read at all."""
+    pairs = Pairs(1 if align.method == "kto" else 2)
+    for number, (where, found) in enumerate(
+        parsed_preferences(files, options, align, pairs.formats)
+    ):
+        if number % share[1] != share[0]:
+            continue
+        try:
+            if isinstance(found, UnusableError):
+                raise found
+            encoded, kinds, repairs = encode_preference(tokenizer, found, align.method)
+            for completion in encoded:
+                refuse_beyond(completion.ids, vocab_size or tokenizer.vocab_size, tokenizer)
+            _add(pairs, number, encoded, kinds, options.on_long_sample, seq_length, align.method)
+            pairs.repairs.update(repairs)
+        except UnusableError as problem:
+            pairs.problems.append(problem.at(where, number))
+    return pairs
+
+
+def parsed_preferences(
+    files: Sequence[Path], options: SFTConfig, align: AlignConfig, formats: dict[str, str]
+) -> Iterator[tuple[str, Preference | UnusableError]]:
+    """Yield place and content of every record. Where the format is to be detected, the first
+    record with a known one decides for its file, and ``formats`` gets it."""
+
+    def read(record: Mapping[str, Any], name: str) -> Preference:
+        return read_preference(record, name, options.repair_conversations)
+
+    return parsed_records(files, align.preference_format, detect, read, formats)
+
+
+def encode_preference(
+    tokenizer: ChatTokenizer, found: Preference, method: Method
+) -> tuple[list[EncodedCompletion], tuple[int, ...], tuple[str, ...]]:
+    """Encode the completions of a record: return them, the kind of each, and the repairs of their
+    prompt. For kto a pair is two completions, each judged alone. Raises UnusableError."""
+    if method == "kto":
+        alone = judged(found)
+        kinds = tuple(CHOSEN if one.desirable else REJECTED for one in alone)
+        encoded = [encode_judged(tokenizer, one) for one in alone]
+        return encoded, kinds, alone[0].completion.repairs
+    pair = paired(found)
+    return encode_pair(tokenizer, pair), (CHOSEN, REJECTED), pair.chosen.repairs
+
+
+def places_of(tokens: int, method: Method) -> int:
+    """How many places of a sample a prompt with its completion takes: all tokens but the last are
+    inputs; a reward model reads the score at the last one, so there it is an input, too."""
+    return tokens if method == "reward" else tokens - 1
+
+
+def most_tokens(lengths: Sequence[int], seq_length: int, method: Method) -> int:
+    """The most tokens that each completion of an example may have for all of them to fit into one
+    sample. It is the same for both halves of a pair; what a short one leaves free, a long one may
+    take."""
+    room = seq_length + len(lengths) * (1 - places_of(1, method))
+    if len(lengths) == 1:
+        return room
+    return max(room // 2, room - min(lengths))
+
+
+def _add(
+    pairs: Pairs,
+    number: int,
+    encoded: Sequence[EncodedCompletion],
+    kinds: Sequence[int],
+    on_long_sample: str,
+    seq_length: int,
+    method: Method,
+) -> None:
+    """Add the examples of a record, cut or left out as --on-long-sample says. Raises UnusableError,
+    before anything is added, if one is too long for that."""
+    size = pairs.per_example
+    examples = [range(start, start + size) for start in range(0, len(encoded), size)]
+    pairs.lengths.update(len(completion.ids) for completion in encoded)
+    kept: list[tuple[range, int | None]] = []
+    for example in examples:
+        lengths = [len(encoded[i].ids) for i in example]
+        longest = most_tokens(lengths, seq_length, method)
+        if max(lengths) <= longest:
+            kept.append((example, None))
+            continue
+        _refuse_long([encoded[i] for i in example], longest, seq_length, on_long_sample)
+        if on_long_sample == "truncate":
+            kept.append((example, longest))
+    pairs.dropped += len(examples) - len(kept)
+    for example, longest_kept in kept:
+        for i in example:
+            pairs.ids.append(np.array(encoded[i].ids[:longest_kept], np.int32))
+            pairs.loss_mask.append(np.array(encoded[i].loss_mask[:longest_kept]))
+            pairs.prompts.append(encoded[i].prompt)
+            pairs.kinds.append(kinds[i])
+        pairs.numbers.append(number)
+        pairs.truncated += longest_kept is not None
+        pairs.merged += encoded[example[0]].merged > 0
+
+
+def _refuse_long(
+    halves: Sequence[EncodedCompletion], longest: int, seq_length: int, on_long_sample: str
+) -> None:
+    lengths = " and ".join(f"{len(half.ids)}" for half in halves)
+    both = " for both halves together" if len(halves) == 2 else ""
+    expected = f"at most {seq_length} (seq_length){both}"
+    do = "raise --seq-length, or give --on-long-sample drop"
+    if on_long_sample == "stop":
+        raise UnusableError("too long", got=f"{lengths} tokens", expected=expected, do=do)
+    if on_long_sample == "drop":
+        return
+    if not all(any(half.loss_mask[:longest]) for half in halves):
+        got = f"{lengths} tokens, none of a completion among the first {longest}"
+        raise UnusableError(
+            "zero target tokens after truncation", got=got, expected=expected, do=do
+        )
+    if len(halves) == 2 and halves[0].ids[:longest] == halves[1].ids[:longest]:
+        got = f"{lengths} tokens, of which the first {longest} are the same in both halves"
+        raise UnusableError(
+            "identical completions after truncation", got=got, expected=expected, do=do
+        )
+
+
+class _Row(NamedTuple):
+    """A completion in a sample."""
+
+    ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    kind: int
+    reference: float
+
+
+class PairSamples:
+    """Samples of ``seq_length`` tokens, each filled with one example, or packed with several.
+
+    The completions of a sample, each with its prompt in front, lie side by side: both halves of a
+    pair are in one sample, the chosen one first. Each is a document of its own: it attends only to
+    itself, and its positions start at 0. So does the padding at the end. A completion of n tokens,
+    prompt included, takes n - 1 places, for a reward model n. ``completion_ids`` has its number at
+    every label that is a token of the completion; for a reward model at the last token alone, where
+    the score is read.
+
+    For kto there is a mismatched sample to each sample (Ethayarajh et al., 2024, section 4.1): the
+    same prompts in the same places, each with the completion of an example some places before it in
+    the files, always as many, the first ones with those of the last. Its end is cut if it is too
+    long. It belongs to the sample, so no layout and no batch size changes it.
+
+    Completions are numbered in the order of the files, from 0: of pair p the chosen one is 2p, the
+    rejected one 2p + 1. Reference log-probabilities come in this order."""
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        chosen: range,
+        seq_length: int,
+        *,
+        packing: bool,
+        method: Method,
+        rendered: str | None = None,
+    ) -> None:
+        """``chosen``: which examples. ``rendered``: the day that the template has written into the
+        texts, if it does. Raises DataError for kto if all examples have one prompt."""
+        self._pairs = pairs
+        self._chosen = chosen
+        self._seq_length = seq_length
+        self._method = method
+        self._rendered = rendered
+        self._logps: NDArray[np.float64] | None = None
+        self._kl_logps: NDArray[np.float64] | None = None
+        self._completions = [i for k in chosen for i in pairs.completions_of(k)]
+        self.shift = self._distance() if method == "kto" else 0
+        """For kto: how many places before an example the one stands whose completion its prompt
+        has in the mismatched sample."""
+        places = [
+            sum(self._places(number) for number in self._numbers_of(place))
+            for place in range(len(chosen))
+        ]
+        groups = (
+            best_fit(places, seq_length) if packing else [[place] for place in range(len(chosen))]
+        )
+        self._rows = groups
+        self._width = pairs.per_example * max(map(len, groups), default=0)
+        own = sum(places_of(len(pairs.ids[i]), method) for i in self._completions)
+        self.filled = own / max(1, len(groups) * seq_length)
+        """The share of all places that completions and their prompts take; the rest is padding."""
+
+    def _numbers_of(self, place: int) -> range:
+        return self._pairs.completions_of(place)
+
+    def _places(self, number: int) -> int:
+        """Places of a completion; for kto those that it and its mismatched twin both fit into."""
+        places = places_of(len(self._pairs.ids[self._completions[number]]), self._method)
+        if not self.shift:
+            return places
+        return max(places, len(self._mismatched(number)[0]) - 1)
+
+    def _distance(self) -> int:
+        """The length of the longest run of equal prompts, over the end to the beginning: at this
+        distance no two examples of one run meet."""
+        prompts = [self._prompt(i) for i in self._completions]
+        runs = [0]
+        for before, prompt in zip([None, *prompts], prompts, strict=False):
+            if before == prompt:
+                runs[-1] += 1
+            else:
+                runs.append(1)
+        if len(runs) > 2 and prompts[0] == prompts[-1]:
+            runs.append(runs[1] + runs[-1])
+        if max(runs) == len(prompts):
+            raise DataError(
+                describe(
+                    "--method kto",
+                    got=f"{len(prompts)} completions of one prompt",
+                    expected="two prompts or more, to compare with completions of others",
+                    do="give more examples, or another --split",
+                )
+            )
+        return max(runs)
+
+    def _prompt(self, index: int) -> bytes:
+        return self._pairs.ids[index][: self._pairs.prompts[index]].tobytes()
+
+    def _mismatched(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The prompt of a completion with the completion ``shift`` places before, and which tokens
+        are the completion's."""
+        pairs = self._pairs
+        own = self._completions[number]
+        other = self._completions[number - self.shift]
+        ids = [pairs.ids[own][: pairs.prompts[own]], pairs.ids[other][pairs.prompts[other] :]]
+        mask = pairs.loss_mask[other][pairs.prompts[other] :]
+        before = np.zeros(len(ids[0]), np.bool_)
+        longest = self._seq_length + 1
+        return np.concatenate(ids)[:longest], np.concatenate([before, mask])[:longest]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def completions(self) -> int:
+        """How many completions there are."""
+        return len(self._completions)
+
+    def numbers(self, index: int) -> list[int]:
+        """The numbers of the completions of a sample, in the order of ``completion_kinds``."""
+        return [number for place in self._rows[index] for number in self._numbers_of(place)]
+
+    def in_order(self, logps: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Put log-probabilities, [c] for every sample in its order, into the order of
+        completions, [completions]."""
+        found = np.full(self.completions, np.nan)
+        for index, sample in enumerate(logps):
+            numbers = self.numbers(index)
+            found[numbers] = sample[: len(numbers)]
+        assert not np.isnan(found).any(), "every sample was scored, with numbers"
+        return found
+
+    def with_references(
+        self, logps: NDArray[np.float64], kl_logps: NDArray[np.float64] | None = None
+    ) -> PairSamples:
+        """Return the same samples with the reference's log-probability of every completion, and for
+        kto of every mismatched one, [completions] each."""
+        assert logps.shape == (self.completions,), logps.shape
+        assert (kl_logps is not None) == (self._method == "kto"), "kto alone has mismatched ones"
+        assert kl_logps is None or kl_logps.shape == logps.shape, kl_logps.shape
+        samples = copy(self)
+        samples._logps = logps
+        samples._kl_logps = kl_logps
+        return samples
+
+    def digest(self) -> str:
+        """Return a digest of all completions in their order, whatever sample they are in: of what a
+        reference scores."""
+        pairs = self._pairs
+        lengths = np.array([len(pairs.ids[index]) for index in self._completions])
+        kind = "last" if self._method == "reward" else "all"
+        digest = hashlib.blake2b(
+            f"{kind} {self.shift} {self._seq_length if self.shift else 0} ".encode()
+            + lengths.tobytes(),
+            digest_size=16,
+        )
+        for index in self._completions:
+            digest.update(pairs.ids[index].data)
+            digest.update(pairs.loss_mask[index].data)
+            digest.update(bytes([pairs.kinds[index]]))
+            digest.update(pairs.prompts[index].to_bytes(8, "little") if self.shift else b"")
+        return digest.hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps to recognize the samples: counts for people, and a digest
+        of every token, mask and kind, and of which examples share a sample."""
+        pairs = self._pairs
+        sizes = np.array([len(row) for row in self._rows])
+        rows = np.array([place for row in self._rows for place in row])
+        digest = hashlib.blake2b(
+            self.digest().encode() + sizes.tobytes() + rows.tobytes(), digest_size=16
+        )
+        return {
+            "pairs" if pairs.per_example == 2 else "completions": len(self._chosen),
+            "tokens": sum(len(pairs.ids[index]) for index in self._completions),
+            "learned tokens": sum(int(pairs.loss_mask[i].sum()) for i in self._completions),
+            "samples": len(self),
+            "seq_length": self._seq_length,
+            "digest": digest.hexdigest(),
+            RENDERED: self._rendered,
+        }
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return these samples as a batch, for kto with their mismatched ones."""
+        pairs = self._pairs
+        rows = [
+            [
+                _Row(pairs.ids[i], pairs.loss_mask[i], pairs.kinds[i], reference)
+                for i, reference in self._with_reference(index, self._logps)
+            ]
+            for index in indices
+        ]
+        mismatched = None
+        if self.shift:
+            twins = [
+                [
+                    _Row(*self._mismatched(number), CHOSEN, reference)
+                    for number, (_, reference) in zip(
+                        self.numbers(index),
+                        self._with_reference(index, self._kl_logps),
+                        strict=True,
+                    )
+                ]
+                for index in indices
+            ]
+            mismatched = self._laid_out(twins)
+        return self._laid_out(rows, mismatched)
+
+    def _with_reference(
+        self, index: int, logps: NDArray[np.float64] | None
+    ) -> Iterator[tuple[int, float]]:
+        for number in self.numbers(index):
+            yield self._completions[number], 0.0 if logps is None else float(logps[number])
+
+    def _laid_out(self, rows: Sequence[Sequence[_Row]], mismatched: Batch | None = None) -> Batch:
+        """Lay the completions of each sample side by side."""
+        shape = (len(rows), self._seq_length)
+        tokens, labels, positions = (np.zeros(shape, np.int64) for _ in range(3))
+        documents, completions = (np.zeros(shape, np.int32) for _ in range(2))
+        kinds = np.zeros((len(rows), self._width), np.int8)
+        references = np.zeros((len(rows), self._width), np.float64)
+        for at, row in enumerate(rows):
+            start = 0
+            for number, completion in enumerate(row):
+                count = places_of(len(completion.ids), self._method)
+                place = slice(start, start + count)
+                tokens[at, place] = completion.ids[:count]
+                labels[at, start : start + len(completion.ids) - 1] = completion.ids[1:]
+                if self._method == "reward":
+                    completions[at, start + count - 1] = number + 1
+                else:
+                    completions[at, place] = (number + 1) * completion.loss_mask[1:]
+                positions[at, place] = np.arange(count)
+                documents[at, place] = number
+                kinds[at, number] = completion.kind
+                references[at, number] = completion.reference
+                start += count
+            positions[at, start:] = np.arange(self._seq_length - start)
+            documents[at, start:] = len(row)
+        return Batch(
+            tokens=sequence_first(tokens),
+            labels=sequence_first(labels),
+            position_ids=sequence_first(positions),
+            document_ids=sequence_first(documents),
+            completion_ids=sequence_first(completions),
+            completion_kinds=sequence_first(kinds),
+            reference_logps=sequence_first(references) if self._logps is not None else None,
+            mismatched=mismatched,
+        )
