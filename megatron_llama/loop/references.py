@@ -107,10 +107,12 @@ def digest_of(config: Config, source: WeightSource, world: Axis) -> str:
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model that change what its weights compute, for JSON."""
+    """Return the fields of a model that change what its weights compute, for JSON, without those
+    that are off: a field that the program learns later does not change the digest of models without
+    it."""
     fields = asdict(replace(model, rope_scaling=normal_rope(model.rope_scaling)))
     ignored = without_effect(model, model)
-    return {name: value for name, value in fields.items() if name not in ignored}
+    return {name: value for name, value in fields.items() if value and name not in ignored}
 
 
 def with_references(

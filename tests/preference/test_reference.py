@@ -457,3 +457,21 @@ def test_layouts_share_their_files(cluster: Cluster, tmp_path: Path) -> None:
     again = cluster.run(2, run_in, tmp_path, Layout(dp=2, strategy="optim_grads_params"))
     assert all(np.array_equal(one, first[0], equal_nan=True) for one in (*first, *again))
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize(
+    ("change", "matters"),
+    [
+        ({"rms_norm_eps": 1e-6}, True),
+        ({"rope_theta": 5e5}, True),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, True),
+        ({"rope_scaling": {"rope_type": "default"}}, False),
+        ({"initializer_range": 0.1}, False),
+        ({"eos_token_id": 7}, False),
+    ],
+    ids=str,
+)
+def test_the_digest_knows_what_changes_the_scores(change: dict[str, Any], matters: bool) -> None:
+    config, world = Layout().config(), Mesh.single().world
+    changed = replace(config, model=replace(config.model, **change))
+    assert (digest_of(changed, initial_weights(), world) != digest_of(config, initial_weights(), world)) is matters
