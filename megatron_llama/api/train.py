@@ -35,6 +35,7 @@ from megatron_llama.model.llama import score_rule
 from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.planner.choice import Choice
+from megatron_llama.plans.checks.model import require_language_model
 from megatron_llama.training import TrainResult
 from megatron_llama.training import train as run_steps
 
@@ -157,6 +158,7 @@ def run_training(
 
 def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
     """Open what training on --data-path reads. Collective. Raises UserError."""
+    require_language_model(ready.config.model, "training on --data-path")
     vocabulary = ready.vocabulary
     return open_inputs(
         ready.config,

@@ -13,7 +13,12 @@ from megatron_llama.api.convert import Format
 from megatron_llama.conversion.convert import require_sound
 from megatron_llama.conversion.formats import ModelReader, open_model
 from megatron_llama.conversion.verify.fields import field_differences
-from megatron_llama.conversion.verify.logits import LogitDeviation, StreamedModel, logit_deviation
+from megatron_llama.conversion.verify.logits import (
+    LogitDeviation,
+    StreamedModel,
+    logit_deviation,
+    outputs_of,
+)
 from megatron_llama.conversion.verify.prompt import (
     BEYOND,
     PLAIN,
@@ -156,6 +161,9 @@ def _compare_logits(first: ModelReader, second: ModelReader, asked: int, say: Sa
     if models[0].vocab_size != models[1].vocab_size:
         say("logits: not compared, the vocabularies have different sizes")
         return True
+    if models[0].num_labels != models[1].num_labels:
+        say("logits: not compared, only one of the two is a reward model")
+        return True
     context = telling_context(models)
     length = asked or (context + BEYOND if context else PLAIN)
     prompt = make_prompt((first, second), models[0].vocab_size, length, python_documentation)
@@ -190,7 +198,7 @@ def _compare_with_each_other(
             StreamedModel(second.model, theirs, prompt.tokens),
         )
         found.append(
-            _report(f"logits on {name}", logit_deviation(*outputs, first.model.vocab_size), say)
+            _report(f"logits on {name}", logit_deviation(*outputs, outputs_of(first.model)), say)
         )
     return all(found)
 
@@ -219,7 +227,7 @@ def _compare_with_transformers(
                 reference.fill(drawn)
             reference.run(prompt.tokens)
             ours = StreamedModel(source.model, weights, prompt.tokens)
-            deviation = logit_deviation(ours, reference, source.model.vocab_size)
+            deviation = logit_deviation(ours, reference, outputs_of(source.model))
             found.append(_report(f"{where} on {name}", deviation, say))
     return all(found)
 

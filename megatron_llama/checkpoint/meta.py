@@ -159,7 +159,8 @@ def model_differences(
     epsilon apart. ``where`` names the weights.
 
     A run that ``resumes`` goes on with its optimizer. One that only begins with the weights may
-    have other rotary positions too, so only the shapes have to agree."""
+    have other rotary positions too, so only the shapes have to agree, and a language model may
+    become a reward model, whose score is new."""
     problems = []
     fields = (field.name for field in dataclasses.fields(ModelConfig))
     ignored = without_effect(saved, model)
@@ -169,6 +170,8 @@ def model_differences(
         expected = getattr(model, name)
         if name == "rope_scaling":
             expected = normal_rope(expected)
+        if name == "num_labels" and not found and not resumes:
+            continue
         if found != expected:
             do = "take the model fields from the checkpoint, or load another one"
             if name == "vocab_size" and expected > found:

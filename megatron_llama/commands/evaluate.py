@@ -89,6 +89,7 @@ LONGEST = TrainingConfig().seq_length
 def evaluate(parsed: Parsed) -> None:
     """Print loss and perplexity of --load or --init-from-hf."""
     from megatron_llama.commands.common.trained import open_folder
+    from megatron_llama.plans.checks.model import require_language_model
 
     options = parsed.get(EvaluateConfig)
     run = _run_of(parsed, options)
@@ -108,6 +109,7 @@ def evaluate(parsed: Parsed) -> None:
         tokens=tokens,
         ignored=weights.ignore_hf_config_fields,
     )
+    require_language_model(source.model, str(source.folder))
     positions = model.max_position_embeddings or source.model.max_position_embeddings
     length = options.seq_length or min(LONGEST, positions)
     if not options.text:

@@ -276,12 +276,17 @@ def _labels(reader: ConfigReader, family: Family) -> int:
 
 
 def _padding_token(reader: ConfigReader, model: ModelConfig) -> int | None:
-    """The padding token. That of a language model does not count, and whatever is no token of it is
-    passed over; that of a reward model decides where the score is read."""
-    if model.num_labels:
-        return reader.token("pad_token_id")
-    value = reader.json.get("pad_token_id")
-    if not isinstance(value, int) or isinstance(value, bool):
+    """The padding token of a reward model, which decides where the score is read. That of a
+    language model does not count."""
+    return reader.token("pad_token_id") if model.num_labels else None
+
+
+def padding_token(config_json: Mapping[str, Any], model: ModelConfig) -> int | None:
+    """The padding token with which a language model becomes a reward model: that of its
+    ``config.json``, unless it is no token of the model, or ends texts, whose score would then be
+    read one token too early."""
+    value = config_json.get("pad_token_id")
+    if not isinstance(value, int) or isinstance(value, bool) or value == model.eos_token_id:
         return None
     return value if 0 <= value < model.vocab_size else None
 

@@ -35,6 +35,7 @@ LLAMA_KIND: Mapping[str, Any] = MappingProxyType(
         "layer_types": (),
         "partial_rotary_factor": 1.0,
         "rope_local_base_freq": 0.0,
+        "num_labels": 0,
     }
 )
 """What makes a model a plain LLaMA, whatever its family."""

@@ -12,7 +12,13 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.loop.inputs import Inputs, passes_over
 from megatron_llama.loop.start import begins_anew
-from megatron_llama.plans.params import adapter_shapes, hf_shapes, is_frozen, parameter_count
+from megatron_llama.plans.params import (
+    adapter_shapes,
+    hf_shapes,
+    is_frozen,
+    parameter_count,
+    trained_beside_adapters,
+)
 
 
 def banner(inputs: Inputs, mesh: Mesh) -> Iterator[str]:
@@ -77,7 +83,7 @@ def _model(config: Config) -> str:
         if not is_frozen(name, config.optimizer.freeze)
     }
     if config.lora.lora_rank:
-        trained = adapter_shapes(model, config.lora)
+        trained = adapter_shapes(model, config.lora) | trained_beside_adapters(model)
     count = sum(math.prod(shape) for shape in trained.values())
     share = "all trained" if trained == shapes else f"{count:,} trained"
     name = f"{model.preset}: " if model.preset is not None else ""

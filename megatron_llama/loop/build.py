@@ -24,7 +24,7 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Weig
 from megatron_llama.errors import TrainingError
 from megatron_llama.loop.callbacks import Evaluation
 from megatron_llama.loop.inputs import Inputs, resumes
-from megatron_llama.loop.start import Start, with_rows
+from megatron_llama.loop.start import Start, weights_of
 from megatron_llama.loop.take_over import take_over
 from megatron_llama.metrics.log import (
     LANGUAGE_MODEL,
@@ -123,7 +123,7 @@ def load_or_init(
         with raise_on_all_ranks(mesh.world):
             state = start.state()
             saved = start.optimizer(config.model) if options.load_optim else None
-            weights = start.weights(config.model)
+            weights = start.weights(config.model, config.training.seed)
         if saved is None:
             optimizer.load_weights(WithAdapters(weights, config.training.seed))
         else:
@@ -140,11 +140,11 @@ def load_or_init(
         return TrainState(0, 0) if options.finetune else state
     if start is not None:
         with raise_on_all_ranks(mesh.world):
-            weights = start.weights(config.model)
+            weights = start.weights(config.model, config.training.seed)
     elif options.init_from_hf is not None:
         with raise_on_all_ranks(mesh.world):
             folder = HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
-            weights = with_rows(folder, config.model)
+            weights = weights_of(folder, config.model, config.training.seed)
     else:
         weights = InitialWeights.of(config)
     optimizer.load_weights(WithAdapters(weights, config.training.seed))

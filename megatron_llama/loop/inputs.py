@@ -340,8 +340,13 @@ def resumes(config: Config, start: Start) -> bool:
     anew = config.checkpoint.finetune
     if start.goes_on and not anew:
         return takes_up(where, LoraConfig(), config.lora, anew=False)
-    if start.native and start.model().vocab_size != config.model.vocab_size:
-        return False  # --resize-embeddings
+    if start.native:
+        saved = start.model()
+        # --resize-embeddings, or a reward model that begins with a language model.
+        if saved.vocab_size != config.model.vocab_size:
+            return False
+        if saved.num_labels != config.model.num_labels:
+            return False
     return start.native and takes_up(
         where, saved_lora(native.read_meta(start.path).config), config.lora, anew=anew
     )

@@ -29,7 +29,7 @@ from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError, DataError
 from megatron_llama.loop.inputs import Inputs, resumes
-from megatron_llama.loop.start import Start, find_start, resumed, with_rows
+from megatron_llama.loop.start import Start, find_start, resumed, weights_of
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.lora import additions_off
@@ -96,7 +96,7 @@ def first_weights(config: Config, start: Start | None) -> WeightSource:
 
 def _hf_weights(config: Config, folder: str) -> WeightSource:
     weights = HFWeights(folder, ignored=config.checkpoint.ignore_hf_config_fields)
-    return with_rows(weights, config.model)
+    return weights_of(weights, config.model, config.training.seed)
 
 
 def digest_of(config: Config, source: WeightSource, world: Axis) -> str:

@@ -29,7 +29,7 @@ from megatron_llama.conversion.torch_dist.optimizer import has_optimizer, open_o
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
-from megatron_llama.model.init import ResizedEmbeddings
+from megatron_llama.model.init import ResizedEmbeddings, WithScore
 from megatron_llama.plans.params import Rectangle
 
 AUTO = "auto"
@@ -63,13 +63,13 @@ class Start:
             self.path, vocab_size=vocab_size, tokens=tokens, ignored=self.ignored
         ).model
 
-    def weights(self, model: ModelConfig) -> WeightSource:
-        """Open the weights of ``model``, whose vocabulary is known. It may have more rows than
-        these."""
+    def weights(self, model: ModelConfig, seed: int = 0) -> WeightSource:
+        """Open the weights of ``model``, whose vocabulary is known, as ``weights_of`` completes
+        them."""
         if self.native:
-            return with_rows(native.open_weights(self.path), model)
+            return weights_of(native.open_weights(self.path), model, seed)
         weights = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
-        return with_rows(weights, model)
+        return weights_of(weights, model, seed)
 
     def optimizer(self, model: ModelConfig) -> OptimizerState:
         """Open the optimizer's state of ``model`` in a folder of another format that has one.
@@ -98,10 +98,24 @@ class ModelWeights(Protocol):
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None: ...
 
 
-def with_rows(weights: ModelWeights, model: ModelConfig) -> WeightSource:
-    """Return the weights as those of ``model``: where it has more token ids, with new rows."""
-    rows = weights.model.vocab_size
-    return weights if rows == model.vocab_size else ResizedEmbeddings(weights, rows)
+def weights_of(weights: ModelWeights, model: ModelConfig, seed: int) -> WeightSource:
+    """Return the weights as those of ``model``: where it has more token ids, with new rows; where
+    it is a reward model and these are of a language model, with a score drawn from ``seed``. Raises
+    CheckpointError for the opposite."""
+    found = weights.model
+    if found.num_labels and not model.num_labels:
+        raise CheckpointError(
+            "--num-labels",
+            got="0, a language model",
+            expected="1: the weights are those of a reward model, which has no output head",
+            do="give the weights of a language model",
+        )
+    source: WeightSource = weights
+    if found.vocab_size != model.vocab_size:
+        source = ResizedEmbeddings(source, found.vocab_size)
+    if model.num_labels and not found.num_labels:
+        source = WithScore(source, seed, model.initializer_range)
+    return source
 
 
 def named_start(options: CheckpointConfig) -> Start | None:
@@ -188,6 +202,14 @@ def compare(
     derived fields filled in). Returns a warning for each difference that changes what the weights
     compute. Raises CheckpointError with every field that must not differ."""
     resumes = options.load_optim and not begins_anew(options, start)
+    if model.num_labels != saved.num_labels and not begins_anew(options, start):
+        raise CheckpointError(
+            f"{start.path} num_labels",
+            got=saved.num_labels,
+            expected=f"{model.num_labels}, as in this run",
+            do="load the run's own checkpoints; a reward model begins with the weights of a "
+            "language model (--finetune)",
+        )
     if options.resize_embeddings and model.vocab_size > saved.vocab_size:
         if not begins_anew(options, start):
             do = "give --finetune to begin anew with its weights, or leave --resize-embeddings out"
@@ -302,7 +324,9 @@ def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
         return state, start.weights(config.model)
     if folder is not None:
         ignored = config.checkpoint.ignore_hf_config_fields
-        return TrainState(0, 0), with_rows(HFWeights(folder, ignored=ignored), config.model)
+        return TrainState(0, 0), weights_of(
+            HFWeights(folder, ignored=ignored), config.model, config.training.seed
+        )
     do = "give --load FOLDER or --init-from-hf FOLDER"
     raise ConfigError(
         "--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.params import LORA_B, VOCABULARY_TENSORS, Rectangle, is_adapter
+from megatron_llama.plans.params import LORA_B, SCORE, VOCABULARY_TENSORS, Rectangle, is_adapter
 
 BLOCK_ELEMENTS = 2**20
 """Elements of a block. A rank draws whole blocks and keeps its part, so it wastes at most two
@@ -94,6 +94,18 @@ class WithAdapters:
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size."""
         (self._initial if is_adapter(rectangle.name) else self._source)(rectangle, out)
+
+
+class WithScore:
+    """A source of a language model, with a score that is drawn as ``InitialWeights`` does."""
+
+    def __init__(self, source: Callable[[Rectangle, Tensor], None], seed: int, std: float) -> None:
+        self._source = source
+        self._initial = InitialWeights(seed, std)
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """Write the rectangle's values into ``out``, a tensor of its size."""
+        (self._initial if rectangle.name == SCORE else self._source)(rectangle, out)
 
 
 class ResizedEmbeddings:

@@ -645,6 +645,12 @@ def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int,
     }
 
 
+def trained_beside_adapters(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the weights that ``--lora-rank`` trains whole: the score of a reward model,
+    which is new. PEFT calls them modules to save."""
+    return {SCORE: (model.num_labels, model.hidden_size)} if model.num_labels else {}
+
+
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model, as HuggingFace counts them: no padding, tied weights once."""
     return sum(math.prod(shape) for shape in hf_shapes(model).values())

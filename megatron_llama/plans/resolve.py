@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from megatron_llama.config.batch_ramp import length_problems, planned_iterations, with_decay
 from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.families import FAMILIES
-from megatron_llama.config.hf import read_hf_config
+from megatron_llama.config.hf import padding_token, read_config_json, read_hf_config
 from megatron_llama.config.hf_fields import IGNORE
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import PRESETS
@@ -90,6 +90,8 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
             for name, value in (asked | given).items()
             # A size of 0 means derived; the False of tie_word_embeddings is a value.
             if name in MODEL_SHAPE
+            # A language model may become a reward model.
+            and name != "num_labels"
             and (value is False or value != 0)
             and value != getattr(from_folder, name)
             and not (
@@ -102,6 +104,9 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
             raise ConfigError(listing(f"The weights of {folder} have other shapes:", problems))
         base = from_folder
     model = replace(base, **given)
+    if folder is not None and model.num_labels and not base.num_labels:
+        known = padding_token(read_config_json(f"{folder}/config.json"), model)
+        model = replace(model, **{"pad_token_id": known, **given})
     family = FAMILIES.get(model.model_type)
     if family is not None and preset is None and trained is None and folder is None:
         model = family.complete(model, given)

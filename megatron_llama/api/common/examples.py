@@ -14,6 +14,7 @@ from megatron_llama.errors import DataError, describe
 from megatron_llama.loop.inputs import Inputs, open_inputs
 from megatron_llama.loop.start import resumed
 from megatron_llama.loop.vocabulary import Vocabulary
+from megatron_llama.plans.checks.model import require_language_model
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import RENDERED
 from megatron_llama.sft.run import ExampleData
@@ -24,6 +25,7 @@ def open_example_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
     """Open what training on --train-data reads. Collective. Raises UserError."""
     options = parsed.get(SFTConfig)
     config = ready.config
+    require_language_model(config.model, "training on --train-data")
     tokenizer, rendered = chat_tokenizer(ready.vocabulary, options, config, world)
     with raise_on_all_ranks(world):
         warnings = tokenizer.require_end()

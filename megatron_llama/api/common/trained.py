@@ -21,6 +21,7 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import DataError
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.plans.checks.model import require_language_model
 from megatron_llama.tokenizer.base import Tokenizer, beyond_vocabulary
 from megatron_llama.tokenizer.fingerprint import require_same_ids
 from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
@@ -121,7 +122,8 @@ def load_trained(
     tokenizer_model: str | Path | None = None,
 ) -> Trained:
     """Read an open model folder, with the tokenizer ``tokenizer_model`` or, by default, its own.
-    Raises CheckpointError or DataError."""
+    Raises ConfigError for a reward model, which writes no text, CheckpointError or DataError."""
+    require_language_model(source.model, str(source.folder))
     own_folder = tokenizer_folder(source)
     with local_copy(own_folder) as folder:
         tokenizer = load_tokenizer(tokenizer_model or folder)

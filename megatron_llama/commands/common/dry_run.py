@@ -34,6 +34,7 @@ from megatron_llama.plans.params import (
     hf_shapes,
     padded_vocab_size,
     parameter_count,
+    trained_beside_adapters,
 )
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.sft.sft_config import SFTConfig
@@ -266,10 +267,12 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
         f"{model.vocab_size:,}, padded to {padded:,}"
     )
     if config.lora.lora_rank:
-        trained = [math.prod(shape) for shape in adapter_shapes(model, config.lora).values()]
+        whole = trained_beside_adapters(model)
+        shapes = adapter_shapes(model, config.lora) | whole
+        trained = [math.prod(shape) for shape in shapes.values()]
         yield (
             f"  trained       {sum(trained):,} in {len(trained)} tensors: low-rank additions, "
-            f"rank {config.lora.lora_rank}"
+            f"rank {config.lora.lora_rank}{''.join(f', and {name}' for name in whole)}"
         )
     length = f"{training.epochs:g} epochs" if training.epochs else f"{training.train_iters:,} steps"
     sequence = ", sequence parallel" if parallel.sequence_parallel else ""

@@ -91,7 +91,7 @@ class HFWeights:
         for name in sorted(self._file_of.keys() - shapes.keys()):
             # A tied head may be stored all the same; inv_freq is a buffer that old versions of
             # transformers stored.
-            if name == HEAD:
+            if name == HEAD and not self.model.num_labels:
                 yield from self._head_problems()
             elif not name.endswith("rotary_emb.inv_freq"):
                 do = "only what config.json says of the model can be read"

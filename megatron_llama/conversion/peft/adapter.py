@@ -22,14 +22,19 @@ from megatron_llama.conversion.hf.writer import EXPORT_FILES, require_export
 from megatron_llama.conversion.safetensors_file import write_safetensors
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
-from megatron_llama.plans.params import Rectangle, adapter_shapes, projections
+from megatron_llama.plans.params import (
+    Rectangle,
+    adapter_shapes,
+    projections,
+    trained_beside_adapters,
+)
 from megatron_llama.tokenizer.base import Tokenizer
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 """What PEFT's wrappers put before every name."""
-READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias")
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "modules_to_save")
 HARMLESS = (
     # Where the adapter and its model come from, and for which task.
     "task_type",
@@ -77,14 +82,16 @@ def write_peft(
     target = Path(folder).resolve()
     files = (CONFIG, *EXPORT_FILES)
     require_export(target, sources, overwrite=overwrite, files=files, config=CONFIG)
-    shapes = {PREFIX + name: shape for name, shape in adapter_shapes(model, lora).items()}
+    whole = trained_beside_adapters(model)
+    held = adapter_shapes(model, lora) | whole
+    shapes = {PREFIX + name: shape for name, shape in held.items()}
 
     def by_peft_name(rectangle: Rectangle, out: Tensor) -> None:
         source(replace(rectangle, name=rectangle.name.removeprefix(PREFIX)), out)
 
     with new_folder(target) as fresh:
         write_safetensors(fresh / WEIGHTS, shapes, torch.float32, by_peft_name, is_export=True)
-        config = json.dumps(_config(lora, base), indent=2) + "\n"
+        config = json.dumps(_config(lora, base, whole), indent=2) + "\n"
         write_synced(fresh / CONFIG, config.encode())
         if tokenizer is not None:
             tokenizer.save_hf(fresh)
@@ -92,11 +99,13 @@ def write_peft(
                 sync(path)
 
 
-def _config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
+def _config(lora: LoraConfig, base: str | None, whole: Iterable[str]) -> dict[str, Any]:
+    """``whole`` has the weights that are not added to but replaced."""
     alpha = lora.lora_alpha
+    modules = [name.removesuffix(".weight") for name in whole]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if modules else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
@@ -106,7 +115,7 @@ def _config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": modules or None,
         "use_dora": False,
         "use_rslora": False,
     }
@@ -121,7 +130,8 @@ class PeftAdapter:
         self.folder = Path(folder)
         config = _read_config(self.folder / CONFIG)
         known = projections(model)
-        problems = list(_config_problems(self.folder / CONFIG, config, known))
+        whole = trained_beside_adapters(model)
+        problems = list(_config_problems(self.folder / CONFIG, config, known, whole))
         refuse(f"{self.folder} cannot be merged:", problems)
         rank = int(config["r"])
         alpha = float(config["lora_alpha"])
@@ -129,6 +139,8 @@ class PeftAdapter:
         self.lora = LoraConfig(lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets)
         self.scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         self.shapes = adapter_shapes(model, self.lora)
+        self.whole = whole if config.get("modules_to_save") else {}
+        """Weights that take the place of the model's: the score of a reward model."""
         try:
             self._file = cast(Any, safe_open(self.folder / WEIGHTS, framework="pt"))
         except (SafetensorError, OSError) as error:
@@ -139,7 +151,7 @@ class PeftAdapter:
 
     def _problems(self) -> Iterator[str]:
         found = set(self._file.keys())
-        wanted = {PREFIX + name: shape for name, shape in self.shapes.items()}
+        wanted = {PREFIX + name: shape for name, shape in (self.shapes | self.whole).items()}
         for name, shape in wanted.items():
             got = (
                 tuple(self._file.get_slice(name).get_shape()) if name in found else "no such tensor"
@@ -179,9 +191,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _config_problems(
-    path: Path, config: Mapping[str, Any], known: tuple[str, ...]
+    path: Path, config: Mapping[str, Any], known: tuple[str, ...], whole: Iterable[str]
 ) -> Iterator[str]:
-    """Yield what cannot be merged; ``known`` are the linear layers of the model's blocks."""
+    """Yield what cannot be merged; ``known`` are the linear layers of the model's blocks, ``whole``
+    the weights that may be replaced."""
     do = "merge it with PEFT"
     if config.get("peft_type") != "LORA":
         yield describe(f"{path} peft_type", got=config.get("peft_type"), expected="LORA", do=do)
@@ -204,6 +217,12 @@ def _config_problems(
     if start not in PLAIN_STARTS:
         expected = "a start that leaves the model's own weights as they are"
         yield describe(f"{path} init_lora_weights", got=start, expected=expected, do=do)
+    modules = config.get("modules_to_save")
+    replaced = [name.removesuffix(".weight") for name in whole]
+    # PEFT names both heads that its classifiers may have.
+    if modules and not (replaced and {*replaced} <= {*modules} <= {*replaced, "classifier"}):
+        expected = f"{replaced}, the score of a reward model" if replaced else "nothing"
+        yield describe(f"{path} modules_to_save", got=modules, expected=expected, do=do)
     for name, value in config.items():
         if value and name not in READ and name not in HARMLESS and name != "init_lora_weights":
             yield describe(f"{path} {name}", got=value, expected="nothing", do=do)
@@ -217,6 +236,9 @@ class MergedReader:
     adapter: PeftAdapter
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        if rectangle.name in self.adapter.whole:
+            self.adapter(rectangle, out)
+            return
         MergedWeights(self.base, self.adapter, self.adapter.shapes, self.adapter.scaling)(
             rectangle, out
         )

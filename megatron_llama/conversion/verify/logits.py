@@ -20,7 +20,7 @@ from megatron_llama.model.llama import Stage, StageOptions
 from megatron_llama.model.load import load_stages
 from megatron_llama.nn.functional import rms_norm
 from megatron_llama.nn.head import soft_capped
-from megatron_llama.plans.params import Partition, Rectangle, stage_units
+from megatron_llama.plans.params import SCORE, Partition, Rectangle, has_tied_head, stage_units
 
 TOLERANCE = 1e-4
 """Largest deviation of a logit that rounding explains."""
@@ -49,6 +49,11 @@ class Outputs(Protocol):
         ...
 
 
+def outputs_of(model: ModelConfig) -> int:
+    """Return how many logits a token has: one for each token id, or the score of a reward model."""
+    return model.num_labels or model.vocab_size
+
+
 class StreamedModel:
     """One of our models, run over ``tokens`` [s] with one layer's weights in memory at a time.
     Raises CheckpointError."""
@@ -57,7 +62,7 @@ class StreamedModel:
         self._model = model
         self._source = source
         self._mesh = Mesh.single(devices.accelerator(0))
-        self.cap = model.final_logit_softcapping
+        self.cap = 0.0 if model.num_labels else model.final_logit_softcapping
         with torch.no_grad():
             x = self._embedded(tokens).unsqueeze(1)
             positions = None
@@ -73,8 +78,10 @@ class StreamedModel:
 
     def head(self, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of the head, fp32."""
-        shape = (self._model.vocab_size, self._model.hidden_size)
-        name = EMBEDDING if self._model.tie_word_embeddings else HEAD
+        shape = (outputs_of(self._model), self._model.hidden_size)
+        name = EMBEDDING if has_tied_head(self._model) else HEAD
+        if self._model.num_labels:
+            name = SCORE
         return self._read(Rectangle(name, shape, (start, 0), (stop - start, shape[1]), 0))
 
     def _read(self, rectangle: Rectangle) -> Tensor:
@@ -130,21 +137,21 @@ def _logits(side: Outputs, start: int, stop: int) -> Tensor:
     return soft_capped(logits, side.cap) if side.cap else logits
 
 
-def logit_deviation(first: Outputs, second: Outputs, vocab_size: int) -> LogitDeviation:
-    """Compare all logits of the same tokens."""
+def logit_deviation(first: Outputs, second: Outputs, outputs: int) -> LogitDeviation:
+    """Compare all logits of the same tokens, ``outputs`` of each."""
     length, width = first.hidden.shape
     rows = max(1, _BLOCK // max(length, width))
     largest = torch.zeros((), dtype=torch.float64)
     total = 0.0
     squares = 0.0
     with torch.no_grad():
-        for start in range(0, vocab_size, rows):
-            stop = min(start + rows, vocab_size)
+        for start in range(0, outputs, rows):
+            stop = min(start + rows, outputs)
             ours, theirs = (_logits(side, start, stop) for side in (first, second))
             largest = torch.maximum(largest, (ours - theirs).abs().max().double())
             total = total + float(ours.sum(dtype=torch.float64))
             squares = squares + float(ours.double().square().sum())
-    count = length * vocab_size
+    count = length * outputs
     return LogitDeviation(
         float(largest), math.sqrt(max(0.0, squares / count - (total / count) ** 2)), length
     )

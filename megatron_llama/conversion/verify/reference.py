@@ -38,13 +38,16 @@ class TransformersModel:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        architecture = getattr(transformers, FAMILIES[config.model_type].architecture)
+        family = FAMILIES[config.model_type]
+        name = family.classifier if config.num_labels else family.architecture
+        architecture = getattr(transformers, name)
         # transformers' fused kernels leave a cap on scores out.
         kernels = {"attn_implementation": "eager"} if config.attn_logit_softcapping else {}
         # In the dtype of the files Gemma's factor of the embedding would be rounded to it, and stay
         # so. torch_dtype is the name that transformers 4 and 5 understand.
         model: Any = architecture.from_pretrained(folder, torch_dtype=torch.float32, **kernels)
-        self.cap = config.final_logit_softcapping
+        self.cap = 0.0 if config.num_labels else config.final_logit_softcapping
+        self._head = "score" if config.num_labels else "lm_head"
         self._device = devices.accelerator(0)
         self._model = model.float().to(self._device).eval()
 
@@ -62,5 +65,5 @@ class TransformersModel:
 
     def head(self, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of the head, fp32."""
-        rows: Tensor = self._model.lm_head.weight.detach()[start:stop]
+        rows: Tensor = getattr(self._model, self._head).weight.detach()[start:stop]
         return rows

@@ -12,7 +12,18 @@ from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.rope import rope_problems
 from megatron_llama.config.schema import MODEL_SIZES, Config, ModelConfig
 from megatron_llama.config.windows import LAYER_TYPES, SLIDING
-from megatron_llama.errors import describe, nearest_divisors, nearest_multiples
+from megatron_llama.errors import ConfigError, describe, nearest_divisors, nearest_multiples
+
+
+def require_language_model(model: ModelConfig, what: str) -> None:
+    """Raise ConfigError if ``what`` needs an output head and the model has a score instead."""
+    if model.num_labels:
+        raise ConfigError(
+            what,
+            got="a reward model (num_labels 1), which has a score in the place of the output head",
+            expected="a language model",
+            do="align --method reward trains it; export and convert write it",
+        )
 
 
 def missing_model_problems(config: Config) -> Iterator[str]:

@@ -22,6 +22,13 @@ def warnings_of(config: Config) -> Iterator[str]:
             f"--seq-length {length} is beyond {longest_sequence_name(*positions)}: the exported "
             "model will claim the shorter one"
         )
+    model = config.model
+    if model.num_labels and model.pad_token_id is not None:
+        if model.pad_token_id == model.eos_token_id:
+            yield (
+                f"--pad-token-id {model.pad_token_id} is the end token: HuggingFace reads a score "
+                "at the last token that is no padding, which is then the one in front of it"
+            )
     if (
         config.parallel.recompute_num_layers != "all"
         and config.parallel.recompute_granularity == "none"
