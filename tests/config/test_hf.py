@@ -134,7 +134,7 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         # Nothing is said of the fields of a family that nobody knows, least of all that they may be ignored.
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 8, "hidden_size": None}, "model_type: got 'qwen3_moe', expected 'llama' or"),
         ({"model_type": "mistral", "num_key_value_heads": 4}, "architectures: got ['LlamaForCausalLM'], expected ['MistralForCausalLM']"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: got ['LlamaForSequenceClassification']"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "num_labels: got 2 labels, expected 1 label"),
         ({"attention_bias": "yes"}, "attention_bias: got 'yes', expected true or false"),
         ({"mlp_bias": 1}, "mlp_bias: got 1"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu' or 'swish' or 'gelu_pytorch_tanh'"),

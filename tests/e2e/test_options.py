@@ -42,7 +42,7 @@ ELSEWHERE: Mapping[str, str] = {
     "tensor_model_parallel_size": "e2e/test_layouts.py::test_every_layout_trains_the_same_model",
     "ignore_hf_config_fields": "config/test_hf_fields.py::test_unknown_fields_are_refused_together_unless_each_is_named",
     "num_labels": "model/test_reward.py::test_scores_and_gradients_are_huggingfaces",
-    "pad_token_id": "model/test_reward.py::test_scores_and_gradients_are_huggingfaces",
+    "pad_token_id": "conversion/test_reward.py::test_a_reward_model_of_every_family_goes_to_huggingface_and_back",
     "resize_embeddings": "e2e/test_resize.py::test_new_rows_are_the_mean_of_the_old_ones",
     "high_priority_stream_groups": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",
     "nccl_pp_max_ctas": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",

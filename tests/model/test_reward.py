@@ -7,16 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.hf import hf_config_from_model
-from megatron_llama.config.schema import ModelConfig
+from megatron_llama.config.schema import ModelConfig, OffloadConfig
+from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.model.llama import Stage
 from megatron_llama.model.load import load_stages
-from megatron_llama.plans.params import hf_shapes, stage_units, whole_model
+from megatron_llama.plans.params import Rectangle, hf_shapes, stage_units, whole_model
 from megatron_llama.prove.materials import DrawnWeights
 from torch import Tensor
 
 from tests.families.twins import TWINS
-from tests.parallel.cases import MODEL, token_ids
+from tests.harness import Cluster
+from tests.parallel.cases import LOSS_BOUND, MODEL, NORM_BOUND, STRATEGIES, Layout, Record, deviation, merged, token_ids
 from tests.plans.test_params import paper_stage, specs_of
+from tests.preference.cases import CASES, align, align_twin, layout_for
 
 CPU = torch.device("cpu")
 
@@ -31,18 +34,18 @@ def loaded(model: ModelConfig) -> Stage:
     return stage
 
 
-def hf_reward_model(model: ModelConfig) -> torch.nn.Module:
+def hf_reward_model(model: ModelConfig, weights_of: WeightSource | None = None) -> torch.nn.Module:
     """transformers' class of the model with the same weights."""
     import transformers
-    from megatron_llama.plans.params import Rectangle
 
+    draw = weights_of or DrawnWeights(model)
     written = hf_config_from_model(model, dtype="float32")
     config = transformers.AutoConfig.for_model(**written, attn_implementation="eager")
     twin: torch.nn.Module = getattr(transformers, written["architectures"][0])(config)
     weights = {}
     for name, shape in hf_shapes(model).items():
         weights[name] = torch.empty(shape)
-        DrawnWeights(model)(Rectangle(name, shape, (0,) * len(shape), shape, 0), weights[name])
+        draw(Rectangle(name, shape, (0,) * len(shape), shape, 0), weights[name])
     twin.load_state_dict(weights)
     return twin
 
@@ -68,3 +71,58 @@ def test_scores_and_gradients_are_huggingfaces(family: str) -> None:
         ours = stage.get_parameter(name).grad
         assert ours is not None and wanted[name] is not None
         torch.testing.assert_close(ours, wanted[name], rtol=1e-3, atol=1e-4 * float(wanted[name].abs().max()))
+
+
+STEPS = 4
+EVERYTHING = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2)
+GRID = (
+    *(replace(EVERYTHING, strategy=strategy, tied=strategy == "optim") for strategy in STRATEGIES),
+    Layout(tp=2),
+    Layout(tp=2, cp=2, sp=True, cp_comm="ring"),
+    Layout(tp=2, sp=True, dp=2, strategy="optim_grads_params", recompute="selective", lora=4),
+    Layout(pp=2, microbatches=4, schedule="zb-h1"),
+    Layout(pp=2, microbatches=4, schedule="zb-v", virtual=2, tied=True),
+    Layout(dp=2, offload=OffloadConfig(optimizer_offload="exact")),
+)
+DRAWN = (
+    Layout(tp=2, sp=True, lora=4),
+    Layout(pp=2, microbatches=2, tied=True),
+    Layout(cp=2),
+    *(Layout(dp=2, strategy=strategy) for strategy in STRATEGIES[2:]),
+)
+
+
+def trained(cluster: Cluster, layout: Layout) -> list[Record]:
+    run = layout_for(replace(layout, steps=STEPS), CASES["reward"])
+    return [record for record, _ in cluster.run(run.world_size, align, run, CASES["reward"])]
+
+
+def assert_same_training(cluster: Cluster, layout: Layout) -> None:
+    """Losses, gradient norms and every weight, the score's among them; every copy has the same bits."""
+    ranks, [alone] = trained(cluster, layout), trained(cluster, layout.reference)
+    for rank in ranks:
+        assert deviation(rank.losses, alone.losses) < LOSS_BOUND
+        assert deviation(rank.norms, alone.norms) < NORM_BOUND
+    found, expected = merged(ranks), merged([alone])
+    assert found.keys() == expected.keys() and "lm_head.weight" not in found
+    for name, weight in expected.items():
+        # An element whose gradient is rounding alone moves by the learning rate in either direction.
+        assert float((found[name] - weight).norm()) < 1e-4 * float(weight.norm()) + 1e-4, name
+
+
+@pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
+def test_a_layout_trains_the_reward_model_of_one_process(cluster: Cluster, layout: Layout) -> None:
+    assert_same_training(cluster, layout)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", GRID, ids=lambda layout: layout.name)
+def test_every_layout_trains_the_reward_model_of_one_process(cluster: Cluster, layout: Layout) -> None:
+    assert_same_training(cluster, layout)
+
+
+def test_one_process_trains_as_plain_torch_does(cluster: Cluster) -> None:
+    [alone] = trained(cluster, Layout())
+    twin, _ = align_twin(layout_for(Layout(steps=STEPS), CASES["reward"]), CASES["reward"])
+    assert deviation(alone.losses, twin.losses) < LOSS_BOUND
+    assert deviation(alone.norms, twin.norms) < NORM_BOUND
