@@ -102,6 +102,9 @@ def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
     table = set(map(storage, tables))
 
     def loss() -> Tensor:
+        if model.num_labels:
+            scores: Tensor = stage(tokens, positions)
+            return scores.square().sum()  # keeps the scores, as their objective does
         return token_losses(stage(tokens, positions), labels, mesh.tp, model.vocab_size)
 
     blocks: nn.Module = stage.model.layers
@@ -196,6 +199,14 @@ def test_parts_of_other_families_keep_what_the_formula_says(
 ) -> None:
     run = replace(layout, recompute=recompute, bf16=precision == "bf16", fields=tuple(fields.items()))
     assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [Run(), Run(tp=2, sp=True), Run(cp=2)], ids=lambda layout: layout.name)
+def test_a_reward_model_keeps_no_logits(cluster: Cluster, layout: Run, precision: Literal["fp32", "bf16"]) -> None:
+    run = replace(layout, bf16=precision == "bf16", fields=(("num_labels", 1),))
+    assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
+    assert predicted(run, False).head < predicted(replace(run, fields=()), False).head / 2
 
 
 def test_positions_of_each_sample(cluster: Cluster) -> None:

@@ -23,12 +23,12 @@ def warnings_of(config: Config) -> Iterator[str]:
             "model will claim the shorter one"
         )
     model = config.model
-    if model.num_labels and model.pad_token_id is not None:
-        if model.pad_token_id == model.eos_token_id:
-            yield (
-                f"--pad-token-id {model.pad_token_id} is the end token: HuggingFace reads a score "
-                "at the last token that is no padding, which is then the one in front of it"
-            )
+    padding = model.pad_token_id
+    if model.num_labels and padding is not None and padding == model.eos_token_id:
+        yield (
+            f"--pad-token-id {padding} is the end token: HuggingFace reads a score at the last "
+            "token that is no padding, which is then the one in front of it"
+        )
     if (
         config.parallel.recompute_num_layers != "all"
         and config.parallel.recompute_granularity == "none"
