@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "another prompt": ("ultrafeedback", changed("ultrafeedback", prompt="How?"), "differing prompts", "field 'prompt': got 'How?', which no question of the conversations is"),
     "a contradiction": ("ultrafeedback", changed("ultrafeedback", score_chosen=3, score_rejected=7.5), "scores contradict the pair", "field 'score_chosen': got 3, less than score_rejected, 7.5"),
     "a score in words": ("ultrafeedback", changed("ultrafeedback", score_chosen="good"), "score is no number", "field 'score_chosen': got a JSON string"),
-    "chosen is no conversation": ("ultrafeedback", changed("ultrafeedback", chosen="Because."), "messages are no array", "field 'chosen': got a JSON string"),
+    "chosen is no conversation": ("ultrafeedback", changed("ultrafeedback", chosen="Because."), "messages are no array", "field 'chosen': got a JSON string, expected an array"),
     "no label": ("completion_label", changed("completion_label", ("label",)), "missing field label", "field 'label': got no such field"),
     "a label in words": ("completion_label", changed("completion_label", label="true"), "label is no boolean", "field 'label': got 'true', a JSON string, expected true (good) or false (bad)"),
     "a label of 1": ("completion_label", changed("completion_label", label=1), "label is no boolean", "field 'label': got 1, a JSON number"),
@@ -179,7 +179,7 @@ def test_templates_that_change_the_prompt(tmp_path: Path, llama3: Path) -> None:
     cases = {
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": ("prompt rendered differently", "from character 0 on when an answer follows ('1Why?' becomes '2Why?"),
         "{{ raise_exception('no') }}": ("template error", "got no (from"),
-        "Q{% for m in messages %}{{ m.role }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}": ("identical completions", "the same tokens"),
+        "Q{% for m in messages %}{{ m.role }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}": ("zero target tokens", "got a completion without a token of its own"),
     }  # fmt: skip
     for number, (source, (reason, words)) in enumerate(cases.items()):
         file = tmp_path / f"{number}.jinja"
