@@ -48,11 +48,9 @@ JUDGED: Mapping[str, tuple[dict[str, Any], list[Any] | str, list[Any] | str, boo
     "messages": ({"prompt": [SYSTEM, ASKED], "completion": [YES], "label": True}, [SYSTEM, ASKED], [YES], True),
     "text": ({"prompt": "The sky is", "completion": " green.", "label": False}, "The sky is", " green.", False),
     "alpaca": ({"instruction": "What is a list?", "input": "", "output": "No idea.", "kto_tag": False}, [ASKED], [NO], False),
-    "by role": ({"messages": [ASKED, YES, MORE, LAST], "label": True, "completion": None} | {"kto_tag": True}, [ASKED, YES, MORE], [LAST], True),
+    "by role": ({"messages": [ASKED, YES, MORE, LAST], "kto_tag": True}, [ASKED, YES, MORE], [LAST], True),
     "sharegpt": ({"conversations": [{"from": "human", "value": "What is a list?"}, {"from": "gpt", "value": "No idea."}], "kto_tag": False}, [ASKED], [NO], False),
 }  # fmt: skip
-for _record, *_ in (JUDGED["by role"],):
-    del _record["label"], _record["completion"]
 
 
 def read(path: Path, tokenizer: ChatTokenizer, records: list[Any], method: str = "dpo", **options: Any) -> Pairs:
@@ -136,11 +134,10 @@ def test_texts_as_trl_has_them(chat: ChatTokenizer, llama3: Path) -> None:
 
 
 def test_joined_tokens_are_counted(tmp_path: Path, chat: ChatTokenizer) -> None:
-    pairs = read(tmp_path / "a.jsonl", chat, [{"prompt": "The sky is b", "chosen": "lue.", "rejected": "row."}, FORMATS["trl"][1]])
-    found = list(pairs.report())
-    joined = [line for line in found if "joins the end of the prompt" in line]
-    assert pairs.problems == [] or pairs.problems[0].reason == "halves differ in kind"
-    assert len(joined) == (pairs.merged > 0)
+    records = [{"prompt": "An expression stat", "chosen": "ement", "rejected": "ion"}, FORMATS["trl"][1]]
+    pairs = read(tmp_path / "a.jsonl", chat, records)
+    assert pairs.merged == 1 and not pairs.problems
+    assert [line for line in pairs.report() if line.startswith("in 1 examples the tokenizer joins the end of the prompt")]
 
 
 def test_of_several_messages_the_assistants_count(chat: ChatTokenizer, tmp_path: Path) -> None:
