@@ -307,7 +307,8 @@ class PairSamples:
         rendered: str | None = None,
     ) -> None:
         """``chosen``: which examples. ``rendered``: the day that the template has written into the
-        texts, if it does. Raises DataError for kto if all examples have one prompt."""
+        texts, if it does. Raises DataError for kto if over half of the examples have one
+        prompt."""
         self._pairs = pairs
         self._chosen = chosen
         self._seq_length = seq_length
@@ -354,12 +355,13 @@ class PairSamples:
                 runs.append(1)
         if len(runs) > 2 and prompts[0] == prompts[-1]:
             runs.append(runs[1] + runs[-1])
-        if max(runs) == len(prompts):
+        # Otherwise the run reaches itself over the end of the files.
+        if 2 * max(runs) > len(prompts):
             raise DataError(
                 describe(
                     "--method kto",
-                    got=f"{len(prompts)} completions of one prompt",
-                    expected="two prompts or more, to compare with completions of others",
+                    got=f"{max(runs)} of {len(prompts)} completions in a row with one prompt",
+                    expected="at most half: the others are compared with them",
                     do="give more examples, or another --split",
                 )
             )

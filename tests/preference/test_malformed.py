@@ -203,7 +203,7 @@ def test_stop_or_drop(tmp_path: Path, chat: ChatTokenizer) -> None:
 
 def test_one_prompt_has_no_mismatched_completions(tmp_path: Path, chat: ChatTokenizer) -> None:
     _, pairs = read(tmp_path, json.dumps(GIVEN["trl"]), chat, method="kto")
-    with pytest.raises(DataError, match="--method kto: got 2 completions of one prompt, expected two prompts or more"):
+    with pytest.raises(DataError, match="--method kto: got 2 of 2 completions in a row with one prompt, expected at most half"):
         PairSamples(pairs, range(2), SEQ_LENGTH, packing=True, method="kto")
 
 

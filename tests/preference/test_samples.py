@@ -112,7 +112,7 @@ def test_a_long_mismatched_completion_is_cut() -> None:
 
 def test_runs_of_a_prompt_set_the_distance() -> None:
     """Prompts with several completions, also over the end to the beginning, never meet their own."""
-    for runs in ([1, 1, 1], [3, 1, 2], [2, 5, 1, 1], [1, 4, 2, 1, 4]):
+    for runs in ([1, 1, 1], [3, 1, 2, 4], [2, 5, 1, 1, 1], [1, 4, 2, 1, 4]):
         for wrap in (False, True):
             prompts = [n for n, length in enumerate(runs) for _ in range(length)]
             if wrap:
