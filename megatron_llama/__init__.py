@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_llama.api.align import align
     from megatron_llama.api.common.trained import Trained
     from megatron_llama.api.convert import Converted, convert
     from megatron_llama.api.generate import Generated, generate
@@ -44,6 +45,7 @@ __all__ = (
     "UserError",
     "Verified",
     "__version__",
+    "align",
     "convert",
     "generate",
     "group",
@@ -72,6 +74,7 @@ _MODULES = MappingProxyType(
         "Trained": "api.common.trained",
         "UserError": "errors",
         "Verified": "api.verify",
+        "align": "api.align",
         "convert": "api.convert",
         "generate": "api.generate",
         "group": "sharding.optimizer",

@@ -66,6 +66,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "Tune a model on conversations; started like pretrain.",
             logs_notes=True,
         ),
+        "align": Command(
+            "align",
+            "align",
+            "commands.align:SECTIONS",
+            "Tune a model on preferences (DPO and others), or train a reward model.",
+            logs_notes=True,
+        ),
         "evaluate": Command(
             "evaluate",
             "evaluate",

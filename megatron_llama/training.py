@@ -73,6 +73,25 @@ class TrainResult:
     """The signal that asked the run to stop, if one did. Everything is saved all the same."""
 
 
+def untrained(inputs: Inputs) -> TrainResult:
+    """What a run has come to that has taken no step."""
+    state = inputs.state
+    return TrainResult(
+        inputs.config,
+        state.iteration,
+        state.consumed_samples,
+        loss=None,
+        grad_norm=None,
+        losses={},
+        numbers={},
+        validation_losses={},
+        validation_numbers={},
+        checkpoint=None,
+        export=None,
+        stopped_by=None,
+    )
+
+
 def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
     """Print the loss of a checkpoint or HuggingFace folder on the validation split.
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from megatron_llama import cli
 from megatron_llama.errors import UserError
 
-TRAINING = ("pretrain", "sft")
+TRAINING = ("pretrain", "sft", "align")
 UNKNOWABLE: Mapping[str, str] = MappingProxyType(
     {r"^(validation )?loss at iteration \d+: got (nan|inf)": "a loss takes the model's forward pass on the devices of the run"}
 )

@@ -41,8 +41,8 @@ SECTIONS = (
     ),
     (
         "Training LLaMA",
-        "What `pretrain` does. A dataset is made by `python -m megatron_llama preprocess`.",
-        ("train", "TrainResult", "Callback", "Run", "Step", "Config"),
+        "What `pretrain` and `align` do. A dataset is made by `python -m megatron_llama preprocess`.",
+        ("train", "align", "TrainResult", "Callback", "Run", "Step", "Config"),
     ),
     (
         "Models",

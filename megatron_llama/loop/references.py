@@ -130,32 +130,23 @@ def with_references(
     begins with, and written. ``template`` identifies chat template and tokenizer; the files of
     scores lie beside the first file of the samples, unless --reference-scores says otherwise. Rank
     0 prints how far it is. Collective. Raises UserError, the same on every rank."""
-    config = inputs.config
-    _refuse_url(options)
-    found = dict[str, ReferencedSamples]()
-    missing = dict[str, tuple[Path, Scored]]()
-    parts = {"training": (inputs.training, train_file)}
-    if inputs.validation is not None:
-        parts["validation"] = (inputs.validation, valid_file or train_file)
-    for part, (samples, file) in parts.items():
-        assert isinstance(samples, ReferencedSamples)
-        scored = Scored.of(samples, template=template, dtype=compute_dtype(config))
-        path = scores_path(options, scored, file, part)
-        scores = on_rank0(partial(_read, path, scored), mesh.world)
-        if scores is None:
-            missing[part] = path, scored
-            found[part] = samples
-        else:
-            _say(mesh, f"reference scores of {part}: {path}")
-            found[part] = samples.with_scores(scores)
-    if missing:
-        with raise_on_all_ranks(mesh.world):
-            for path, _ in missing.values():
-                if mesh.rank == 0:
-                    require_writable(path.parent)
-        weights = _weights(inputs, reference, missing, mesh.world)
-        with reference_runtime(config, mesh, weights, samples=len(inputs.training)) as runtime:
-            for part, (path, scored) in missing.items():
+    opened = open_scores(
+        inputs,
+        reference,
+        options,
+        mesh.world,
+        template=template,
+        train_file=train_file,
+        valid_file=valid_file,
+    )
+    found = dict(opened.samples)
+    for part, path in opened.read.items():
+        _say(mesh, f"reference scores of {part}: {path}")
+    if opened.weights is not None:
+        config = inputs.config
+        samples = len(inputs.training)
+        with reference_runtime(config, mesh, opened.weights, samples=samples) as runtime:
+            for part, (path, scored) in opened.missing.items():
                 scores = _computed(config, runtime, found[part], part, mesh)
                 on_rank0(partial(_write, path, scored, scores), mesh.world)
                 _say(mesh, f"reference scores of {part}: written to {path}")
@@ -164,6 +155,61 @@ def with_references(
         del runtime
         gc.collect()
     return replace(inputs, training=found["training"], validation=found.get("validation"))
+
+
+@dataclass(frozen=True)
+class OpenedScores:
+    """The reference's scores of a run, as far as there are any. All by part, training or
+    validation."""
+
+    samples: Mapping[str, ReferencedSamples]
+    """With the scores that there are."""
+    read: Mapping[str, Path]
+    missing: Mapping[str, tuple[Path, Scored]]
+    """What is to be computed, and where to."""
+    weights: WeightSource | None
+    """To compute it with; None if nothing is missing."""
+
+
+def open_scores(
+    inputs: Inputs,
+    reference: Reference,
+    options: AlignConfig,
+    world: Axis,
+    *,
+    template: str,
+    train_file: Path,
+    valid_file: Path | None = None,
+) -> OpenedScores:
+    """Read the scores that there are, and open the weights for those that are missing: everything
+    that ``with_references`` could refuse is refused here, before anything is computed. Collective.
+    Raises UserError, the same on every rank."""
+    _refuse_url(options)
+    found = dict[str, ReferencedSamples]()
+    read = dict[str, Path]()
+    missing = dict[str, tuple[Path, Scored]]()
+    parts = {"training": (inputs.training, train_file)}
+    if inputs.validation is not None:
+        parts["validation"] = (inputs.validation, valid_file or train_file)
+    for part, (samples, file) in parts.items():
+        assert isinstance(samples, ReferencedSamples)
+        scored = Scored.of(samples, template=template, dtype=compute_dtype(inputs.config))
+        path = scores_path(options, scored, file, part)
+        scores = on_rank0(partial(_read, path, scored), world)
+        if scores is None:
+            missing[part] = path, scored
+            found[part] = samples
+        else:
+            read[part] = path
+            found[part] = samples.with_scores(scores)
+    weights = None
+    if missing:
+        with raise_on_all_ranks(world):
+            for path, _ in missing.values():
+                if world.rank == 0:
+                    require_writable(path.parent)
+        weights = _weights(inputs, reference, missing, world)
+    return OpenedScores(found, read, missing, weights)
 
 
 def scores_path(options: AlignConfig, scored: Scored, file: Path, part: str) -> Path:

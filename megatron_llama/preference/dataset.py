@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,17 @@ CHOSEN = 1
 """The kind of a chosen or desirable completion."""
 REJECTED = 2
 """The kind of a rejected or undesirable completion."""
+Likelihood = Literal["completion", "whole"]
+"""Whose likelihood a method adds to its loss: that of chosen completions, or of their prompts,
+too."""
+
+
+def likelihood_of(align: AlignConfig) -> Likelihood | None:
+    """What a method adds the likelihood of. ORPO's is that of prompt and completion, as in the code
+    of its authors (and TRL's); RPO's that of the completion."""
+    if align.method == "orpo":
+        return "whole"
+    return "completion" if align.sft_loss_weight else None
 
 
 @dataclass
@@ -304,15 +315,18 @@ class PairSamples:
         *,
         packing: bool,
         method: Method,
+        likelihood: Likelihood | None = None,
         rendered: str | None = None,
     ) -> None:
-        """``chosen``: which examples. ``rendered``: the day that the template has written into the
-        texts, if it does. Raises DataError for kto if over half of the examples have one
-        prompt."""
+        """``chosen``: which examples. ``likelihood``: what of the chosen completions ``loss_mask``
+        has, for a method that adds their likelihood; None: there is no mask. ``rendered``: the day
+        that the template has written into the texts, if it does. Raises DataError for kto if over
+        half of the examples have one prompt."""
         self._pairs = pairs
         self._chosen = chosen
         self._seq_length = seq_length
         self._method = method
+        self._likelihood = likelihood
         self._rendered = rendered
         self._logps: NDArray[np.float64] | None = None
         self._kl_logps: NDArray[np.float64] | None = None
@@ -493,6 +507,7 @@ class PairSamples:
         documents, completions = (np.zeros(shape, np.int32) for _ in range(2))
         kinds = np.zeros((len(rows), self._width), np.int8)
         references = np.zeros((len(rows), self._width), np.float64)
+        likely = np.zeros(shape, np.float32)
         for at, row in enumerate(rows):
             start = 0
             for number, completion in enumerate(row):
@@ -504,6 +519,8 @@ class PairSamples:
                     completions[at, start + count - 1] = number + 1
                 else:
                     completions[at, place] = (number + 1) * completion.loss_mask[1:]
+                if self._likelihood is not None and completion.kind == CHOSEN:
+                    likely[at, place] = self._likelihood == "whole" or completion.loss_mask[1:]
                 positions[at, place] = np.arange(count)
                 documents[at, place] = number
                 kinds[at, number] = completion.kind
@@ -514,6 +531,7 @@ class PairSamples:
         return Batch(
             tokens=sequence_first(tokens),
             labels=sequence_first(labels),
+            loss_mask=sequence_first(likely) if self._likelihood is not None else None,
             position_ids=sequence_first(positions),
             document_ids=sequence_first(documents),
             completion_ids=sequence_first(completions),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from megatron_llama.config.parse import Parsed, flag
-from megatron_llama.config.schema import LogConfig, TrainingConfig
+from megatron_llama.config.schema import LogConfig, ModelConfig, TrainingConfig
 from megatron_llama.errors import describe
 from megatron_llama.preference.align_config import BETAS, WITH_REFERENCE, AlignConfig
-from megatron_llama.sft.option_problems import data_problems
+from megatron_llama.sft.option_problems import data_problems, missing_data, refuse
+from megatron_llama.sft.sft_config import SFTConfig
 
 READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -45,6 +47,22 @@ OF_SFT: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Options of ``sft`` that have no meaning here: what is expected of them, and what to do."""
 
 
+def valid_options(parsed: Parsed, *, needs_files: bool = True) -> Parsed:
+    """Return the options of a run of ``align``: those of a reward model say that it is one.
+    ``needs_files``: the run reads --train-data. Raises ConfigError with everything that is
+    wrong."""
+    missing = missing_data(parsed.get(SFTConfig)) if needs_files else ()
+    refuse([*align_problems(parsed), *missing])
+    if parsed.get(AlignConfig).method != "reward":
+        return parsed
+    model = replace(parsed.get(ModelConfig), num_labels=1)
+    return replace(
+        parsed,
+        instances={**parsed.instances, ModelConfig: model},
+        sources={"num_labels": "--method reward", **parsed.sources},
+    )
+
+
 def align_problems(parsed: Parsed) -> Iterator[str]:
     """Yield everything that is wrong with the options of a run of ``align``, whatever its files
     hold."""
@@ -68,6 +86,14 @@ def align_problems(parsed: Parsed) -> Iterator[str]:
             got=f"completion_label, with --method {options.method}",
             expected="pairs of answers",
             do="choose --method kto, which alone learns from single answers",
+        )
+    labels = 1 if options.method == "reward" else 0
+    if "num_labels" in parsed.explicit and parsed.get(ModelConfig).num_labels != labels:
+        yield describe(
+            "--num-labels",
+            got=f"{parsed.get(ModelConfig).num_labels}, with --method {options.method}",
+            expected=f"{labels}",
+            do="leave it out: --method reward alone trains a reward model",
         )
     log = parsed.get(LogConfig)
     if options.method == "reward" and (log.sample_interval or log.sample_prompt):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.preference.dataset import Pairs, PairSamples, read_pairs
+from megatron_llama.preference.dataset import Pairs, PairSamples, likelihood_of, read_pairs
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.run import FileData
 from megatron_llama.sft.sft_config import SFTConfig
@@ -56,6 +56,7 @@ class PairData(FileData[Pairs, PairSamples]):
             config.training.seq_length,
             packing=self.options.packing,
             method=self._align.method,
+            likelihood=likelihood_of(self._align),
             rendered=self._rendered,
         )
 

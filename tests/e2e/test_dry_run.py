@@ -151,7 +151,7 @@ def test_a_refusal_that_only_the_run_knows_is_noticed(product: Product, monkeypa
     monkeypatch.setattr("megatron_llama.training.require_outputs", refuse)
     with pytest.raises(RehearsalError, match="the run: moon: got full"):
         main(product.command())
-    assert {"pretrain", "sft"} == set(TRAINING)
+    assert {"pretrain", "sft", "align"} == set(TRAINING)
 
 
 @pytest.fixture(autouse=True)
