@@ -41,7 +41,7 @@ SECTIONS = (
     ),
     (
         "Training LLaMA",
-        "What `pretrain` and `align` do. A dataset is made by `python -m megatron_llama preprocess`.",
+        "What `pretrain` and `align` do. `preprocess` makes a dataset.",
         ("train", "align", "TrainResult", "Callback", "Run", "Step", "Config"),
     ),
     (
