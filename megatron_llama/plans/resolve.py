@@ -28,7 +28,11 @@ from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.plans.checks.batch import batch_problems
 from megatron_llama.plans.checks.freeze import freeze_problems
 from megatron_llama.plans.checks.lora import lora_problems
-from megatron_llama.plans.checks.model import missing_model_problems, model_problems
+from megatron_llama.plans.checks.model import (
+    missing_model_problems,
+    model_problems,
+    reward_problems,
+)
 from megatron_llama.plans.checks.optimizer import optimizer_problems
 from megatron_llama.plans.checks.parallel import parallel_problems
 from megatron_llama.plans.checks.ranges import range_problems
@@ -228,6 +232,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *length_problems(config.training),
         *missing_model_problems(config),
         *model_problems(config.model),
+        *reward_problems(config),
         *parallel_problems(config, world_size),
         *batch_problems(config, world_size),
         *blend_problems(config.data.data_path),

@@ -13,16 +13,21 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.native import TrainState
 from megatron_llama.cli import main
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, padding_token, read_hf_config
+from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.conversion.export import export_adapter
 from megatron_llama.conversion.formats import open_model
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.peft.adapter import PeftAdapter
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.start import weights_of
+from megatron_llama.loop.inputs import resumes
+from megatron_llama.loop.start import compare, find_start, weights_of
+from megatron_llama.plans.checks.warnings import warnings_of
 from megatron_llama.plans.params import SCORE, Rectangle
+from megatron_llama.plans.resolve import problems
 from transformers import AutoModelForSequenceClassification
 
+from tests.checkpoint.cases import load_under, merged, same, save_under
 from tests.conversion.converting import convert, hf_folder, refusal
 from tests.conversion.test_convert_families import assert_same_model
 from tests.conversion.test_hf import tensors
@@ -30,7 +35,7 @@ from tests.families.twins import TWINS
 from tests.harness import Cluster
 from tests.model.test_reward import hf_reward_model, reward_model
 from tests.parallel.cases import MODEL, Layout, initial_weights
-from tests.preference.cases import CASES, aligner, layout_for
+from tests.preference.cases import CASES, RewardLayout, aligner, layout_for
 
 Capture = pytest.CaptureFixture[str]
 
@@ -131,6 +136,41 @@ def test_a_language_model_gets_a_score_and_its_own_padding(tmp_path: Path) -> No
     assert [padding_token({"pad_token_id": wrong}, replace(model, eos_token_id=2)) for wrong in (2, -1, 10**6, None)] == [None] * 4
     with pytest.raises(CheckpointError, match="a reward model, which has no output head"):
         weights_of(open_model(saved(tmp_path / "reward")), replace(TWINS["llama"].ours, num_labels=0), 7)
+
+
+def test_a_language_models_checkpoint_begins_a_reward_model_only_anew(tmp_path: Path) -> None:
+    folder = convert(hf_folder(tmp_path / "hf"), tmp_path / "native", "--to", "native")
+    options = CheckpointConfig(load=str(folder), finetune=True)
+    start = find_start(options)
+    assert start is not None
+    model = replace(start.model(), num_labels=1)
+    assert compare(options, start, start.model(), model) == []
+    assert not resumes(Config(model=model, checkpoint=options), start)
+    with pytest.raises(CheckpointError, match=r"num_labels: got 0, expected 1, as in this run.*--finetune"):
+        compare(replace(options, finetune=False, load_optim=False), start, start.model(), model)
+    with pytest.raises(CheckpointError, match="num_labels: got 1, expected 0"):
+        compare(options, start, model, start.model())
+
+
+def test_a_checkpoint_is_read_under_another_layout(cluster: Cluster, tmp_path: Path) -> None:
+    """Weights and moments, those of the score among them, which both tensor-parallel ranks hold."""
+    before = cluster.run(2, save_under, RewardLayout(tp=2, sp=True), tmp_path, 0)
+    after = cluster.run(2, load_under, RewardLayout(pp=2, dp=1, microbatches=2), tmp_path, 0)
+    found, expected = (merged(part for held in ranks for part in held.regions) for ranks in (after, before))
+    assert same(found, expected)
+    assert any("score" in key and "exp_avg" in key for key in expected)
+
+
+def test_options_that_need_an_output_head_are_named() -> None:
+    config = RewardLayout().sized()
+    config = replace(config, training=replace(config.training, train_iters=1))
+    assert problems(config, 1) == []
+    wrong = replace(config, training=replace(config.training, z_loss_weight=1e-4), log=replace(config.log, sample_interval=5))
+    assert [line.split(":")[0] for line in problems(wrong, 1)] == ["--z-loss-weight", "--sample-interval"]
+    several = replace(config, model=replace(config.model, num_labels=3))
+    assert "--num-labels: got 3" in problems(several, 1)[0]
+    [warning] = [line for line in warnings_of(replace(config, model=replace(config.model, eos_token_id=0))) if "pad-token" in line]
+    assert "--pad-token-id 0 is the end token" in warning
 
 
 def adapted(place: Place, folder: Path, layout: Layout) -> None:

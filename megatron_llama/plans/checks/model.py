@@ -26,6 +26,24 @@ def require_language_model(model: ModelConfig, what: str) -> None:
         )
 
 
+def reward_problems(config: Config) -> Iterator[str]:
+    """Yield options of a run that need the output head which a reward model does not have."""
+    if not config.model.num_labels:
+        return
+    needing = (
+        ("z_loss_weight", config.training.z_loss_weight, 0.0),
+        ("sample_interval", config.log.sample_interval, 0),
+    )
+    for name, value, off in needing:
+        if value != off:
+            yield describe(
+                flag(name),
+                got=value,
+                expected=f"{off}: a reward model has no logits of tokens",
+                do=f"leave {flag(name)} out",
+            )
+
+
 def missing_model_problems(config: Config) -> Iterator[str]:
     """Yield one sentence with the sizes that nobody gave."""
     missing = [name for name in MODEL_SIZES if getattr(config.model, name) == 0]
