@@ -84,7 +84,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "data",
             "data",
             "commands.data:SECTIONS",
-            "Look at examples for sft.",
+            "Look at examples for sft, or at pairs for align.",
             ("action", "train_data"),
             "preview|check|stats FILE --tokenizer-model FOLDER [--option value ...]",
         ),
