@@ -11,11 +11,12 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron_llama.config.parse import Parsed, flag
+from megatron_llama.config import parse
+from megatron_llama.config.parse import Parsed
 from megatron_llama.config.parts import completed, part_of
 from megatron_llama.errors import DataError, describe
-from megatron_llama.sft.option_problems import refuse
 from megatron_llama.preference.align_config import AlignConfig
+from megatron_llama.sft.option_problems import refuse
 from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _align(parsed: Parsed, files: Sequence[Path]) -> AlignConfig | None:
         refuse(
             [
                 describe(
-                    flag(name),
+                    parse.flag(name),
                     got=getattr(parsed.get(SFTConfig), name),
                     expected="nothing: these are pairs",
                     do="leave it out, or leave out --method and --preference-format",
@@ -114,7 +115,8 @@ def _align(parsed: Parsed, files: Sequence[Path]) -> AlignConfig | None:
                 for name in of_sft
             ]
         )
-        return align
+        alone = align.preference_format == "completion_label" and "method" not in parsed.explicit
+        return replace(align, method="kto") if alone else align
     first = next((record.value for file in files for record in records(file)), None)
     if of_sft or not isinstance(first, dict) or not is_preference(first):
         return None
@@ -212,10 +214,12 @@ def _preview_pair(
         together = [len(one.ids)] if align.method == "kto" else lengths
         longest = most_tokens(together, tool.seq_length, align.method)
         cut = f", of which a sample holds {longest:,}" if len(one.ids) > longest else ""
-        joined = "; the tokenizer joins the end of the prompt with the completion"
+        joined = (
+            "; the tokenizer joins the end of the prompt with the completion" if one.merged else ""
+        )
         print(
-            f"\n{words[kind != CHOSEN]}: {len(one.ids):,} tokens{cut}, {one.prompt:,} of the prompt, "
-            f"{sum(one.loss_mask):,} in the loss{joined if one.merged else ''}\n\n{one.text}\n"
+            f"\n{words[kind != CHOSEN]}: {len(one.ids):,} tokens{cut}, {one.prompt:,} of the "
+            f"prompt, {sum(one.loss_mask):,} in the loss{joined}\n\n{one.text}\n"
         )
         _print_tokens(tokenizer, tool, one.ids, one.loss_mask)
     return 0

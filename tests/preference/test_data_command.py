@@ -62,3 +62,7 @@ def test_judged_completions_are_recognized(llama3: Path, tmp_path: Path, capsys:
     assert main(["data", "check", str(file), "--tokenizer-model", str(llama3), "--chat-template", "llama3"]) == 0
     shown = capsys.readouterr().out
     assert "align --method kto" in shown and "3 completions, 1 good and 2 bad" in shown
+    command = ["data", "check", str(file), "--tokenizer-model", str(llama3), "--chat-template", "llama3"]
+    assert main([*command, "--preference-format", "completion_label"]) == 0 and capsys.readouterr().out == shown
+    assert main([*command, "--method", "dpo"]) == 1
+    assert "got a single completion with a label, expected a chosen and a rejected completion" in capsys.readouterr().out
