@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_llama.config.schema import ModelConfig, OptimizerConfig
+from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.corpus import docstring_pairs, python_documentation
 from megatron_llama.model.init import InitialWeights
+from megatron_llama.plans.params import Rectangle, adapter_shapes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from tests.launch import ROOT
+from tests.parallel.cases import OPTIMIZER as USUAL
+from tests.parallel.cases import AdaptedWeights
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
 TEMPLATE = (
@@ -35,7 +38,7 @@ TEMPLATE = (
 )
 """Ends with the end token: ORPO's and CPO's trainers append one where none is."""
 MODEL = ModelConfig(
-    vocab_size=400,
+    vocab_size=1000,
     hidden_size=64,
     intermediate_size=160,
     num_hidden_layers=2,
@@ -45,8 +48,9 @@ MODEL = ModelConfig(
     max_position_embeddings=256,
     initializer_range=0.05,
 )
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+OPTIMIZER = replace(USUAL, lr=5e-4, adam_eps=1e-6)
+"""An epsilon above the rounding of a gradient: with a smaller one an element that is all rounding makes a full step, in any run."""
 
 
 @dataclass(frozen=True)
@@ -102,36 +106,63 @@ def write_tokenizer(folder: Path, vocab_size: int = MODEL.vocab_size) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_model(folder: Path, model: ModelConfig = MODEL, *, seed: int = 1234) -> None:
-    """A drawn LLaMA with its tokenizer, as HuggingFace has it."""
-    first = model.vocab_size - 3
-    model = replace(model, bos_token_id=first + 1, eos_token_id=first + 2)
-    export_hf(folder, model, InitialWeights(seed, model.initializer_range), "float32")
-    write_tokenizer(folder, model.vocab_size)
+def model_of(method: str, model: ModelConfig = MODEL) -> ModelConfig:
+    """The model that a method begins with."""
+    if method != "reward":
+        return model
+    return replace(model, num_labels=1, pad_token_id=model.vocab_size - 3)
 
 
-def talks(count: int, characters: int = 90) -> Iterator[tuple[str, str, str]]:
-    """Signatures of the standard library, each with its documentation and that of another function."""
-    found = [(question, answer) for question, answer in docstring_pairs() if len(question) < 40 and 15 < len(answer) < characters]
-    stride = len(found) // count
-    for number in range(count):
-        question, answer = found[number * stride]
-        yield question, answer, found[(number * stride + 7) % len(found)][1]
+def weights_of(model: ModelConfig) -> InitialWeights:
+    """What all runs begin with."""
+    return InitialWeights(1234, model.initializer_range)
 
 
-def write_pairs(file: Path, count: int, **options: int) -> None:
+def write_models(folder: Path, model: ModelConfig = MODEL, *, lora: int = 0) -> None:
+    """A drawn LLaMA with its tokenizer, as HuggingFace has it, in ``folder``, the same as a reward model beside it in ``FOLDER-reward``,
+    and low-rank additions of this rank in both."""
+    pad = model.vocab_size - 3
+    for method, target in (("dpo", folder), ("reward", Path(f"{folder}-reward"))):
+        own = replace(model_of(method, model), bos_token_id=pad + 1, eos_token_id=pad + 2)
+        export_hf(target, own, weights_of(own), "float32")
+        write_tokenizer(target, own.vocab_size)
+        drawn = {}
+        for name, shape in adapter_shapes(own, LoraConfig(lora_rank=lora)).items() if lora else ():
+            drawn[name] = torch.empty(shape)
+            AdaptedWeights()(Rectangle(name, shape, (0,) * len(shape), shape, 0), drawn[name])
+        torch.save(drawn, target / "adapters.pt")
+
+
+def talks(count: int) -> Iterator[tuple[str, str, str]]:
+    """Signatures of the standard library, each with the first words of its documentation and of another function's: TRL has sums over
+    the tokens of an answer in fp32, whose rounding grows with their number."""
+    found = [(question, answer.split()) for question, answer in docstring_pairs() if len(question) < 40]
+    stride = len(found) // (2 * count)
+    made = 0
+    for number in range(len(found)):
+        question, words = found[number * stride]
+        others = found[(number * stride + 7) % len(found)][1]
+        chosen, rejected = " ".join(words[: 2 + number % 5]), " ".join(others[: 3 + number % 4])
+        if not rejected.startswith(chosen):  # such pairs are refused where they are equal
+            made += 1
+            yield question, chosen, rejected
+        if made == count:
+            return
+
+
+def write_pairs(file: Path, count: int) -> None:
     """Pairs in TRL's format, as conversations."""
     lines = []
-    for question, answer, other in talks(count, **options):
+    for question, answer, other in talks(count):
         chosen, rejected = ([{"role": "assistant", "content": text}] for text in (answer, other))
         lines.append(json.dumps({"prompt": [{"role": "user", "content": question}], "chosen": chosen, "rejected": rejected}))
     file.write_text("\n".join(lines) + "\n")
 
 
-def write_judged(file: Path, count: int, **options: int) -> None:
+def write_judged(file: Path, count: int) -> None:
     """Single answers for KTO in TRL's format: three good ones to two bad ones."""
     lines = []
-    for number, (question, answer, other) in enumerate(talks(count, **options)):
+    for number, (question, answer, other) in enumerate(talks(count)):
         good = number % 5 in (0, 2, 4)
         completion = [{"role": "assistant", "content": answer if good else other}]
         lines.append(json.dumps({"prompt": [{"role": "user", "content": question}], "completion": completion, "label": good}))
@@ -274,10 +305,13 @@ def _trainer(case: Case, model: str, file: str, folder: str) -> Any:
     )
     adapted: dict[str, Any] = {}
     if case.lora:
-        from peft import LoraConfig
+        from peft import LoraConfig as PeftConfig
 
+        lora = LoraConfig(lora_rank=case.lora)
         kept = ["score"] if case.method == "reward" else None
-        adapted["peft_config"] = LoraConfig(r=case.lora, lora_alpha=2 * case.lora, target_modules=list(MATRICES), modules_to_save=kept)
+        adapted["peft_config"] = PeftConfig(
+            r=lora.lora_rank, lora_alpha=int(lora.lora_alpha), target_modules=list(lora.lora_target_modules), modules_to_save=kept
+        )
     with open(file) as lines:
         data = Dataset.from_list([json.loads(line) for line in lines])
     Recorded.first_gradients, Recorded.seconds, Recorded.since = {}, [], (0.0, 0.0)
