@@ -14,6 +14,7 @@ from megatron_llama.data.corpus import docstring_pairs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.e2e.product import CP2_RING, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_state, log, words
+from tests.e2e.test_start import tags
 from tests.launch import Finished, Run
 
 SEQ_LENGTH, GLOBAL, ITERS = 160, 4, 4
@@ -77,7 +78,7 @@ def align(start: Callable[..., Run]) -> Align:
 def straight(align: Align, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of dpo with a held-out split."""
     folder = tmp_path_factory.mktemp("straight")
-    align(save=folder, sft_loss_weight=0.5, **EVALUATED).ok()
+    align(save=folder, sft_loss_weight=0.5, tensorboard_dir=folder / "board", **EVALUATED).ok()
     return folder
 
 
@@ -134,6 +135,9 @@ def test_every_layout_tunes_the_same_model(layout: Layout, align: Align, straigh
     assert [entry.keys() for entry in found] == [entry.keys() for entry in expected] and len(found) == ITERS + 3
     for ours, theirs in zip(found, expected, strict=True):
         for name, value in theirs.items():
+            # Before the first step margins are 0 but for rounding, which decides what is accurate.
+            if name.endswith("accuracies") and theirs["iteration"] in (0, 1):
+                continue
             # A margin is a difference of sums of log-probabilities of about -300.
             assert ours[name] == pytest.approx(value, rel=2e-5, abs=2e-5), (name, ours, theirs)
 
@@ -149,6 +153,16 @@ def test_what_is_held_out_is_evaluated(straight: Path) -> None:
     assert [first[f"validation_{name}"] for name in REWARDS] == pytest.approx([0, 0, 0, 0], abs=1e-6)
     assert first["validation_loss"] == pytest.approx(0.6931472 + 0.5 * first["validation_nll_loss"], rel=1e-6)
     assert evaluated[-1]["validation_rewards/margins"] > 0
+
+
+def test_what_tensorboard_shows(straight: Path) -> None:
+    """Curves under TRL's names, those of what is held out beside them, and no perplexity."""
+    shown = tags(straight / "board")
+    for name in ("loss", *REWARDS, *LOGPS, "nll_loss"):
+        assert shown[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in enumerate(column(straight, name), 1)]
+        evaluated = [(e["iteration"], e[f"validation_{name}"]) for e in log(straight) if "validation_loss" in e]
+        assert shown[f"{name} validation"] == [(step, pytest.approx(value, rel=1e-6)) for step, value in evaluated]
+    assert not any("lm loss" in name or "ppl" in name for name in shown)
 
 
 @pytest.mark.long
@@ -172,7 +186,7 @@ def test_low_rank_additions_and_offload(align: Align, base: Path, tmp_path: Path
     assert margins[0] == pytest.approx(0, abs=1e-5) and margins[-1] > 0.01
     align(DP2_PARAMS, save=tmp_path / "dp2", **lora).ok()
     assert column(tmp_path / "dp2", "loss") == pytest.approx(column(tmp_path / "lora", "loss"), rel=1e-5)
-    for name, options in (("plain", {}), ("offload", {"optimizer_offload": "cpu"})):
+    for name, options in (("plain", {}), ("offload", {"optimizer_offload": "exact"})):
         align(save=tmp_path / name, train_iters=3, **options).ok()
     assert column(tmp_path / "offload", "loss") == column(tmp_path / "plain", "loss")
 
