@@ -157,8 +157,8 @@ class PipelineRuntime:
         self.dtype = dtype
         self.objective: Objective = NextToken() if objective is None else objective
         self.sums = torch.zeros(self.objective.length, dtype=torch.float64, device=mesh.device)
-        """Of the last step or evaluation: what ``objective.means`` makes numbers of. The same on
-        all ranks."""
+        """Of the last step or evaluation of this objective: what its ``means`` makes numbers of.
+        The same on all ranks, and overwritten by the next one."""
         self._config = config
         self._parallel = config.parallel
         self._partition = partition_of(config)
@@ -182,18 +182,23 @@ class PipelineRuntime:
     def step(self, batches: Sequence[Microbatch]) -> Tensor:
         """Forward and backward of every microbatch; the engine reduces the gradients on the way.
 
-        Returns the loss of the global batch, a 0-dim fp64 tensor, on every rank. ``numbers`` are
-        those of this step then."""
-        return self._step(batches, self.objective, training=True)[0]
+        Returns the loss of the global batch, a 0-dim fp64 tensor, on every rank. ``sums`` and
+        ``numbers`` are those of this step then."""
+        sums, _ = self._sums(batches, self.objective, training=True)
+        self.sums.copy_(sums)
+        return sums[0]
 
     def evaluate(
         self, batches: Sequence[Microbatch], objective: Objective | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the same loss, or that of another objective, without backward, and what it is the
-        mean over, for example the number of target tokens: 0-dim fp64 each. ``sums`` are those of
-        this evaluation then."""
+        """Return the same loss without backward, and what it is the mean over, for example the
+        number of target tokens: 0-dim fp64 each. ``sums`` and ``numbers`` are those of this
+        evaluation then, unless it has another ``objective``."""
         with torch.no_grad():
-            return self._step(batches, objective or self.objective, training=False)
+            sums, weight = self._sums(batches, objective or self.objective, training=False)
+        if objective is None:
+            self.sums.copy_(sums)
+        return sums[0], weight
 
     @property
     def numbers(self) -> Mapping[str, Tensor]:
@@ -201,15 +206,15 @@ class PipelineRuntime:
         each."""
         return self.objective.means(self.sums)
 
-    def _step(
+    def _sums(
         self, batches: Sequence[Microbatch], objective: Objective, *, training: bool
     ) -> tuple[Tensor, Tensor]:
+        """Return the sums over the global batch, and what the loss is the mean over."""
         known = None
         before = objective.preliminary(batches)
         if before is not None:
             with torch.no_grad():
-                self.evaluate(*before)
-            known = self.sums
+                known, _ = self._sums(*before, training=False)
         return self._run(batches, objective, known, training=training)
 
     def predict(self, batch: Microbatch) -> Tensor:
@@ -253,14 +258,14 @@ class PipelineRuntime:
             if index == plan.last_forward:
                 # Now rather than at the end, so that nobody waits for it. The last stage of every
                 # data-parallel replica has its part, and each tp rank has it once.
-                self.sums = sums / self.mesh.tp.size
-                summed = all_reduce(self.sums, self.mesh.world)
+                total = sums / self.mesh.tp.size
+                summed = all_reduce(total, self.mesh.world)
         for transfer in step.sends.values():
             transfer.wait()
         summed.wait()
         if not training:
             recorder.enter("what follows the passes")
-        return self.sums[0], loss.weight
+        return total, loss.weight
 
     def _plan(self, training: bool, microbatches: int) -> _RankPlan:
         key = (training, microbatches)
