@@ -232,7 +232,8 @@ def _check_pairs(
     options: SFTConfig,
     align: AlignConfig,
 ) -> int:
-    from megatron_llama.preference.dataset import CHOSEN, REJECTED, PairSamples, read_pairs
+    from megatron_llama.preference.dataset import PairSamples, read_pairs
+    from megatron_llama.preference.methods import CHOSEN, REJECTED
 
     pairs = read_pairs(files, tokenizer, options, align, tool.seq_length)
     lines = list(pairs.report(None if tool.action == "check" else 10))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_llama.data.loader import Batch, sequence_first
 from megatron_llama.errors import DataError, describe
 from megatron_llama.preference.align_config import AlignConfig, Method
+from megatron_llama.preference.methods import CHOSEN, REJECTED
 from megatron_llama.preference.pairs import (
     EncodedCompletion,
     Preference,
@@ -32,10 +33,6 @@ from megatron_llama.sft.packing import best_fit
 from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
 from megatron_llama.sft.sft_config import SFTConfig
 
-CHOSEN = 1
-"""The kind of a chosen or desirable completion."""
-REJECTED = 2
-"""The kind of a rejected or undesirable completion."""
 Likelihood = Literal["completion", "whole"]
 """Whose likelihood a method adds to its loss: that of chosen completions, or of their prompts,
 too."""

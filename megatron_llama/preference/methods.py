@@ -18,7 +18,9 @@ from torch import Tensor
 from megatron_llama.preference.align_config import BETAS, AlignConfig
 
 CHOSEN = 1
+"""The kind of a chosen or desirable completion."""
 REJECTED = 2
+"""The kind of a rejected or undesirable completion."""
 
 
 @dataclass(frozen=True)

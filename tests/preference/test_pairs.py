@@ -11,7 +11,8 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.preference.dataset import CHOSEN, REJECTED, Pairs, read_pairs
+from megatron_llama.preference.dataset import Pairs, read_pairs
+from megatron_llama.preference.methods import CHOSEN, REJECTED
 from megatron_llama.preference.pairs import Judged, Pair, detect, encode_pair, read_preference
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.formats import Conversation, Passage

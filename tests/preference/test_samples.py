@@ -11,7 +11,8 @@ import pytest
 import torch
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.preference.align_config import Method
-from megatron_llama.preference.dataset import CHOSEN, REJECTED, Pairs, PairSamples, most_tokens, places_of
+from megatron_llama.preference.dataset import Pairs, PairSamples, most_tokens, places_of
+from megatron_llama.preference.methods import CHOSEN, REJECTED
 
 SEQ_LENGTH, VOCABULARY = 96, 160
 METHODS: Sequence[Method] = ("dpo", "kto", "reward")
