@@ -188,12 +188,7 @@ def _preview_pair(
     options: SFTConfig,
     align: AlignConfig,
 ) -> int:
-    from megatron_llama.preference.dataset import (
-        CHOSEN,
-        encode_preference,
-        most_tokens,
-        parsed_preferences,
-    )
+    from megatron_llama.preference.dataset import encode_preference, most_tokens, parsed_preferences
     from megatron_llama.sft.problems import UnusableError
 
     formats: dict[str, str] = {}
