@@ -189,6 +189,7 @@ def _preview_pair(
     align: AlignConfig,
 ) -> int:
     from megatron_llama.preference.dataset import encode_preference, most_tokens, parsed_preferences
+    from megatron_llama.preference.methods import CHOSEN
     from megatron_llama.sft.problems import UnusableError
 
     formats: dict[str, str] = {}
