@@ -7,7 +7,8 @@ import ast
 import json
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -15,6 +16,8 @@ from megatron_llama.tokenizer.files import replace_file
 
 _SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _SHORTEST = 40
+_COMMON = 200
+"""The words that take the place of others in corrupted documentation: so many."""
 
 
 def python_documentation() -> Iterator[str]:
@@ -68,18 +71,61 @@ def docstring_pairs() -> Iterator[tuple[str, str]]:
 def write_pairs(path: str | Path) -> int:
     """Write ``docstring_pairs`` as JSON lines of ``messages``, in an order that mixes modules, and
     return the number of pairs."""
+    pairs = _mixed_pairs()
+    _write_lines(
+        Path(path),
+        [{"messages": [_message("user", q), _message("assistant", a)]} for q, a in pairs],
+    )
+    return len(pairs)
+
+
+def write_preferences(path: str | Path, held_out: str | Path) -> tuple[int, int]:
+    """Write ``docstring_pairs`` as preferences, JSON lines of ``prompt``, ``chosen`` and
+    ``rejected``: the documentation of a signature, and the same with other words in it
+    (``with_common_words``). The second file gets the last 5 % of the pairs, in the order of
+    ``write_pairs``, which ``sft`` holds out with ``--split 95,5,0``. Return how many are in
+    each."""
+    pairs = _mixed_pairs()
+    counts = Counter(word for _, answer in pairs for word in answer.split())
+    common = [word for word, _ in counts.most_common(_COMMON)]
+    draw = random.Random(1)
+    records = [
+        {
+            "prompt": [_message("user", question)],
+            "chosen": [_message("assistant", answer)],
+            "rejected": [_message("assistant", with_common_words(answer, common, draw))],
+        }
+        for question, answer in pairs
+    ]
+    first = round(0.95 * len(records))
+    _write_lines(Path(path), records[:first])
+    _write_lines(Path(held_out), records[first:])
+    return first, len(records) - first
+
+
+def with_common_words(text: str, common: Sequence[str], draw: random.Random) -> str:
+    """Return the text with one of the ``common`` words, each other than the one that it replaces,
+    in the place of every third word, rounded up: places and words are drawn. To a language model
+    the result is about as likely as the text: words that it expects less stand where they are not
+    expected, but each is easier to spell."""
+    words = text.split()
+    for place in draw.sample(range(len(words)), -(-len(words) // 3)):
+        words[place] = draw.choice([word for word in common if word != words[place]])
+    return " ".join(words)
+
+
+def _mixed_pairs() -> list[tuple[str, str]]:
     pairs = list(docstring_pairs())
     random.Random(0).shuffle(pairs)
-    roles = ("user", "assistant")
-    lines = [
-        json.dumps(
-            {"messages": [{"role": r, "content": t} for r, t in zip(roles, pair, strict=True)]}
-        )
-        + "\n"
-        for pair in pairs
-    ]
-    replace_file(Path(path), "".join(lines).encode())
-    return len(lines)
+    return pairs
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _write_lines(path: Path, records: Sequence[object]) -> None:
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def _docstrings(source: Path) -> Iterator[str]:

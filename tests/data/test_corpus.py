@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import islice
 from pathlib import Path
 
 import pytest
-from megatron_llama.data.corpus import python_documentation, write_corpus
+from megatron_llama.data.corpus import python_documentation, with_common_words, write_corpus, write_pairs, write_preferences
 
 
 @pytest.mark.long
@@ -16,3 +17,23 @@ def test_corpus_is_large_english_text(tmp_path: Path) -> None:
     assert len(texts) == documents > 3000
     assert 1.5e6 < sum(map(len, texts)) < 5e6
     assert sum(text.count(" the ") for text in texts) > 10_000
+
+
+def test_corrupted_text_has_other_words_in_every_third_place() -> None:
+    text = "Return the value of the first item that is not None, or of the default."
+    corrupted = with_common_words(text, ["the", "a", "file"], random.Random(3))
+    words, others = text.split(), corrupted.split()
+    changed = [place for place, (word, other) in enumerate(zip(words, others, strict=True)) if word != other]
+    assert len(changed) == -(-len(words) // 3) and {others[place] for place in changed} <= {"the", "a", "file"}
+    assert with_common_words("the", ["the", "a"], random.Random(0)) == "a"
+
+
+@pytest.mark.long
+def test_preferences_hold_out_what_sft_holds_out(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    counts = write_preferences(tmp_path / "train.jsonl", tmp_path / "held-out.jsonl")
+    assert sum(counts) == pairs and counts[0] == round(0.95 * pairs)
+    talks = [json.loads(line)["messages"] for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    preferences = [json.loads(line) for name in ("train", "held-out") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert [[*each["prompt"], *each["chosen"]] for each in preferences] == talks
+    assert all(each["chosen"] != each["rejected"] for each in preferences)
