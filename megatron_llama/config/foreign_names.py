@@ -23,6 +23,7 @@ _CHECKPOINTS = "--save, --save-interval and --save-retain"
 _EVALUATION = "--eval-interval and --eval-iters"
 _BAD_STEP = "--on-bad-step and --loss-spike-factor"
 _BOARD = "--tensorboard-dir"
+_PAIR_LENGTH = "--seq-length, which holds both halves of a pair"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
@@ -162,6 +163,17 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "peft_config": "--lora-rank, --lora-alpha and --lora-target-modules",
         "lora_r": "--lora-rank",
         "target_modules": "--lora-target-modules",
+        # TRL's DPOTrainer and the other trainers for preferences
+        "loss_type": "--method (the command `align`)",
+        "loss_weights": "--sft-loss-weight, for the weight of `sft` (the command `align`)",
+        "cpo_alpha": "--sft-loss-weight (the command `align`)",
+        "rpo_alpha": "--sft-loss-weight (the command `align`)",
+        "precompute_ref_batch_size": _MICRO,
+        "truncation_mode": "--on-long-sample truncate, which keeps the beginning",
+        "max_prompt_length": _PAIR_LENGTH,
+        "max_completion_length": _PAIR_LENGTH,
+        "generate_during_eval": "--sample-interval and --sample-prompt",
+        "activation_offloading": f"{_RECOMPUTE} selective or full",
     }
 )
 """Foreign name (with underscores) -> what to give here."""
@@ -178,12 +190,20 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
         "group_by_length": "every sample is full",
         "dataset_num_proc": "every process reads a share of the files",
         "eval_packing": "evaluation packs as training does",
+        "precompute_ref_log_probs": "the reference is always scored before the first step",
+        "ref_model": "the reference is the model that the run begins with",
+        "disable_dropout": "there is no dropout",
     }
 )
 """Foreign name -> why nothing stands for it here."""
 
 _EXPERTS = "models with experts are not written here: a LLaMA has one MLP in each layer"
-_REINFORCEMENT = "reinforcement learning is not written here: `sft` tunes on conversations"
+_REINFORCEMENT = (
+    "reinforcement learning is not written here: `align` tunes on preferences, `sft` on "
+    "conversations"
+)
+_MOVING = "a reference that moves is not written here: it is scored once (docs/align.md)"
+_OTHER_LOSS = "this loss is not written here: docs/align.md has those of `align`"
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
@@ -192,7 +212,15 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "moe": _EXPERTS,
         "num_experts": _EXPERTS,
         "expert": _EXPERTS,
-        "dpo": "preference tuning is not written here: `sft` tunes on conversations",
+        "dpo": "the command `align` tunes on preferences",
+        "sync_ref_model": _MOVING,
+        "ref_model_mixup_alpha": _MOVING,
+        "ref_model_sync_steps": _MOVING,
+        "f_divergence_type": _OTHER_LOSS,
+        "f_alpha_divergence_coef": _OTHER_LOSS,
+        "ld_alpha": _OTHER_LOSS,
+        "use_weighting": _OTHER_LOSS,
+        "discopop_tau": _OTHER_LOSS,
         "grpo": _REINFORCEMENT,
         "ppo": _REINFORCEMENT,
         "rl": _REINFORCEMENT,

@@ -23,6 +23,7 @@ from megatron_llama.config.schema import (
     TrainingConfig,
 )
 from megatron_llama.errors import ConfigError
+from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.sft.sft_config import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -359,7 +360,9 @@ def test_unknown_names_are_answered_with_what_is_near(tmp_path: Path) -> None:
         ("dataloader-num-workers", "leave it out: datasets are memory-mapped"),
         ("nproc_per_node", "it is torchrun's: write it before -m megatron_llama"),
         ("fp8-format", "FP8 is not written here: leave its options out and train with --bf16"),
-        ("dpo-beta", "preference tuning is not written here: `sft` tunes on conversations"),
+        ("dpo-beta", "the command `align` tunes on preferences"),
+        ("cpo_alpha", "give --sft-loss-weight (the command `align`)"),
+        ("precompute-ref-log-probs", "leave it out: the reference is always scored before the first step"),
     ],
 )
 def test_names_of_other_trainers(name: str, remedy: str, tmp_path: Path) -> None:
@@ -370,7 +373,7 @@ def test_names_of_other_trainers(name: str, remedy: str, tmp_path: Path) -> None
 
 
 def test_what_is_said_of_foreign_names_is_true() -> None:
-    known = options_of((SFTConfig, *SECTIONS)).keys() | MEGATRON.keys()
+    known = options_of((AlignConfig, SFTConfig, *SECTIONS)).keys() | MEGATRON.keys()
     foreign = {*INSTEAD, *NOT_NEEDED, *FAMILIES}
     assert not foreign & known, "a name that is known is never looked up"
     said = " ".join([*INSTEAD.values(), *NOT_NEEDED.values(), *FAMILIES.values()])
