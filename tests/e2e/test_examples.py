@@ -31,6 +31,10 @@ MODELS = (
     "continue_llama3_8b",
     "sft_llama3_8b",
     "lora_llama3_8b",
+    "align_llama3_8b",
+    "align_llama3_70b",
+    "align_lora_llama3_8b",
+    "align_lora_llama3_70b",
 )
 
 
@@ -43,7 +47,8 @@ def test_a_recipe_is_a_plan_that_fits(recipe: Path, capsys: pytest.CaptureFixtur
     """From the root, offline; the only things that are missing are this machine's. On GPUs of 80 GB a tenth is left to spare."""
     monkeypatch.chdir(ROOT)
     name = str(recipe.relative_to(ROOT))
-    assert main(["sft" if re.search("sft|lora", name) else "pretrain", "--config", name, "--dry-run"]) == 0
+    command = "align" if "align" in name else "sft" if re.search("sft|lora", name) else "pretrain"
+    assert main([command, "--config", name, "--dry-run"]) == 0
     said = capsys.readouterr().out
     here = ("--data-path", "--train-data", "devices: ", "memory: ", "--save-interval", "--vocab-size", "--init-from-hf")
     assert [
