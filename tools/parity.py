@@ -6,6 +6,7 @@ torch's AdamW.
     python tools/parity.py --modules [--only WORD ...]
     python tools/parity.py --families [--only WORD ...]
     python tools/parity.py --faults [--only WORD ...]
+    python tools/parity.py --preferences [--only WORD ...]
 
 The first: twenty fp32 steps of a small LLaMA on English text, the same that
 tests/parallel/test_parity.py checks. The second: five steps of layouts drawn at random, as in
@@ -13,10 +14,11 @@ tests/parallel/test_random.py, against one process. The third: twenty fp32 steps
 HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's DistributedDataParallel
 and AdamW, as in tests/sharding/test_parity.py. The fourth: twenty fp32 steps of every family of
 models in eighteen layouts, of which tests/families/test_parity.py trains some; ``--only "qwen2 "``
-takes one family. The fifth: what ``prove`` says of every seeded fault of tests/prove/faults.py. A
-few minutes each on two cores, and of the fourth for each family. Deviations are the largest
-relative ones over all steps. Exit status 1 when one exceeds its bound, or when a fault is not
-found.
+takes one family. The fifth: what ``prove`` says of every seeded fault of tests/prove/faults.py.
+The sixth: twenty fp32 steps of every method of preference tuning, against plain torch on
+transformers' model, as in tests/preference/test_parity.py. A few minutes each on two cores, and of
+the fourth for each family. Deviations are the largest relative ones over all steps. Exit status 1
+when one exceeds its bound, or when a fault is not found.
 """
 
 from __future__ import annotations
@@ -41,12 +43,16 @@ from tests.parallel.cases import (
     LOSS_BOUND,
     NORM_BOUND,
     Layout,
+    Record,
     Reference,
     Row,
+    deviation,
     reference,
     train,
 )
 from tests.parallel.draw import COUNT, SEED, alone, draw
+from tests.preference.cases import CASES, align, align_twin
+from tests.preference.test_parity import LAYOUTS as PREFERENCE_LAYOUTS
 from tests.prove.faults import CATALOGUE, Fault, faulty
 from tests.sharding.training import Run, Trained, ddp, differences, sharded
 from tests.sharding.training import layouts as module_layouts
@@ -167,17 +173,43 @@ def _size(value: float) -> tuple[bool, float]:
     return value != value, value
 
 
-def markdown_of_modules(found: Differences) -> str:
-    """A line for each way to shard, and in it loss and norm of each model."""
+def preferences(cluster: Cluster, only: Iterable[str]) -> Differences:
+    """Tune by every method in every layout; returns the differences of losses and of norms from
+    plain torch by method and layout."""
+    known: dict[tuple[Layout, str], Record] = {}
+    found: Differences = {}
+    for layout in (Layout(), *PREFERENCE_LAYOUTS):
+        for name, options in CASES.items():
+            if not all(word in f"{name} {layout.name}" for word in only):
+                continue
+            single = layout.reference
+            if (single, name) not in known:
+                known[single, name] = align_twin(single, options)[0]
+            new = cluster.run(layout.world_size, align, layout, options)[0][0]
+            old = known[single, name]
+            found[name, layout.name] = (
+                deviation(new.losses, old.losses),
+                deviation(new.norms, old.norms),
+            )
+    return found
+
+
+def markdown_of_differences(found: Differences, head: str) -> str:
+    """A line for each layout or way to shard, and in it loss and norm of each model or method."""
     models = list(dict.fromkeys(model for model, _ in found))
     lines = [
-        " | ".join(["loss, norm vs DDP", *models]),
+        " | ".join([f"loss, norm vs {head}", *models]),
         " | ".join(["---"] + ["---:"] * len(models)),
     ]
     for way in dict.fromkeys(way for _, way in found):
         cells = [found.get((model, way)) for model in models]
         lines.append(" | ".join([way, *("-" if cell is None else _exact(cell) for cell in cells)]))
     return _framed(lines)
+
+
+def _held(found: Differences) -> bool:
+    held = (loss <= LOSS_BOUND and norm <= NORM_BOUND for loss, norm in found.values())
+    return bool(found) and all(held)
 
 
 def _exact(cell: tuple[float, float]) -> str:
@@ -233,7 +265,8 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="WORD",
-        help="layouts (with --modules: models and ways, with --faults: faults) whose name contains "
+        help="layouts (with --modules: models and ways, with --faults: faults, with --preferences: "
+        "methods and layouts) whose name contains "
         "all these words",
     )
     parser.add_argument(
@@ -247,6 +280,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--faults", action="store_true", help="faults that are put into the package, by prove"
+    )
+    parser.add_argument(
+        "--preferences", action="store_true", help="every method of preference tuning"
     )
     parser.add_argument(
         "--seed",
@@ -269,9 +305,14 @@ def main() -> int:
         harness.PRELOAD.append("tests.sharding.training")
         with Cluster() as cluster:
             found = modules(cluster, options.only)
-        print(markdown_of_modules(found))
-        held = (loss <= LOSS_BOUND and norm <= NORM_BOUND for loss, norm in found.values())
-        return 0 if found and all(held) else 1
+        print(markdown_of_differences(found, "DDP"))
+        return 0 if _held(found) else 1
+    if options.preferences:
+        harness.PRELOAD.append("tests.preference.cases")
+        with Cluster() as cluster:
+            found = preferences(cluster, options.only)
+        print(markdown_of_differences(found, "torch"))
+        return 0 if _held(found) else 1
     if options.faults:
         print(HEAD_OF_FAULTS, flush=True)
         missed = 0
