@@ -117,6 +117,7 @@ SAID = {
     "10-publish": r"bfloat16 .*The with",
     "11-your-own-module": r"step 1 loss [\s\S]*step 20 loss",
     "12-before-you-book": r"nearest published runs[\s\S]*tp 2: pretrain, 2 processes[\s\S]*\nholds: everything",
+    "13-prefer": r"pairs, \d+ held out[\s\S]*rewards/margins: [\s\S]*validation loss at iteration 20[\s\S]*validation loss at iteration 10",
 }
 
 

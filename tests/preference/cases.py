@@ -113,7 +113,7 @@ def sample_tensors(parts: Sequence[Half], options: AlignConfig, sample: int) -> 
 
 def batch(positions: range, options: AlignConfig, *, mismatched: bool = False) -> Batch:
     columns = [sample_tensors(halves(sample, mismatched=mismatched), options, sample) for sample in positions]
-    tensors = {name: torch.stack([column[name] for column in columns], dim=1) for name in columns[0]}
+    tensors: dict[str, Any] = {name: torch.stack([column[name] for column in columns], dim=1) for name in columns[0]}
     if options.method != "orpo" and not options.sft_loss_weight:
         del tensors["loss_mask"]
     if options.method in ("orpo", "simpo", "reward"):
