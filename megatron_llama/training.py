@@ -14,6 +14,7 @@ from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.export import FinalExport
+from megatron_llama.data.text_stream import seek
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
@@ -35,6 +36,7 @@ from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefe
 from megatron_llama.loop.profiling import Profiling
 from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.start import trained_weights
+from megatron_llama.loop.text_inputs import with_places
 from megatron_llama.loop.text_samples import SampleTexts
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
@@ -225,6 +227,7 @@ def train(
                 with mesh.recorder.outside_steps("returning to a checkpoint"):
                     state = roll_back(config, optimizer, mesh, saver, log, inputs.start)
                 bad_steps.rewind(state)
+                seek(inputs.training, state.places)
                 progress.rewind(state.iteration)
                 called.rewind(state)
                 evaluations = {at: one for at, one in evaluations.items() if at <= state.iteration}
@@ -247,7 +250,8 @@ def train(
             if saving or early_stop_reason:
                 with mesh.recorder.outside_steps("saving"):
                     validation_loss = evaluated.loss if evaluated is not None else None
-                    saver.save(bad_steps.with_history(state), log, validation_loss)
+                    saved = with_places(bad_steps.with_history(state), inputs.training, mesh.world)
+                    saver.save(saved, log, validation_loss)
             if writing_texts:
                 texts.write(state, log)
             if evaluating or saving or writing_texts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ class TrainState:
     history: History = NO_HISTORY
     data: Mapping[str, Any] | None = None
     """What identifies the training samples (``Samples.identity``); None if that is not known."""
+    places: Sequence[Sequence[Sequence[int]]] | None = None
+    """Where each lane of each text that is streamed has come to (``TextStream.rows``); None in a
+    run of counted samples."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def meta_json(
         "consumed_samples": state.consumed_samples,
         "history": state.history.entry(),
         "training_data": state.data,
+        **({} if state.places is None else {"stream_places": state.places}),
         "optimizer_step": optimizer_step,
         "loss_scale": loss_scale,
         "validation_loss": validation_loss,
@@ -133,6 +137,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
                 int(content["consumed_samples"]),
                 history,
                 None if data is None else dict(data),
+                content.get("stream_places"),
             ),
             optimizer_step=int(content["optimizer_step"]),
             loss_scale=[float(number) for number in content["loss_scale"]],

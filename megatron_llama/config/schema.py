@@ -427,7 +427,8 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix. Or several, each
     after its weight, in a blend: `0.7 web 0.3 code` takes seven samples of web to three of code,
-    however large they are. Without weights each contributes what it has."""
+    however large they are. Without weights each contributes what it has. Or text that is tokenized
+    while the run trains on it: a folder, a pattern or a URL of `.jsonl` or `.parquet` files."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test, in file order. `100,0,0` means no
     evaluation."""
@@ -438,6 +439,16 @@ class DataConfig:
     """Read the training samples in the order in which Megatron-LM reads them: its documents,
     samples and blend, shuffled from --seed for a run of --train-iters or --train-samples, to the
     token. For a run that goes on from one of Megatron's checkpoints."""
+    stream_key: str = "text"
+    """Field or column with the text, where --data-path names text."""
+    stream_window: int = 1024
+    """Samples among which those of a text are shuffled. A rank keeps its share of twice as many in
+    memory."""
+    stream_lanes: int = 64
+    """Lanes that a text is dealt out to. With a multiple of --micro-batch-size x dp no two of the
+    data-parallel ranks read the same text. A run resumes with the same number of them."""
+    stream_workers: int = 2
+    """Processes of each rank that read and tokenize text."""
     tokenizer_model: str | None = None
     """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them. Default: what the
     dataset or HF folder says. Needed only to turn text into ids and back."""

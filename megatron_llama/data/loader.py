@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.order import BlendedOrder, mixed
-from megatron_llama.data.stream import TokenStream
 from megatron_llama.distributed.device import is_host
 from megatron_llama.errors import DataError
 from megatron_llama.nn.attention import Documents
@@ -128,10 +127,39 @@ class Samples(Protocol):
         """Return a few fields for JSON that differ for other samples. A checkpoint keeps them."""
 
 
+@runtime_checkable
+class AskedAhead(Protocol):
+    """Samples that take time to read, several of which are read at once."""
+
+    def ask(self, indices: Sequence[int]) -> None:
+        """Begin to read these samples. Raises DataError."""
+
+
+class TokenSamples(Protocol):
+    """Samples as tokens: those of a ``TokenStream``, or of a ``TextStream``."""
+
+    @property
+    def seq_length(self) -> int:
+        """One less than the tokens of a sample."""
+
+    @property
+    def keep_tail(self) -> bool:
+        """Whether the last sample may be shorter."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def identity(self) -> dict[str, Any]:
+        """See ``Samples``."""
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Return the tokens of a sample, int64 [seq_length + 1]. Raises DataError."""
+
+
 class StreamSamples:
     """The samples of a token stream, with the masks that ``data`` asks for."""
 
-    def __init__(self, stream: TokenStream, data: DataConfig, eod: int | None) -> None:
+    def __init__(self, stream: TokenSamples, data: DataConfig, eod: int | None) -> None:
         """Raises DataError if a mask needs the end-of-document id and ``eod`` is None."""
         needs = [
             name
@@ -184,7 +212,7 @@ class BlendedSamples:
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[int]) -> None:
         """``weights`` says how often each part is read, in proportion to the others."""
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self.order = BlendedOrder(weights, [len(part) for part in parts])
 
     def __len__(self) -> int:
@@ -192,7 +220,7 @@ class BlendedSamples:
         return len(self.order)
 
     def identity(self) -> dict[str, Any]:
-        parts = enumerate(part.identity() for part in self._parts)
+        parts = enumerate(part.identity() for part in self.parts)
         return {
             f"{name} of part {number}": value
             for number, part in parts
@@ -203,7 +231,7 @@ class BlendedSamples:
         """Return these samples as a batch; ``indices`` count over all parts."""
         places = [bisect_right(self.order.starts, index) - 1 for index in indices]
         one_by_one = [
-            self._parts[part].batch([index - self.order.starts[part]])
+            self.parts[part].batch([index - self.order.starts[part]])
             for part, index in zip(places, indices, strict=True)
         ]
         return side_by_side(one_by_one)
@@ -262,6 +290,10 @@ class BatchLoader:
             consumed_samples + (m * self._dp_size + self._dp_rank) * size
             for m in range(places // (size * self._dp_size))
         ]
+        if isinstance(self.samples, AskedAhead):
+            self.samples.ask(
+                [self._index(start + place) for start in starts for place in range(size)]
+            )
         batches = [self._batch(range(start, start + size)) for start in starts]
         if samples == places:
             return batches
@@ -270,10 +302,11 @@ class BatchLoader:
         counts = [consumed_samples + samples - start for start in starts]
         return [_counting(batch, count) for batch, count in zip(batches, counts, strict=True)]
 
+    def _index(self, position: int) -> int:
+        return self._order.index(position, self._seed, self._shuffled)
+
     def _batch(self, positions: range) -> Batch:
-        batch = self.samples.batch(
-            [self._order.index(position, self._seed, self._shuffled) for position in positions]
-        )
+        batch = self.samples.batch([self._index(position) for position in positions])
         # Noise belongs to a position of the run, not to a sample: it is new whenever the sample
         # comes again.
         seeds = (

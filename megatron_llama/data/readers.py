@@ -82,13 +82,13 @@ def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
                 yield from _lines(file)
             else:
                 yield from _text(file)
-        except (OSError, EOFError, zlib.error, _library_error(file)) as error:
+        except (OSError, EOFError, zlib.error, library_error(file)) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             problem = describe(file, got=reason, expected="a readable file", do=_RESTORE)
             yield Chunk(str(file), None, 0, problem=problem)
 
 
-def _library_error(file: Path) -> type[Exception]:
+def library_error(file: Path) -> type[Exception]:
     """Return the exception of the library that reads a file."""
     if file.suffix == ".zst":
         import zstandard
@@ -108,11 +108,11 @@ def _open(file: Path, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
     if file.suffix == ".gz":
         return cast(IO[bytes], stack.enter_context(gzip.GzipFile(fileobj=raw))), raw
     if file.suffix == ".zst":
-        return cast(IO[bytes], io.BufferedReader(_ZstdFrames(raw), CHUNK_BYTES)), raw
+        return cast(IO[bytes], io.BufferedReader(ZstdFrames(raw), CHUNK_BYTES)), raw
     return raw, raw
 
 
-class _ZstdFrames(io.RawIOBase):
+class ZstdFrames(io.RawIOBase):
     """The content of all frames of a .zst file. It raises EOFError where the file ends inside a
     frame, which the library's own stream does not tell."""
 
@@ -171,7 +171,7 @@ def _parquet(file: Path, keys: Sequence[str]) -> Iterator[Chunk]:
 
     with parquet.ParquetFile(file) as table:
         kinds = {field.name: field.type for field in table.schema_arrow}
-        problems = list(_column_problems(file, keys, kinds))
+        problems = list(column_problems(file, keys, kinds))
         if problems:
             yield from (Chunk(str(file), None, 0, problem=problem) for problem in problems)
             return
@@ -189,7 +189,10 @@ def _parquet(file: Path, keys: Sequence[str]) -> Iterator[Chunk]:
             row += batch.num_rows
 
 
-def _column_problems(file: Path, keys: Sequence[str], kinds: Mapping[str, Any]) -> Iterator[str]:
+def column_problems(
+    file: Path | str, keys: Sequence[str], kinds: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield what is wrong with the columns of a parquet file, of which ``kinds`` has the types."""
     from pyarrow import types
 
     for key in keys:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -13,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from threading import Thread
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_llama.errors import DataError
 
@@ -91,3 +94,111 @@ def _ordered(
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
+
+
+class Answers(Protocol):
+    """What a ``Helper`` does."""
+
+    def __call__(self, question: Any, /) -> Any:
+        """Return the answer to a question. A DataError that is raised is the answer."""
+
+
+class Helper:
+    """A process of its own that answers questions in their order, while this one does something
+    else. Questions and answers are pickled.
+
+    It is a fresh interpreter and no fork, so that it may start beside any threads, and it imports
+    nothing of the program that started this process. It ends when ``close`` is called, and when
+    this process is gone."""
+
+    def __init__(self, make: Callable[..., Answers], *arguments: Any) -> None:
+        """``make(*arguments)`` gives, in the new process, what answers there. It is named by its
+        module, which should not import torch."""
+        ours, theirs = multiprocessing.Pipe()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from megatron_llama.data.workers import serve; serve({theirs.fileno()})"
+        )
+        # In a session of its own it gets no Control-C, which goes to all processes of a terminal.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._line = ours
+        self.ask((make, arguments))
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    def ask(self, question: Any) -> None:
+        """Send a question. Raises DataError if the process is gone."""
+        try:
+            self._line.send(question)
+        except OSError as error:
+            raise self._gone() from error
+
+    def answered(self) -> bool:
+        """Return whether the next answer is there."""
+        return self._line.poll()
+
+    def answer(self) -> Any:
+        """Return the next answer, and wait for it if need be. Raises DataError if the process is
+        gone."""
+        try:
+            return self._line.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+
+    def _gone(self) -> DataError:
+        code = self._process.wait()
+        return DataError(
+            "the process that reads and tokenizes text",
+            got=f"exit status {code}",
+            expected="it running",
+            do="look for its message above; give it more memory, or fewer --stream-workers",
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._line.close()
+        self._process.wait()
+
+
+def serve(descriptor: int) -> None:
+    """Answer the questions of a ``Helper`` until the process that asks is gone."""
+    line = Connection(descriptor)
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # The one that asks may not listen for the time of a training step. Its next questions are
+    # worked on meanwhile.
+    Thread(target=_send, args=(line, answers), daemon=True).start()
+    do: Answers | None = None
+    while (question := _next(line)) is not None:
+        try:
+            if do is None:
+                make, arguments = question
+                do = make(*arguments)
+            else:
+                answers.put(do(question))
+        except DataError as error:
+            answers.put(error)
+    os._exit(0)
+
+
+def _next(line: Connection) -> Any:
+    """Return the next question, or None if nobody asks any more."""
+    try:
+        return line.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _send(line: Connection, answers: queue.SimpleQueue[Any]) -> None:
+    with suppress(OSError):
+        while True:
+            line.send(answers.get())
+    os._exit(0)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
+from megatron_llama.data.text_stream import text_streams
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import compute_dtype
+from megatron_llama.errors import counted
 from megatron_llama.loop.inputs import Inputs, passes_over
 from megatron_llama.loop.start import begins_anew
 from megatron_llama.plans.params import (
@@ -96,6 +98,14 @@ def _model(config: Config) -> str:
 def _data(inputs: Inputs) -> str:
     data = inputs.config.data
     length = inputs.config.training.seq_length
+    streams = text_streams(inputs.training)
+    if streams:
+        named = ", ".join(
+            f"{stream.name} ({counted(stream.num_files, 'file')}, {stream.num_bytes:,} bytes, "
+            f"{counted(stream.lanes, 'lane')})"
+            for stream in streams
+        )
+        return f"{named}: tokenized while the run trains on it, {data.data_order}"
     samples = len(inputs.training)
     passes = passes_over(inputs.config.training, samples)
     order = "in Megatron's order" if data.megatron_data_order else data.data_order

@@ -18,6 +18,7 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
+from megatron_llama.data.text_stream import text_streams
 from megatron_llama.distributed.comm.object_collectives import broadcast_object, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
@@ -47,8 +48,10 @@ def build_loader(
     ``data_size``."""
     return BatchLoader(
         samples,
-        # Megatron's samples are in their order already.
-        shuffled=config.data.data_order == "shuffled" and not config.data.megatron_data_order,
+        # Megatron's samples are in their order already, and so are those of a text.
+        shuffled=config.data.data_order == "shuffled"
+        and not config.data.megatron_data_order
+        and not text_streams(samples),
         micro_batch_size=config.training.micro_batch_size,
         global_batch_size=BatchSizes.from_training(config.training),
         seed=config.training.seed,

@@ -34,7 +34,9 @@ from megatron_llama.data.megatron_order import (
     samples_of_blend,
     samples_of_parts,
 )
+from megatron_llama.data.shards import is_stream
 from megatron_llama.data.stream import TokenStream, split_documents
+from megatron_llama.data.text_stream import fits, seek, text_streams
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import ConfigError, DataError, listing
@@ -50,6 +52,7 @@ from megatron_llama.loop.start import (
     sample_changes,
 )
 from megatron_llama.loop.take_over import sample_lines, update_lines
+from megatron_llama.loop.text_inputs import text_samples
 from megatron_llama.loop.text_samples import Prompt, encoded_prompts
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
 from megatron_llama.pipeline.objective import Objective
@@ -133,6 +136,10 @@ def stream_samples(
     With ``keep_tail`` the tokens behind the last whole sample of a dataset are a shorter sample.
     ``tokenizer`` and ``share`` are as for ``open_stream``."""
     blend = read_blend(config.data.data_path)
+    if any(map(is_stream, blend.prefixes)):
+        return text_samples(
+            config, blend, validation=part == VALIDATION, tokenizer=tokenizer, eod=eod
+        )
     if part == TRAINING and config.data.megatron_data_order:
         return megatron_samples(config, blend, eod=eod, tokenizer=tokenizer, share=share)
     parts = [
@@ -207,6 +214,8 @@ def open_inputs(
         lambda: _first_state(config, training, same_data=same_data), world
     )
     with raise_on_all_ranks(world):
+        _require_same_text(training, identity)
+        seek(training, state.places)
         config, length_lines = _with_run_length(config, len(training), state)
         validation = source(config, VALIDATION) if config.training.eval_interval else None
         prompts = encoded_prompts(config, tokenizer, prompt)
@@ -225,6 +234,17 @@ def open_inputs(
         prompts,
         (*start_lines, *length_lines, *_warnings(config, len(training))),
     )
+
+
+def _require_same_text(samples: Samples, identity: Mapping[str, Any]) -> None:
+    """Raise DataError if this rank has found other text than the first."""
+    if text_streams(samples) and samples.identity() != identity:
+        raise DataError(
+            "--data-path",
+            got=f"other files than rank 0 ({samples.identity()})",
+            expected=f"the same on every machine ({identity})",
+            do="wait until the folder is the same everywhere, or give a URL",
+        )
 
 
 def _warnings(config: Config, samples: int) -> Iterator[str]:
@@ -258,6 +278,13 @@ def _first_state(
     if start is None or begins_anew(options, start):
         return identity, start, TrainState(0, 0), lines
     if not start.native:
+        if text_streams(samples):
+            raise DataError(
+                "--data-path",
+                got=f"a text, for a run that goes on from {start.path}",
+                expected="an indexed dataset, in which the position of that run means something",
+                do="begin anew with its weights (--finetune)",
+            )
         if same_data:
             raise DataError(
                 "--train-data",
@@ -272,6 +299,16 @@ def _first_state(
         return identity, start, state, lines
     meta = native.read_meta(start.path)
     changes = sample_changes(meta.state.data, identity)
+    if text_streams(samples) and (
+        changes or meta.state.places is None or not fits(samples, meta.state.places)
+    ):
+        raise DataError(
+            "--data-path",
+            got=f"other text than that of {meta.folder} ({changes or 'an indexed dataset'})",
+            expected="the same files and options: where the run has come to in a text is a place "
+            "in these files",
+            do="give those of that run, or begin anew with its weights (--finetune)",
+        )
     if changes and same_data:
         do = (
             "give the files and options of that run, begin anew with its weights (--finetune), "

@@ -13,6 +13,7 @@ from megatron_llama.checkpoint.storage_paths import is_remote, local_copy
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.data.meta import read_meta
+from megatron_llama.data.shards import is_stream
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.loop.start import named_start
 from megatron_llama.tokenizer.base import Tokenizer
@@ -39,7 +40,8 @@ def find_vocabulary(config: Config) -> Vocabulary:
     else of the dataset's PREFIX.meta.json.
 
     Raises DataError for a dataset or for weights that were made with another tokenizer."""
-    prefixes = read_blend(config.data.data_path).prefixes
+    # A text is made into tokens by the tokenizer of the run.
+    prefixes = [word for word in read_blend(config.data.data_path).prefixes if not is_stream(word)]
     metas = {prefix: meta for prefix in prefixes if (meta := read_meta(prefix)) is not None}
     _require_one_tokenizer(metas)
     first = next(iter(metas.values()), {})
@@ -227,7 +229,11 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
     tokenizer = vocabulary.tokenizer
     if model.vocab_size == 0 and vocabulary.size == 0:
         prefixes = read_blend(config.data.data_path).prefixes
-        absent = [path for prefix in prefixes if not Path(path := f"{prefix}.idx").is_file()]
+        absent = [
+            path
+            for prefix in prefixes
+            if not is_stream(prefix) and not Path(path := f"{prefix}.idx").is_file()
+        ]
         if absent:
             do = "give --data-path the common prefix of the .bin and .idx files, without suffix"
             expected = "PREFIX.bin and PREFIX.idx"

@@ -134,6 +134,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), OWN_TEXT),
         **dict.fromkeys(("tokenizer_model", "tokenizer_type"), OWN_TEXT),
         **dict.fromkeys(("train_data", "split", "on_changed_data"), OWN_TEXT),
+        **dict.fromkeys(
+            ("stream_key", "stream_window", "stream_lanes", "stream_workers"), OWN_TEXT
+        ),
         **dict.fromkeys(("load", "finetune", "load_optim", "init_from_hf"), _START),
         **dict.fromkeys(("ignore_hf_config_fields", "resize_embeddings"), _START),
         **dict.fromkeys(("save", "save_interval", "save_first_step", "save_retain"), _PATHS),

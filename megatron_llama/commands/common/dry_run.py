@@ -140,6 +140,7 @@ def _memory_here(world: int) -> int:
 
 def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
     """Yield the options that name files which are not on this machine, and what to say of each."""
+    from megatron_llama.data.shards import is_stream
     from megatron_llama.loop.start import AUTO
     from megatron_llama.sft.template import BUILT_IN
 
@@ -154,7 +155,10 @@ def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
     if needs_data:
         prefixes = read_blend(data.data_path).prefixes
         paths += [
-            ("data_path", prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")
+            ("data_path", prefix + suffix)
+            for prefix in prefixes
+            if not is_stream(prefix)
+            for suffix in (".bin", ".idx")
         ]
         if not data.data_path:
             yield "data_path", "--data-path is not given: the run itself needs one"
