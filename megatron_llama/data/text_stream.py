@@ -163,6 +163,7 @@ class TextStream:
             "version": VERSION,
             "shards": [(shard.name, shard.file.size) for shard in self._shards],
             "tokenizer": settings.identity,
+            "pieces": len(self._pieces),
             "key": settings.key,
             "end": settings.end,
             "seed": settings.seed,

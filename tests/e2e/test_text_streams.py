@@ -55,13 +55,13 @@ def test_a_run_goes_on_at_another_dp(first: Layout, second: Layout, product: Pro
 def test_samples_that_a_rollback_leaves_out(product: Product, text: Path, tmp_path: Path) -> None:
     """The run returns to a checkpoint, and reads on from its place behind the samples that it leaves out."""
     spiky = {"loss_spike_factor": 1.001, "loss_spike_window": 1, "on_bad_step": "rollback", "eval_interval": None, "eval_iters": None}
-    ended = product.train(**options(product, text, **spiky, train_iters=12, lr_decay_iters=12), save=tmp_path / "a", save_interval=1)
+    ended = product.train(**options(product, text, **spiky, train_iters=10, lr_decay_iters=12), save=tmp_path / "a", save_interval=1)
     assert " back to iteration " in ended.out
     left_out = re.findall(r"samples (\d+) to (\d+) are left out", ended.out)
-    [[*rows]] = places(tmp_path / "a" / "iter_0000012")
-    consumed = 12 * 8 + 8 * len(left_out)
+    [[*rows]] = places(tmp_path / "a" / "iter_0000010")
+    consumed = 10 * 8 + 8 * len(left_out)
     assert f"consumed samples: {consumed}" in ended.out
-    lanes, block = 4, 4
+    lanes, block = 2, 8
     assert [row[0] for row in rows] == [(consumed // lanes - 1) // block] * lanes
 
 
@@ -87,5 +87,5 @@ def test_what_a_text_does_not_go_with(product: Product, text: Path, refuse: Refu
     said = refuse(product.command(**options(product, text / "train-0.jsonl")), code=1)
     assert "got no file for evaluation (train-0.jsonl), expected files whose names" in said
     product.train(**options(product, text), train_iters=1, save=tmp_path)
-    said = refuse(product.command(**options(product, text, stream_lanes=2, load=tmp_path, save=tmp_path)), code=1)
-    assert "got other text than that of" in said and "lanes 4, now 2" in said
+    said = refuse(product.command(**options(product, text, stream_window=8, load=tmp_path, save=tmp_path)), code=1)
+    assert "got other text than that of" in said and "samples in a window 16, now 8" in said
