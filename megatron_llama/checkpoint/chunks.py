@@ -113,6 +113,12 @@ def is_state(key: str) -> bool:
     return key.startswith(STATE)
 
 
+def parse_state_key(key: str) -> tuple[str, str]:
+    """Return the state and the tensor's name of a key that ``is_state``."""
+    state, _, name = key.removeprefix(STATE).partition(".")
+    return state, name
+
+
 def regions(pieces: Iterable[ShardPiece]) -> Iterator[Region]:
     """Yield every tensor of the pieces."""
     for piece in pieces:

@@ -36,6 +36,7 @@ from megatron_llama.checkpoint.chunks import (
     RegionLoadPlanner,
     is_state,
     make_index,
+    parse_state_key,
     regions,
     state_key,
 )
@@ -70,8 +71,10 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.errors import CheckpointError
+from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import (
+    MUON,
+    ParamSpec,
     Rectangle,
     adapter_shapes,
     hf_shapes,
@@ -80,7 +83,9 @@ from megatron_llama.plans.params import (
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state of every trained parameter, by its name in the engine."""
+"""The state of every parameter that AdamW updates, by its name in the engine."""
+MOMENTUM = ("momentum_buffer",)
+"""The state of every parameter that Muon updates."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +262,12 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
     master_dtype = torch.float64 if config.training.fp64 else torch.float32
     model = config.model
     units = stage_units(
-        model, whole_model(model), 0, freeze=config.optimizer.freeze, lora=config.lora
+        model,
+        whole_model(model),
+        0,
+        freeze=config.optimizer.freeze,
+        lora=config.lora,
+        muon=config.optimizer.optimizer == MUON,
     )
     wanted = [
         Region.without_values(
@@ -269,11 +279,38 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
         for unit in units
         for spec in unit.params
         for part in {part.name: part for part in spec.slices}.values()
-        for state in ("master", *(MOMENTS if optimizer and spec.trainable else ()))
+        for state in ("master", *(_states_of(spec) if optimizer and spec.trainable else ()))
     ]
+    _refuse_other_optimizer(folder, wanted, metadata)
     _refuse_incomplete(
         folder, ChunkReader(folder, metadata), RegionLoadPlanner(wanted, metadata), any_dtype=False
     )
+
+
+def _states_of(spec: ParamSpec) -> tuple[str, ...]:
+    return MOMENTUM if spec.muon else MOMENTS
+
+
+def _refuse_other_optimizer(folder: Path, wanted: Sequence[Region], metadata: Metadata) -> None:
+    """Raise CheckpointError if a tensor has optimizer state in the files, and not the one that is
+    wanted."""
+    saved = metadata.state_dict_metadata
+    found: dict[str, set[str]] = {}
+    for key in filter(is_state, saved):
+        state, name = parse_state_key(key)
+        found.setdefault(name, set()).add(state)
+    for part in wanted:
+        if not is_state(part.key) or part.key in saved:
+            continue
+        state, name = parse_state_key(part.key)
+        if name in found:
+            problem = describe(
+                name,
+                got=f"the optimizer's {' and '.join(sorted(found[name]))}",
+                expected=state,
+                do="go on with the --optimizer that saved it, or give --no-load-optim",
+            )
+            refuse(f"{folder} has the state of another optimizer:", [problem])
 
 
 def _refuse_incomplete(
@@ -308,6 +345,7 @@ def _open(
             if is_state(part.key):
                 part.tensor.zero_()
         wanted = [part for part in wanted if not is_state(part.key)]
+    _refuse_other_optimizer(folder, wanted, metadata)
     reader = ChunkReader(folder, metadata)
     planner = RegionLoadPlanner(wanted, metadata)
     _refuse_incomplete(folder, reader, planner, any_dtype=False)

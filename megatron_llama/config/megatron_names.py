@@ -143,7 +143,7 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "accumulate_allreduce_grads_in_fp32": Alias("grad_reduce_in_bf16", value="false"),
         "rotary_percent": Alias("partial_rotary_factor"),
         "qk_layernorm": Alias("qk_norm", value="head"),
-        "optimizer": Alias(convert=only("adam"), help="the optimizer is AdamW" + _UNCHANGED),
+        "muon_use_nesterov": Alias("muon_nesterov", value="true"),
         "recompute_method": Alias(
             convert=only("block"),
             help="--recompute-granularity full recomputes each block by itself, of every stage the "

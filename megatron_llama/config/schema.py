@@ -298,8 +298,11 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, learning-rate schedule, clipping."""
+    """The update rule, learning-rate schedule, clipping."""
 
+    optimizer: Literal["adam", "muon"] = "adam"
+    """adam: AdamW. muon: the weight matrices of the blocks are updated by orthogonalised momentum
+    (torch.optim.Muon), everything else (embedding, head, norms, biases) by AdamW."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -334,6 +337,17 @@ class OptimizerConfig:
     """Decay of the second moment."""
     adam_eps: float = 1e-8
     """Added to the square root of the second moment."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's momentum."""
+    muon_nesterov: bool = True
+    """Muon orthogonalises the gradient moved towards its momentum; without it the momentum
+    itself."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations of each of Muon's updates."""
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How --lr becomes the rate of a matrix with m rows and n columns. match_rms_adamw: times 0.2
+    sqrt(max(m, n)), so that an update is as large as AdamW's and both take the same --lr. original:
+    times sqrt(max(1, m / n)), whose --lr is about 0.02."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient. 0: no clipping."""
     freeze: tuple[str, ...] = ()

@@ -281,6 +281,7 @@ class OverlappedDistributedOptimizer:
             "staging": self.gradients.staging,
             "master weights": self.masters,
             "moments": [tensor for tensor in states if tensor.dim()],
+            "matrices": [tensor for rule in self.rules.distinct for tensor in rule.buffers],
             "scalars": [
                 *(tensor for tensor in states if not tensor.dim()),
                 *self.loss_scale.memory,
@@ -408,8 +409,11 @@ class OverlappedDistributedOptimizer:
         # With a loss scale that may overflow, a step can still be called off at its end.
         if lr is None or clip or self.loss_scale.dynamic:
             return
-        is_async = self.rules.by_bucket[bucket].is_async
-        if not updated_during_backward(self.bucket_plan, bucket, is_async=is_async):
+        rule = self.rules.by_bucket[bucket]
+        is_async = rule.is_async
+        if rule.needs_whole_step or not updated_during_backward(
+            self.bucket_plan, bucket, is_async=is_async
+        ):
             return
         skip = squared_norm.isfinite().logical_not().to(torch.float32)
         done = self._update(bucket, self._unscaled, skip, lr)

@@ -69,6 +69,14 @@ class UpdateRule(ABC):
     is_async: bool = False
     """Whether ``step`` only starts work in threads of the rule. The engine then gathers through a
     queue that can wait for sources, and may update a bucket whose slot has other users."""
+    needs_whole_step: bool = False
+    """Whether a bucket may only be updated when every gradient of the step is known to be finite or
+    not: because an update needs what other ranks have, a rank cannot leave its shard out."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """What the rule has allocated on the device beside masters and state."""
+        return ()
 
     @abstractmethod
     def attach(self, shard: Shard) -> Tensor:

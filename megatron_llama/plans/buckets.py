@@ -53,6 +53,7 @@ class BucketKind:
     adapter: bool
     group: int = 0
     resident: bool = False
+    muon: bool = False
 
     @staticmethod
     def of(spec: ParamSpec) -> BucketKind:
@@ -68,6 +69,7 @@ class BucketKind:
             spec.adapter,
             spec.group,
             spec.resident,
+            spec.muon,
         )
 
     @property

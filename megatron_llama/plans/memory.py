@@ -21,8 +21,9 @@ from megatron_llama.plans.buckets import (
     strategy_named,
 )
 from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize, reduce_itemsize
+from megatron_llama.plans.muon import MuonPlan, muon_plan
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
-from megatron_llama.plans.params import partition_of
+from megatron_llama.plans.params import MUON, partition_of
 from megatron_llama.plans.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.plans.traffic import StepTraffic, step_traffic
 
@@ -55,6 +56,7 @@ def state_bytes(
     updated = trained - sum(map(bucket_plan.shard_numel, offloaded))
     # Of buckets that are updated on the host, ZenFlow counts the updates on the device too.
     counted = len(trainable)
+    muon = _muon_plan(config, bucket_plan)
     is_zenflow = config.offload.optimizer_offload == ZENFLOW
     if not is_zenflow:
         counted -= len(offloaded)
@@ -70,14 +72,23 @@ def state_bytes(
         "gradients": (slots + (trained if _has_gradient_shards(config, find_unused) else 0)) * fp32,
         # In fp32 the shard itself is the master copy.
         "master weights": updated * fp32 if itemsize != fp32 else 0,
-        "moments": 2 * updated * fp32,
+        # Muon has one, AdamW two.
+        "moments": (2 * updated - (muon.shard_numel if muon is not None else 0)) * fp32,
         "scalars": SCALARS + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets) + STEP_COUNT * counted,
         **(
             {"hot columns": offload.on_device, "column numbers": offload.column_numbers}
             if offload is not None and is_zenflow
             else {}
         ),
+        **({"matrices": muon.buffer_bytes} if muon is not None else {}),
     }
+
+
+def _muon_plan(config: Config, bucket_plan: BucketPlan) -> MuonPlan | None:
+    """Returns whose matrices Muon orthogonalises; None where there is no Muon."""
+    if config.optimizer.optimizer != MUON:
+        return None
+    return muon_plan(bucket_plan, tp=config.parallel.tensor_model_parallel_size)
 
 
 def _has_gradient_shards(config: Config, find_unused: bool) -> bool:
@@ -313,9 +324,12 @@ class MemoryPlan:
 
     def activations(self, rank: int, granularity: Granularity, recomputing: int) -> int:
         """The peak of everything that is not state: what lies between two actions, and the working
-        memory of a pass."""
-        return self.between(rank, granularity, recomputing) + self._working(
-            rank, granularity, recomputing
+        memory of a pass; or the working memory of the update, if that is more."""
+        muon = _muon_plan(self.config, self.bucket_plans[rank])
+        return max(
+            self.between(rank, granularity, recomputing)
+            + self._working(rank, granularity, recomputing),
+            0 if muon is None else muon.working_bytes,
         )
 
     def between(self, rank: int, granularity: Granularity, recomputing: int) -> int:

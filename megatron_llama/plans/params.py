@@ -43,6 +43,8 @@ SCORE = "score.weight"
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 NO_LORA = LoraConfig()
+MUON = "muon"
+"""The value of --optimizer."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class ParamSpec:
     resident: bool = False
     """Whether it is so small that it stays unsharded, in one bucket for all units: what has fewer
     than two dims, and the score of a reward model."""
+    muon: bool = False
+    """Whether Muon updates it, and not AdamW."""
 
     @property
     def numel(self) -> int:
@@ -584,9 +588,10 @@ def stage_units(
     sequence_parallel: bool = False,
     freeze: Sequence[str] = (),
     lora: LoraConfig = NO_LORA,
+    muon: bool = False,
 ) -> tuple[UnitSpec, ...]:
     """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``
-    holds patterns of HuggingFace names."""
+    holds patterns of HuggingFace names. ``muon``: whether Muon updates the matrices of blocks."""
     shapes = Shapes(model, tp, tp_rank, sequence_parallel, stage)
     tie = has_tied_head(model)
     shared = tie and partition.first_and_last_share_rank
@@ -599,7 +604,8 @@ def stage_units(
     adapted = (
         _with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units
     )
-    return tuple(_with_frozen(unit, freeze) for unit in adapted)
+    frozen = (_with_frozen(unit, freeze) for unit in adapted)
+    return tuple(_with_muon(unit) if muon else unit for unit in frozen)
 
 
 def rank_units(
@@ -617,8 +623,24 @@ def rank_units(
         sequence_parallel=parallel.sequence_parallel,
         freeze=config.optimizer.freeze,
         lora=config.lora,
+        muon=config.optimizer.optimizer == MUON,
     )
     return tuple(build(stage) for stage in partition.stages_of(rank))
+
+
+def _with_muon(unit: UnitSpec) -> UnitSpec:
+    """The unit, with its matrices for Muon if it is a block. Norms, biases, embedding and head have
+    no rows and columns that are alike in kind; low-rank additions are no weights of the model."""
+    if not unit.is_block:
+        return unit
+    params = (
+        replace(
+            spec,
+            muon=len(spec.shape) == 2 and spec.trainable and not spec.adapter and not spec.resident,
+        )
+        for spec in unit.params
+    )
+    return replace(unit, params=tuple(params))
 
 
 def whole_model(model: ModelConfig) -> Partition:

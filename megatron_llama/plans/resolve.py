@@ -33,6 +33,7 @@ from megatron_llama.plans.checks.model import (
     model_problems,
     reward_problems,
 )
+from megatron_llama.plans.checks.muon import muon_problems
 from megatron_llama.plans.checks.optimizer import optimizer_problems
 from megatron_llama.plans.checks.parallel import parallel_problems
 from megatron_llama.plans.checks.ranges import range_problems
@@ -237,6 +238,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *batch_problems(config, world_size),
         *blend_problems(config.data.data_path),
         *optimizer_problems(config.optimizer, config.training),
+        *muon_problems(config),
         *freeze_problems(config.model, config.optimizer.freeze),
         *lora_problems(config),
         *bad_step_problems(config),

@@ -10,7 +10,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.config.windows import window_of
 from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
 from megatron_llama.plans.itemsize import compute_itemsize, reduce_itemsize
-from megatron_llama.plans.params import kv_copies
+from megatron_llama.plans.muon import muon_plan
+from megatron_llama.plans.params import MUON, kv_copies
 from megatron_llama.plans.prefetch import PrefetchPlan, gathers
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.plans.weight_access import rank_weight_accesses
@@ -31,13 +32,20 @@ class StepTraffic:
     """Bytes of the shards that are all-reduced over replicas."""
     shards: int
     replicas: int
+    matrix_bytes: float = 0.0
+    """With Muon, what a rank sends to the owners of matrices and back, on average over the ranks
+    that share buckets."""
 
     @property
     def sent(self) -> float:
         """Bytes that leave the rank: the least with which these collectives are possible."""
         sharded = 1 - 1 / self.shards
         repeated = 2 * (1 - 1 / self.replicas)
-        return (self.gather_bytes + self.reduction_bytes) * sharded + self.replica_bytes * repeated
+        return (
+            (self.gather_bytes + self.reduction_bytes) * sharded
+            + self.replica_bytes * repeated
+            + self.matrix_bytes
+        )
 
 
 def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
@@ -79,7 +87,16 @@ def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) 
         replica_bytes=elements // shards * wire if replicas > 1 else 0,
         shards=shards,
         replicas=replicas,
+        matrix_bytes=_matrix_bytes(config, bucket_plan),
     )
+
+
+def _matrix_bytes(config: Config, bucket_plan: BucketPlan) -> float:
+    if config.optimizer.optimizer != MUON:
+        return 0.0
+    plan = muon_plan(bucket_plan, tp=config.parallel.tensor_model_parallel_size)
+    shards = bucket_plan.shards
+    return sum(plan.sent(rank, 0)[0] for rank in range(shards)) / shards
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("ignore_hf_config_fields", "resize_embeddings"), _START),
         **dict.fromkeys(("save", "save_interval", "save_first_step", "save_retain"), _PATHS),
         **dict.fromkeys(("save_retain_interval", "export_hf"), _PATHS),
+        **dict.fromkeys(
+            ("optimizer", "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr"),
+            "prove holds updates against AdamW's",
+        ),
         "async_save": "prove saves every step in the foreground",
         **dict.fromkeys(("train_iters", "exit_interval", "exit_duration_in_mins"), _LENGTH),
         **dict.fromkeys(("exit_zero_on_signal", "early_stop_patience"), _LENGTH),

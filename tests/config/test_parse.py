@@ -48,8 +48,9 @@ NAMES = """
     loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
     lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings megatron_data_order micro_batch_size min_loss_scale min_lr mlp_bias model_type
+    muon_adjust_lr muon_momentum muon_nesterov muon_num_ns_steps
     nccl_pp_max_ctas nodes norm_position num_attention_heads num_hidden_layers num_key_value_heads num_labels
-    offload_cores offload_speculative on_bad_step optimizer_offload optimizer_offload_fraction
+    offload_cores offload_speculative on_bad_step optimizer optimizer_offload optimizer_offload_fraction
     pad_token_id param_slots partial_rotary_factor pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset profile
     profile_dir profile_ranks profile_step_end profile_step_start progress_bar
     qk_norm query_pre_attn_scalar

@@ -118,6 +118,10 @@ ELSEWHERE: Mapping[str, str] = {
     "sample_prompt": "e2e/test_sft.py::test_samples_are_what_generate_gives",
     "sample_tokens": "e2e/test_sft.py::test_samples_are_what_generate_gives",
     "freeze": "e2e/test_use.py::test_frozen_weights_stay_and_the_others_learn",
+    **dict.fromkeys(
+        ("optimizer", "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr"),
+        "engine/test_muon.py::test_every_layout_makes_what_torch_makes",
+    ),
     "optimizer_offload": "engine/test_offload.py::test_a_layer_waits_for_its_own_bucket_alone",
     "optimizer_offload_fraction": "engine/test_offload.py::test_a_fraction_leaves_the_first_layers_on_the_device",
     "offload_cores": "engine/test_offload.py::test_the_worker_runs_where_it_is_told",

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.test_any_module import GROUPS, units
+from tests.engine.test_muon import MuonLayout
 from tests.parallel.cases import STRATEGIES, Layout
 from tests.parallel.test_zenflow import EVERY, FOUR, OVERLAP, zen
 
@@ -150,6 +151,23 @@ def test_allocated_is_planned(layout: Layout, monkeypatch: pytest.MonkeyPatch) -
             offload = MemoryPlan(config, layout.world_size).offload(stage)
             rules = [rule for rule in engine.rules.distinct if isinstance(rule, ExactOffload)]
             assert [rule.nbytes for rule in rules] == ([] if offload is None else [offload.held])
+
+
+def muon_layouts() -> Iterator[MuonLayout]:
+    for strategy in STRATEGIES:
+        yield MuonLayout(dp=4, strategy=strategy, bf16=True)
+        yield MuonLayout(tp=2, dp=2, strategy=strategy, tied=True, bf16=True)
+    yield MuonLayout(tp=4, kv_heads=2, dp=2)
+    yield MuonLayout(pp=2, dp=2, microbatches=2, fp64=True)
+    yield MuonLayout(dp=4, shard_size=2)
+
+
+@pytest.mark.parametrize("layout", list(muon_layouts()), ids=lambda layout: layout.name)
+def test_muon(layout: MuonLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, also those that own fewer matrices than others."""
+    for rank in range(layout.world_size):
+        found = check(layout.sized(), layout.world_size, rank, monkeypatch)
+        assert found.components["matrices"] > 0
 
 
 def module_cases() -> Iterator[tuple[Config, int, bool]]:

@@ -25,6 +25,8 @@ def optimizer_problems(meta: CheckpointMeta) -> Iterator[str]:
     """Yield what makes the state one that other trainers have no optimizer for."""
     if saved_lora(meta.config).lora_rank:
         yield "it is that of low-rank adapters (--lora-rank)"
+    if meta.config["optimizer"].get("optimizer", "adam") != "adam":
+        yield f"it is that of --optimizer {meta.config['optimizer']['optimizer']}"
     if meta.config["optimizer"].get("freeze"):
         yield "frozen weights have none (--freeze)"
     if meta.config.get("offload", {}).get("optimizer_offload") == "zenflow":

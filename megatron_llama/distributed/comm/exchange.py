@@ -8,7 +8,7 @@ two is taken is decided here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,12 +59,12 @@ def gather(
         return _LocalExchange(copy, full.device)
     if gloo.carries(axis, full.device):
         exchange = gloo.Gather(full.data, axis, index, chunk_bytes)
-        return _CheckedExchange(exchange, axis, "all_gather", index, full, before=copy)
+        return _CheckedExchange(exchange, axis, "all_gather", index, full.nbytes, before=copy)
 
     def issue() -> Any:
         return all_gather_single(full.data, shard.data, group=axis.communicator, async_op=True)
 
-    return _CheckedExchange(_BackendExchange(issue), axis, "all_gather", index, full)
+    return _CheckedExchange(_BackendExchange(issue), axis, "all_gather", index, full.nbytes)
 
 
 class StagingBuffer:
@@ -182,7 +182,7 @@ class Reductions:
             axis,
             "reduce_scatter",
             index,
-            sent,
+            sent.nbytes,
             before=cast,
             after=cast_back,
             # A device that casts nothing has no buffer to wait for.
@@ -230,11 +230,64 @@ def all_reduce(
         axis,
         "all_reduce",
         index,
-        sent,
+        sent.nbytes,
         before=cast,
         after=cast_back,
         buffer=None if cast is None else staging,
     )
+
+
+Piece = tuple[int, Tensor]
+"""A peer's position on an axis, and a contiguous flat tensor that goes to it or comes from it."""
+
+
+def transfer(
+    outgoing: Sequence[Piece],
+    incoming: Sequence[Piece],
+    axis: Axis,
+    device: torch.device,
+    *,
+    operation: str,
+    index: int,
+    phase: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Exchange:
+    """Send some tensors to peers, and receive others from them. What goes from one rank to another
+    stands in the same order in the lists of both.
+
+    ``index`` tells the exchanges of one axis apart, reductions and gathers among them, and
+    ``phase``, 0 or 1, two transfers with one index; both are the same on all ranks."""
+    exchange: Exchange
+    if not outgoing and not incoming:
+        return _LocalExchange(None, device)
+    if gloo.carries(axis, device):
+        exchange = gloo.Transfer(outgoing, incoming, axis, index, phase, chunk_bytes)
+    else:
+
+        def issue() -> Any:
+            # One batch: NCCL would otherwise run them one after the other, and two ranks that both
+            # first send would wait forever.
+            operations = [
+                dist.P2POp(function, tensor.data, group=axis.communicator, group_peer=peer)
+                for function, pieces in ((dist.isend, outgoing), (dist.irecv, incoming))
+                for peer, tensor in pieces
+            ]
+            return _Batch(dist.batch_isend_irecv(operations))
+
+        exchange = _BackendExchange(issue)
+    sent = sum(tensor.nbytes for _, tensor in outgoing)
+    return _CheckedExchange(exchange, axis, operation, index, sent)
+
+
+class _Batch:
+    """The works of one batch of messages, as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
@@ -286,8 +339,8 @@ class _BackendExchange:
 
 
 class _CheckedExchange:
-    """An exchange with the copies before and after it. It is counted when it starts, and raises
-    when it is not used in the order of ``Exchange``."""
+    """An exchange of ``sent`` bytes, with the copies before and after it. It is counted when it
+    starts, and raises when it is not used in the order of ``Exchange``."""
 
     def __init__(
         self,
@@ -295,7 +348,7 @@ class _CheckedExchange:
         axis: Axis,
         operation: str,
         index: int,
-        sent: Tensor,
+        sent: int,
         *,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
@@ -305,7 +358,7 @@ class _CheckedExchange:
         self._axis = axis
         self._operation = operation
         self._index = index
-        self._bytes = sent.nbytes
+        self._bytes = sent
         self._before = before
         self._after = after
         self._buffer = buffer

@@ -15,6 +15,7 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.muon import Muon
 from megatron_llama.engine.offload.copies import Copies, open_copies
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory, rank_cores
@@ -22,10 +23,11 @@ from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.offload.zenflow.schedule import Intervals
 from megatron_llama.engine.update_rule import AdamW, UpdateRule, UpdateRules
 from megatron_llama.errors import OffloadError, describe
-from megatron_llama.plans.buckets import BucketPlan
+from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan
 from megatron_llama.plans.checks.zenflow import AUTO, longest_window, selection_steps, sends_fp32
 from megatron_llama.plans.memory import sized, state_bytes
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
+from megatron_llama.plans.params import MUON
 
 
 def build_update_rules(
@@ -57,6 +59,18 @@ def build_update_rules(
     groups = groups or (config.optimizer,)
     adamw = AdamW(groups)
     count = len(bucket_plan.buckets)
+    if config.optimizer.optimizer == MUON:
+        muon = Muon(
+            groups,
+            [
+                rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=rank, rank=mesh.pp.rank)
+                for rank in range(mesh.tp.size)
+            ],
+            mesh,
+            chunk_bytes=config.parallel.exchange_chunk_bytes,
+        )
+        kinds = [bucket.kind for bucket in bucket_plan.buckets]
+        return UpdateRules([muon if kind.muon else adamw for kind in kinds], [muon, adamw])
     plan = offload_plan(config, bucket_plan, shard_rank=mesh.dp_shard.rank)
     if plan is None:
         return UpdateRules([adamw] * count, [adamw])

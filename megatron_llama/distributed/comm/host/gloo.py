@@ -31,7 +31,7 @@ def carries(axis: Axis, device: torch.device) -> bool:
 
 def _first_tag(index: int, phase: int) -> int:
     """The first of the tags of one exchange of a communicator: phase 0 and 1 are those of
-    reductions, 2 that of the gather with the same index."""
+    reductions and transfers, 2 that of the gather with the same index."""
     return (3 * index + phase) * MAX_PIECES
 
 
@@ -152,6 +152,49 @@ class Gather:
     def wait(self) -> None:
         self._transfers.wait_received()
         self._transfers.wait_sent()
+
+
+class Transfer:
+    """``exchange.transfer`` over gloo."""
+
+    def __init__(
+        self,
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Sequence[tuple[int, Tensor]],
+        axis: Axis,
+        index: int,
+        phase: int,
+        chunk_bytes: int,
+    ) -> None:
+        tag = _first_tag(index, phase)
+        self._transfers = _Transfers(
+            axis,
+            _messages_by_peer(outgoing, tag, chunk_bytes),
+            _messages_by_peer(incoming, tag, chunk_bytes),
+        )
+
+    def start(self) -> None:
+        self._transfers.start()
+
+    def wait(self) -> None:
+        self._transfers.wait_received()
+        self._transfers.wait_sent()
+
+
+def _messages_by_peer(
+    parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int
+) -> list[_Message]:
+    """Cut the parts into chunks, whose tags go on from one part to the next one with the same peer.
+    Raises ValueError where a peer has more chunks than an exchange has tags."""
+    messages = []
+    used = dict[int, int]()
+    for peer, part in parts:
+        chunks = _messages([(peer, part)], first_tag + used.get(peer, 0), chunk_bytes)
+        used[peer] = used.get(peer, 0) + len(chunks)
+        if used[peer] > MAX_PIECES:
+            raise ValueError(f"{used[peer]} chunks for one peer, of at most {MAX_PIECES}")
+        messages += chunks
+    return messages
 
 
 @dataclass(frozen=True)
