@@ -496,7 +496,7 @@ def test_flags_of_megatron_lm_that_are_not_needed() -> None:
         "--no-masked-softmax-fusion --no-rope-fusion --cross-entropy-loss-fusion --calculate-per-token-loss --empty-unused-memory-level 1 "
         "--no-async-tensor-model-parallel-allreduce --overlap-grad-reduce --overlap-param-gather --distributed-backend nccl "
         "--use-contiguous-parameters-in-local-ddp --data-cache-path /cache --no-create-attention-mask-in-dataloader --no-mmap-bin-files "
-        "--ckpt-format torch_dist --no-save-rng --no-load-rng --exit-on-missing-checkpoint --use-pytorch-profiler --optimizer adam "
+        "--ckpt-format torch_dist --no-save-rng --no-load-rng --exit-on-missing-checkpoint --use-pytorch-profiler "
         "--recompute-method block --rerun-mode disabled --timing-log-level 2 --log-params-norm --exit-signal-handler --local-rank 0"
     )
     parsed = run(*flags.split())
@@ -544,7 +544,7 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
         ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "got true after false (--accumulate-allreduce-grads-in-fp32)"),
         ("--rotary-percent half", "--rotary-percent: got half, expected a number"),
         ("--recompute-method uniform", "--recompute-method: got uniform, expected block; "),
-        ("--optimizer sgd", "--optimizer: got sgd, expected adam; the optimizer is AdamW"),
+        ("--optimizer sgd", "--optimizer: got sgd, expected one of adam, muon"),
         ("--use-distributed-optimizer --overlapped-distributed-optimizer", "got optim_grads after optim (--use-distributed-optimizer)"),
     ],
 )
@@ -588,7 +588,7 @@ def test_help_names_every_option() -> None:
     for name, option in options_of(SECTIONS).items():
         assert f"\n  {option.flag}" in text, name
     assert "--lr-decay-style constant|linear|cosine|WSD  (default: linear)" in text
-    assert "\noptimizer: AdamW, learning-rate schedule, clipping.\n" in text
+    assert "\noptimizer: The update rule, learning-rate schedule, clipping.\n" in text
     assert max(map(len, text.splitlines())) <= 140
     assert not re.search(r"-$", text, re.MULTILINE), "a flag is broken at a hyphen"
     assert "--lora-target-modules TEXT ...  (default: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj)" in text
