@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_llama.sharding.shard import shard
     from megatron_llama.training import TrainResult
 
-__version__ = "0.1.0"
+__version__: str  # found at its first use, as the others: it may take a call of git
 __all__ = (
     "AdamW",
     "Callback",
@@ -90,9 +90,12 @@ _MODULES = MappingProxyType(
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name == "__version__":
+        value: object = import_module(f"{__name__}.config.version").version()
+    elif name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value  # the next use finds it without asking here
     return value
 

@@ -12,7 +12,6 @@ from itertools import pairwise, takewhile
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama import __version__
 from megatron_llama.api.common.report import print_error
 from megatron_llama.api.common.watched import PRINTED
 from megatron_llama.distributed.launcher import launched_rank
@@ -46,6 +45,13 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
+        "quickstart": Command(
+            "quickstart",
+            "quickstart",
+            "commands.common.configs:QuickstartConfig",
+            "Train a small LLaMA on Python's documentation in minutes, sample and export it.",
+            words="[--output FOLDER]",
+        ),
         "preprocess": Command(
             "preprocess",
             "preprocess",
@@ -200,6 +206,8 @@ def run(words: list[str]) -> int:
         print(overview())
         return 0
     if words[0] == "--version":
+        from megatron_llama import __version__
+
         print(__version__)
         return 0
     name = words.pop(0)
@@ -213,6 +221,9 @@ def run(words: list[str]) -> int:
         # NumPy starts threads when it is imported. Nothing here uses them, and a process with
         # threads cannot fork its workers (data/workers.py).
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if name == "quickstart":
+        # Its processes share the cores: more threads in each only get in each other's way.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = COMMANDS[name]
     sections = command.options()
     if {"-h", "--help"} & set(words):

@@ -93,7 +93,7 @@ def test_notes_are_said_by_every_command(capsys: pytest.CaptureFixture[str], mon
     assert said(capsys, *argv)[2] == ""
 
 
-ALL = "expected one of preprocess, pretrain, sft, align, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, prove, env"
+ALL = "expected one of quickstart, preprocess, pretrain, sft, align, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, prove, env"
 UNKNOWN = "got an unknown flag, expected an option of this command"
 
 
@@ -103,7 +103,7 @@ UNKNOWN = "got an unknown flag, expected an option of this command"
         (["pretrian"], f"error: command: got pretrian, {ALL}; did you mean pretrain?\n"),
         (["zzz"], f"error: command: got zzz, {ALL}; see --help\n"),
         (["env", "--all"], f"error: These options cannot be used:\n  - --all: {UNKNOWN}; --help lists the options\n"),
-        (["generate", "--train-iters", "1"], f"--train-iters: {UNKNOWN}; pretrain, sft, align, plan and prove have --train-iters\n"),
+        (["generate", "--train-iters", "1"], f"--train-iters: {UNKNOWN}; quickstart, pretrain, sft, align, plan and prove have --train-iters\n"),
         (["preprocess", "--num-workers", "4"], f"--num-workers: {UNKNOWN}; --help lists the options\n"),
         (["generate", "--promt", "x"], f"--promt: {UNKNOWN}; did you mean --prompt?\n"),
         (["inspect"], "error: inspect: got nothing, expected one of config, checkpoint, dataset, presets; write inspect KIND PATH\n"),

@@ -8,7 +8,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_llama import __version__
 from megatron_llama.config.parse import Parsed
 from megatron_llama.plans.memory import sized
 
@@ -20,6 +19,7 @@ def env(parsed: Parsed) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_llama import __version__
     from megatron_llama.distributed import device as devices
 
     device = devices.accelerator(0)

@@ -12,6 +12,17 @@ Format: TypeAlias = Literal["hf", "native", "megatron", "megatron-llama", "meta"
 
 
 @dataclass(frozen=True)
+class QuickstartConfig:
+    """Where the example run goes, and how long it is."""
+
+    output: str = "runs/quickstart"
+    """Folder for everything that is written. Started again with the same one, an interrupted run is
+    resumed, and a finished one is only evaluated and sampled."""
+    train_iters: int = 0
+    """Steps of the training. 0: those of the recipe, `quickstart.yaml` in the folder."""
+
+
+@dataclass(frozen=True)
 class DryRunConfig:
     """Check a run without starting it."""
 
