@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_llama.config.schema import (
     Config,
@@ -37,6 +38,7 @@ class Mode:
     clip: float = 1.0
     bf16: bool = False
     param_slots: str = "default"
+    optimizer: Literal["adam", "muon"] = "adam"
 
 
 MODES = (
@@ -47,6 +49,7 @@ MODES = (
     Mode("optim_grads", "optim_grads"),
     Mode("optim_grads_params", "optim_grads_params"),
     Mode("optim_grads_params-3", "optim_grads_params", param_slots="3"),
+    Mode("optim-muon", "optim", optimizer="muon"),
 )
 COMPUTE = "compute"
 """The same model and waits without communication: what every time is divided by."""
@@ -114,7 +117,7 @@ def configuration(mode: Mode, hosts: int) -> Config:
             train_iters=1,
             bf16=mode.bf16,
         ),
-        optimizer=OptimizerConfig(clip_grad=mode.clip),
+        optimizer=OptimizerConfig(clip_grad=mode.clip, optimizer=mode.optimizer),
     )
 
 
