@@ -23,7 +23,7 @@ from typing import IO, Any, BinaryIO, TypeVar, cast
 
 from megatron_llama.errors import DataError
 
-READ_BYTES = 1 << 19
+READ_BYTES = 1 << 17
 """Bytes of one request: a request costs a round trip, and every shard that is open holds as many
 in memory."""
 TRIES = 8
