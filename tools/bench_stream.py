@@ -161,7 +161,7 @@ def finished(folder: Path, ranks: int, options: Mapping[str, object]) -> list[di
 
 def step_seconds(lines: list[dict[str, Any]]) -> float:
     """Return the median time of the steps in the second half of a run."""
-    times = [line["seconds"] for line in lines]
+    times: list[float] = [line["seconds"] for line in lines]
     steps = [after - before for before, after in pairwise(times)]
     return statistics.median(steps[len(steps) // 2 :])
 
