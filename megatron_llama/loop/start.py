@@ -31,6 +31,7 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
 from megatron_llama.plans.params import Rectangle
+from megatron_llama.preference.option_problems import OBJECTIVE
 
 AUTO = "auto"
 """A value of --load: the newest usable checkpoint of --save, or a fresh start."""
@@ -242,7 +243,13 @@ def resumed(options: CheckpointConfig) -> CheckpointMeta | None:
 def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
     """Describe how training samples differ from those that a checkpoint knows. Empty if they do not
     differ, or if the checkpoint knows nothing of them."""
-    if before is None or before == now:
+    if before is None:
+        return ""
+    # What the loss is belongs to the run, not to its samples.
+    known, found_now = (
+        {name: value for name, value in one.items() if name != OBJECTIVE} for one in (before, now)
+    )
+    if known == found_now:
         return ""
     counts = [
         (name, before.get(name), value)

@@ -17,6 +17,7 @@ from megatron_llama.data.loader import Batch, sequence_first
 from megatron_llama.errors import DataError, describe
 from megatron_llama.preference.align_config import AlignConfig, Method
 from megatron_llama.preference.methods import CHOSEN, REJECTED
+from megatron_llama.preference.option_problems import OBJECTIVE
 from megatron_llama.preference.pairs import (
     EncodedCompletion,
     Preference,
@@ -314,10 +315,12 @@ class PairSamples:
         method: Method,
         likelihood: Likelihood | None = None,
         rendered: str | None = None,
+        objective: Mapping[str, Any] | None = None,
     ) -> None:
         """``chosen``: which examples. ``likelihood``: what of the chosen completions ``loss_mask``
         has, for a method that adds their likelihood; None: there is no mask. ``rendered``: the day
-        that the template has written into the texts, if it does. Raises DataError for kto if over
+        that the template has written into the texts, if it does. ``objective``: what the loss of
+        the run is, which a checkpoint keeps with the identity. Raises DataError for kto if over
         half of the examples have one prompt."""
         self._pairs = pairs
         self._chosen = chosen
@@ -325,6 +328,7 @@ class PairSamples:
         self._method = method
         self._likelihood = likelihood
         self._rendered = rendered
+        self._objective = objective
         self._logps: NDArray[np.float64] | None = None
         self._kl_logps: NDArray[np.float64] | None = None
         self._completions = [i for k in chosen for i in pairs.completions_of(k)]
@@ -463,6 +467,7 @@ class PairSamples:
             "seq_length": self._seq_length,
             "digest": digest.hexdigest(),
             RENDERED: self._rendered,
+            OBJECTIVE: self._objective,
         }
 
     def batch(self, indices: Sequence[int]) -> Batch:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import LogConfig, ModelConfig, TrainingConfig
-from megatron_llama.errors import describe
+from megatron_llama.errors import ConfigError, describe
 from megatron_llama.preference.align_config import BETAS, WITH_REFERENCE, AlignConfig
 from megatron_llama.sft.option_problems import data_problems, missing_data, refuse
 from megatron_llama.sft.sft_config import SFTConfig
@@ -28,6 +29,8 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The methods that read an option which not all of them read."""
+OBJECTIVE = "objective"
+"""The key of ``objective_fields`` in the identity of samples, which a checkpoint keeps."""
 OF_SFT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "data_format": (
@@ -60,6 +63,41 @@ def valid_options(parsed: Parsed, *, needs_files: bool = True) -> Parsed:
         parsed,
         instances={**parsed.instances, ModelConfig: model},
         sources={"num_labels": "--method reward", **parsed.sources},
+    )
+
+
+def objective_fields(options: AlignConfig) -> dict[str, Any]:
+    """Return what the loss is, for JSON: the method, and the value of every option that it
+    reads."""
+    read = {
+        name: getattr(options, name)
+        for name, methods in READ_BY.items()
+        if options.method in methods and name not in ("reference_scores", "only_reference_scores")
+    }
+    if "beta" in read and options.beta is None:
+        read["beta"] = BETAS[options.method]
+    return {"method": options.method, **read}
+
+
+def objective_changes(
+    where: str, before: Mapping[str, Any], options: AlignConfig
+) -> tuple[str, ...]:
+    """Return a line for each option of the loss that has another value than in the run that saved
+    the checkpoint ``where``, whose ``objective_fields`` were ``before``. Raises ConfigError for
+    another method."""
+    now = objective_fields(options)
+    if before["method"] != now["method"]:
+        raise ConfigError(
+            "--method",
+            got=now["method"],
+            expected=f"{before['method']}, with which {where} was trained",
+            do="give that, or --finetune to begin anew with its weights",
+        )
+    return tuple(
+        f"{flag(name)} was {before.get(name)} when the checkpoint was saved and is {value}: the "
+        "loss is another one"
+        for name, value in now.items()
+        if before.get(name) != value
     )
 
 

@@ -12,6 +12,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.dataset import Pairs, PairSamples, likelihood_of, read_pairs
+from megatron_llama.preference.option_problems import objective_fields
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.run import FileData
 from megatron_llama.sft.sft_config import SFTConfig
@@ -58,6 +59,7 @@ class PairData(FileData[Pairs, PairSamples]):
             method=self._align.method,
             likelihood=likelihood_of(self._align),
             rendered=self._rendered,
+            objective=objective_fields(self._align),
         )
 
     def set_references(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
 from megatron_llama.cli import main
 from megatron_llama.commands.align import SECTIONS
 from megatron_llama.config.parse import options_of
+from megatron_llama.errors import ConfigError
 from megatron_llama.preference.align_config import BETAS, AlignConfig
-from megatron_llama.preference.option_problems import READ_BY, align_problems
+from megatron_llama.preference.option_problems import READ_BY, align_problems, objective_changes, objective_fields
 
 from tests.refusals import TRAINING
 
@@ -69,3 +71,14 @@ def test_other_commands_say_whose_option_it_is(command: str, capsys: pytest.Capt
     complaint = capsys.readouterr().err
     assert "--sft-loss-weight: got an unknown flag, expected an option of this command; " in complaint
     assert complaint.endswith("align has --sft-loss-weight\n")
+
+
+def test_a_resumed_run_keeps_its_loss() -> None:
+    """Another method is refused; another value of an option of the loss is told, and a default that is given is none."""
+    before = json.loads(json.dumps(objective_fields(AlignConfig())))
+    assert objective_changes("runs/iter_0000008", before, AlignConfig(beta=0.1, reference_scores="scores")) == ()
+    (line,) = objective_changes("runs/iter_0000008", before, AlignConfig(beta=0.5))
+    assert line == "--beta was 0.1 when the checkpoint was saved and is 0.5: the loss is another one"
+    for method in ("ipo", "simpo"):
+        with pytest.raises(ConfigError, match=f"--method: got {method}, expected dpo, with which runs/iter_0000008 was trained"):
+            objective_changes("runs/iter_0000008", before, AlignConfig(method=method))

@@ -23,6 +23,7 @@ from megatron_llama.metrics.log import LossNames
 from megatron_llama.preference.align_config import WITH_REFERENCE, AlignConfig
 from megatron_llama.preference.digest import text_digest
 from megatron_llama.preference.objective import Preferences
+from megatron_llama.preference.option_problems import OBJECTIVE, objective_changes
 from megatron_llama.preference.reference import ReferencedSamples
 from megatron_llama.preference.run import PairData
 from megatron_llama.sft.records import example_files
@@ -57,6 +58,13 @@ class PairInputs:
         align = parsed.get(AlignConfig)
         config = ready.config
         _require_kind(config, align)
+        meta = on_rank0(lambda: resumed(config.checkpoint), world)
+        before = (meta.state.data or {}).get(OBJECTIVE) if meta is not None else None
+        changes = (
+            objective_changes(str(meta.folder), before, align)
+            if meta is not None and before is not None
+            else ()
+        )
         tokenizer, rendered = chat_tokenizer(ready.vocabulary, options, config, world)
         with raise_on_all_ranks(world):
             warnings = tokenizer.require_end()
@@ -67,12 +75,13 @@ class PairInputs:
             lines = (
                 f"method {align.method}; chat template: {tokenizer.template.name}",
                 *warnings,
+                *(f"warning: {change}" for change in changes),
                 *data.report(config),
             )
             if options.valid_data and config.training.eval_interval == 0:
                 lines += ("warning: --valid-data without --eval-interval: it is never evaluated",)
         if align.method in WITH_REFERENCE:
-            self._reference = self._find_reference(config, world)
+            self._reference = self._find_reference(config, world, goes_on=meta is not None)
         inputs = open_inputs(
             config,
             world,
@@ -109,8 +118,7 @@ class PairInputs:
             "valid_file": _first_file(options.valid_data) if options.valid_data else None,
         }
 
-    def _find_reference(self, config: Config, world: Axis) -> Reference:
-        goes_on = on_rank0(lambda: resumed(config.checkpoint) is not None, world)
+    def _find_reference(self, config: Config, world: Axis, *, goes_on: bool) -> Reference:
         if self._hashes_weights or goes_on:
             return reference_of(config, world)
         return Reference("not read", resumed=False)
