@@ -574,6 +574,18 @@ class LogConfig:
     """Write what every rank did when into this file, from --profile-step-start to
     --profile-step-end: passes, messages, waits and updates, for ui.perfetto.dev and `plan compare`.
     Compressed where the name ends in `.gz`."""
+    open_metrics: str | None = None
+    """Serve the newest numbers to Prometheus while the run lasts: rank 0 answers
+    `http://127.0.0.1:PORT/metrics` in OpenMetrics text. Only this machine sees it; to let others
+    in, give `ADDRESS:PORT`, `0.0.0.0:PORT` for all addresses of the machine."""
+    mlflow_experiment: str | None = None
+    """Write every log line and evaluation as a run of this experiment of MLflow, under --job-name.
+    Needs `pip install '.[mlflow]'`."""
+    mlflow_tracking_uri: str | None = None
+    """MLflow's server or store. Default: MLFLOW_TRACKING_URI, or MLflow's own choice."""
+    trackio_project: str | None = None
+    """Write every log line and evaluation as a run of this project of Trackio, under --job-name,
+    into TRACKIO_DIR or the Space that TRACKIO_SPACE_ID names. Needs `pip install '.[trackio]'`."""
     wandb_project: str | None = None
     """Write every log line and evaluation to this project of Weights & Biases. Needs `pip install
     '.[wandb]'`."""

@@ -152,4 +152,7 @@ def _log(config: Config) -> str:
     places = [f"{config.checkpoint.save}/log.jsonl"] * (config.checkpoint.save is not None)
     places += [f"TensorBoard {log.tensorboard_dir}"] * (log.tensorboard_dir is not None)
     places += [f"W&B {log.wandb_project}"] * (log.wandb_project is not None)
+    places += [f"MLflow {log.mlflow_experiment}"] * (log.mlflow_experiment is not None)
+    places += [f"Trackio {log.trackio_project}"] * (log.trackio_project is not None)
+    places += [f"OpenMetrics at {log.open_metrics}"] * (log.open_metrics is not None)
     return ", ".join([f"a line every {log.log_interval:,} iterations", *places])

@@ -35,7 +35,10 @@ from megatron_llama.metrics.log import (
     MetricLogger,
     ValidationRecord,
 )
+from megatron_llama.metrics.mlflow import MLflow
+from megatron_llama.metrics.open_metrics import OpenMetrics
 from megatron_llama.metrics.tensorboard import TensorBoard
+from megatron_llama.metrics.trackio import Trackio
 from megatron_llama.metrics.wandb import WandB
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -187,6 +190,12 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
             loggers.append(TensorBoard(config.log, state.iteration))
         if mesh.rank == 0 and config.log.wandb_project is not None:
             loggers.append(WandB(config))
+        if mesh.rank == 0 and config.log.mlflow_experiment is not None:
+            loggers.append(MLflow(config))
+        if mesh.rank == 0 and config.log.trackio_project is not None:
+            loggers.append(Trackio(config))
+        if mesh.rank == 0 and config.log.open_metrics is not None:
+            loggers.append(OpenMetrics(config.log))
     with raise_on_all_ranks(mesh.world), writing(folder or Path(".")):
         log = MetricLog(
             folder,

@@ -55,6 +55,7 @@ from megatron_llama.loop.take_over import sample_lines, update_lines
 from megatron_llama.loop.text_inputs import text_samples
 from megatron_llama.loop.text_samples import Prompt, encoded_prompts
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
+from megatron_llama.metrics.open_metrics import require_port
 from megatron_llama.pipeline.objective import Objective
 from megatron_llama.plans.checks.optimizer import optimizer_problems
 from megatron_llama.tokenizer.base import Tokenizer
@@ -420,8 +421,8 @@ def _require_saveable(
 
 
 def require_outputs(config: Config) -> None:
-    """Raise CheckpointError unless the run can write where its options say: at the start, not after
-    days. Nothing stays there."""
+    """Raise CheckpointError unless the run can write where its options say, and ConfigError unless
+    it can serve its numbers there: at the start, not after days. Nothing stays there."""
     options = config.checkpoint
     log = config.log
     if options.save is not None:
@@ -429,6 +430,7 @@ def require_outputs(config: Config) -> None:
         require_writable(local_folder(options.save) if is_remote(folder) else folder)
     if log.tensorboard_dir is not None:
         require_writable(Path(log.tensorboard_dir, log.job_name or ""))
+    require_port(log)
     if log.record_timeline is not None:
         require_writable(Path(log.record_timeline).parent)
     if log.profile:

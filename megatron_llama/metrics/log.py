@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -213,6 +213,21 @@ def format_duration(seconds: float) -> str:
     """Format seconds as ``1:02:03``. There are no days: hours go on beyond 24."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def scalars(record: StepRecord) -> dict[str, float]:
+    """Return what is known of an interval, under the names of ``log.jsonl``."""
+    usual = LANGUAGE_MODEL.loss.replace(" ", "_")
+    ours = record.names.loss.replace(" ", "_")
+    found = {name.replace(usual, ours): value for name, value in asdict(record).items()}
+    found |= record.numbers
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def validation_scalars(record: ValidationRecord) -> dict[str, float]:
+    """Return what an evaluation has found, under the names of ``log.jsonl``."""
+    numbers = {f"validation_{name}": value for name, value in record.numbers.items()}
+    return {"iteration": record.iteration, "validation_loss": record.loss, **numbers}
 
 
 class MetricLogger(Protocol):

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from megatron_llama.config.schema import Config, LogConfig
 from megatron_llama.errors import ConfigError
-from megatron_llama.metrics.log import LANGUAGE_MODEL, StepRecord, ValidationRecord
+from megatron_llama.metrics.log import StepRecord, ValidationRecord, scalars, validation_scalars
 
 
 def require_wandb(config: LogConfig) -> None:
@@ -46,17 +46,10 @@ class WandB:
         self._run.define_metric("*", step_metric="iteration")
 
     def step(self, record: StepRecord) -> None:
-        usual = LANGUAGE_MODEL.loss.replace(" ", "_")
-        ours = record.names.loss.replace(" ", "_")
-        found = {name.replace(usual, ours): value for name, value in asdict(record).items()}
-        found |= record.numbers
-        self._run.log(
-            {name: value for name, value in found.items() if isinstance(value, int | float)}
-        )
+        self._run.log(scalars(record))
 
     def validation(self, record: ValidationRecord) -> None:
-        numbers = {f"validation_{name}": value for name, value in record.numbers.items()}
-        self._run.log({"iteration": record.iteration, "validation_loss": record.loss, **numbers})
+        self._run.log(validation_scalars(record))
 
     def rewind(self, iteration: int) -> None:
         pass  # the x-axis of what follows says where it belongs

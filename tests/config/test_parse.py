@@ -47,10 +47,11 @@ NAMES = """
     log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules loss_scale_window loss_spike_factor
     loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
     lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
-    make_vocab_size_divisible_by max_bad_steps max_position_embeddings megatron_data_order micro_batch_size min_loss_scale min_lr mlp_bias model_type
+    make_vocab_size_divisible_by max_bad_steps max_position_embeddings megatron_data_order micro_batch_size min_loss_scale min_lr mlflow_experiment
+    mlflow_tracking_uri mlp_bias model_type
     muon_adjust_lr muon_momentum muon_nesterov muon_num_ns_steps
     nccl_pp_max_ctas nodes norm_position num_attention_heads num_hidden_layers num_key_value_heads num_labels
-    offload_cores offload_speculative on_bad_step optimizer optimizer_offload optimizer_offload_fraction
+    offload_cores offload_speculative on_bad_step open_metrics optimizer optimizer_offload optimizer_offload_fraction
     pad_token_id param_slots partial_rotary_factor pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset profile
     profile_dir profile_ranks profile_step_end profile_step_start progress_bar
     qk_norm query_pre_attn_scalar
@@ -59,7 +60,7 @@ NAMES = """
     sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length
     sequence_parallel sliding_window speculation_bytes split stream_key stream_lanes stream_window stream_workers
     tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters
-    train_samples
+    trackio_project train_samples
     virtual_pipeline_model_parallel_size vocab_size
     wandb_exp_name wandb_project wandb_save_dir weight_decay
     z_loss_weight zenflow_config zenflow_full_warm_up_rounds zenflow_overlap_step zenflow_select_interval zenflow_select_strategy

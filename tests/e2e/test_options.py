@@ -107,6 +107,9 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
         ("wandb_project", "wandb_exp_name", "wandb_save_dir"), "e2e/test_recipes.py::test_weights_and_biases_without_a_network"
     ),
+    "open_metrics": "e2e/test_open_metrics.py::test_a_run_serves_and_a_second_one_is_refused",
+    **dict.fromkeys(("mlflow_experiment", "mlflow_tracking_uri"), "trackers/test_trackers.py::test_mlflow"),
+    "trackio_project": "trackers/test_trackers.py::test_trackio",
     "rampup_batch_size": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
     "train_samples": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
     "epochs": "e2e/test_sft.py::test_epochs_read_every_sample_so_many_times",

@@ -67,7 +67,9 @@ def start_up(parsed: Parsed, processes: Processes, *, needs_data: bool = True) -
     from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
     from megatron_llama.loop.start import compare, find_start
     from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
+    from megatron_llama.metrics.mlflow import require_mlflow
     from megatron_llama.metrics.tensorboard import require_tensorboard
+    from megatron_llama.metrics.trackio import require_trackio
     from megatron_llama.metrics.wandb import require_wandb
     from megatron_llama.plans.auto import decide
     from megatron_llama.plans.resolve import assemble, check
@@ -76,6 +78,8 @@ def start_up(parsed: Parsed, processes: Processes, *, needs_data: bool = True) -
     with processes.on_this_machine():
         require_tensorboard(parsed.get(LogConfig))
         require_wandb(parsed.get(LogConfig))
+        require_mlflow(parsed.get(LogConfig))
+        require_trackio(parsed.get(LogConfig))
     # The checkpoint is looked for before the model fields: if it is missing, that is the error to
     # show, not the absence of the fields that it would have given.
     start = find_start(options) if options.load is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -31,13 +32,23 @@ CHECKED_ELSEWHERE = frozenset(_CHECKED_ELSEWHERE.split())
 
 
 def range_problems(config: Config) -> Iterator[str]:
-    """Yield every number that is negative, or is 0 and must not be."""
+    """Yield every number that is negative, or is 0 and must not be, and a port that is none."""
     for section, name in _numbers():
         value = getattr(getattr(config, section), name)
         if value is None or value > 0 or (value == 0 and name not in POSITIVE):
             continue
         words = "a positive number" if name in POSITIVE else "0 or more"
         yield describe(flag(name), got=value, expected=words, do=f"give {flag(name)} N")
+    address = config.log.open_metrics
+    if address is not None:
+        found = re.fullmatch(r"(?:.+:)?(\d{1,5})", address)
+        if found is None or not 0 < int(found[1]) < 65536:
+            yield describe(
+                "--open-metrics",
+                got=address,
+                expected="PORT or ADDRESS:PORT, a port from 1 to 65535",
+                do="correct it",
+            )
 
 
 @cache  # the planner checks thousands of configurations

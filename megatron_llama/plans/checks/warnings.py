@@ -58,6 +58,8 @@ def warnings_of(config: Config) -> Iterator[str]:
         without_effect = " ".join(flag(name) for name in chosen if getattr(config.log, name))
         if without_effect:
             yield f"{without_effect} without --tensorboard-dir: nothing is written"
+    if config.log.mlflow_experiment is None and config.log.mlflow_tracking_uri is not None:
+        yield "--mlflow-tracking-uri without --mlflow-experiment: nothing is written"
     yield from offload_warnings(config)
     yield from zenflow_warnings(config)
     if config.lora.lora_rank == 0 and config.lora != LoraConfig():

@@ -1,0 +1,57 @@
+"""Log lines as a run of Trackio."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from megatron_llama.config.schema import Config, LogConfig
+from megatron_llama.errors import ConfigError
+from megatron_llama.metrics.log import StepRecord, ValidationRecord, scalars, validation_scalars
+
+
+def require_trackio(config: LogConfig) -> None:
+    """Raise ConfigError if a run of Trackio is asked for and its package is not installed."""
+    if config.trackio_project is not None and find_spec("trackio") is None:
+        do = "pip install '.[trackio]', or leave it out"
+        where = "--trackio-project"
+        raise ConfigError(where, got="no package trackio", expected="it installed", do=do)
+
+
+class Trackio:
+    """A MetricLogger. Every value is logged with its iteration as the step: what a rewound run
+    repeats stands at the same step, later."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError if the project cannot be opened."""
+        import trackio
+
+        options = config.log
+        assert options.trackio_project is not None
+        try:
+            self._run = trackio.init(
+                options.trackio_project,
+                name=options.job_name,
+                config=asdict(config),
+                embed=False,
+                # The log lines have what the devices do; a thread that asks them takes time.
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            do = "look at TRACKIO_DIR and TRACKIO_SPACE_ID, or leave --trackio-project out"
+            expected = "a store that takes the run"
+            where = "--trackio-project"
+            raise ConfigError(where, got=error, expected=expected, do=do) from error
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log(scalars(record), step=record.iteration)
+
+    def validation(self, record: ValidationRecord) -> None:
+        self._run.log(validation_scalars(record), step=record.iteration)
+
+    def rewind(self, iteration: int) -> None:
+        pass  # the steps of what follows say where it belongs
+
+    def close(self) -> None:
+        self._run.finish()
