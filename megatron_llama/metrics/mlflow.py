@@ -11,14 +11,13 @@ from megatron_llama.config.schema import Config, LogConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.log import StepRecord, ValidationRecord, scalars, validation_scalars
 
-OPTION = "--mlflow-experiment"
-
 
 def require_mlflow(config: LogConfig) -> None:
     """Raise ConfigError if a run of MLflow is asked for and its package is not installed."""
     if config.mlflow_experiment is not None and find_spec("mlflow") is None:
         do = "pip install '.[mlflow]', or leave it out"
-        raise ConfigError(OPTION, got="no package mlflow", expected="it installed", do=do)
+        where = "--mlflow-experiment"
+        raise ConfigError(where, got="no package mlflow", expected="it installed", do=do)
 
 
 class MLflow:
@@ -41,8 +40,9 @@ class MLflow:
             for first in range(0, len(params), 100):  # the service takes so many at a time
                 self._client.log_batch(self._run, params=params[first : first + 100])
         except (MlflowException, ImportError, OSError) as error:
+            where = "--mlflow-experiment"
             do = "correct --mlflow-tracking-uri, or leave --mlflow-experiment out"
-            raise ConfigError(OPTION, got=error, expected="a store", do=do) from error
+            raise ConfigError(where, got=error, expected="a store", do=do) from error
 
     def step(self, record: StepRecord) -> None:
         self._log(scalars(record), record.iteration)
