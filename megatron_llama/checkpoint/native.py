@@ -9,7 +9,7 @@ Tensors have the names and shapes of the HuggingFace model. The saved weight is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -292,25 +292,28 @@ def _states_of(spec: ParamSpec) -> tuple[str, ...]:
 
 
 def _refuse_other_optimizer(folder: Path, wanted: Sequence[Region], metadata: Metadata) -> None:
-    """Raise CheckpointError if a tensor has optimizer state in the files, and not the one that is
-    wanted."""
-    saved = metadata.state_dict_metadata
-    found: dict[str, set[str]] = {}
-    for key in filter(is_state, saved):
-        state, name = parse_state_key(key)
-        found.setdefault(name, set()).add(state)
-    for part in wanted:
-        if not is_state(part.key) or part.key in saved:
-            continue
-        state, name = parse_state_key(part.key)
-        if name in found:
+    """Raise CheckpointError if a tensor has optimizer state in the files of another kind than is
+    wanted. What is merely missing is for others to say."""
+    found = _states_by_tensor(metadata.state_dict_metadata)
+    for name, states in _states_by_tensor(part.key for part in wanted).items():
+        there = found.get(name, set())
+        if states - there and there - states:
             problem = describe(
                 name,
-                got=f"the optimizer's {' and '.join(sorted(found[name]))}",
-                expected=state,
+                got=f"the optimizer's {' and '.join(sorted(there))}",
+                expected=" and ".join(sorted(states)),
                 do="go on with the --optimizer that saved it, or give --no-load-optim",
             )
             refuse(f"{folder} has the state of another optimizer:", [problem])
+
+
+def _states_by_tensor(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return which optimizer state each tensor has among the keys of a checkpoint."""
+    found: dict[str, set[str]] = {}
+    for key in filter(is_state, keys):
+        state, name = parse_state_key(key)
+        found.setdefault(name, set()).add(state)
+    return found
 
 
 def _refuse_incomplete(
