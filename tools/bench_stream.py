@@ -1,7 +1,7 @@
 """Text behind a slow server, against an indexed dataset on the disk: time of a step, memory, and
 the samples after a kill.
 
-    python -m tools.bench_stream --gigabytes 3 --folder /tmp/bench-stream
+    python -m tools.bench_stream --gigabytes 3 --folder runs/bench-stream
 
 It writes shards of jsonl (kept for the next time), serves them over HTTP with ``--rate`` and
 ``--latency``, and preprocesses one of them. Then it trains a small model in turns on both, one
@@ -26,6 +26,8 @@ from collections.abc import Mapping
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import megatron_llama as ml
 from megatron_llama.data.corpus import python_documentation

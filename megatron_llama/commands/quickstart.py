@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Any
 
 from megatron_llama.commands.common.configs import QuickstartConfig
-from megatron_llama.config.parse import Parsed
+from megatron_llama.config.megatron_names import ALIASES, MEGATRON
+from megatron_llama.config.parse import Parsed, parse
 from megatron_llama.errors import ClusterError, DataError, UserError
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
@@ -50,8 +51,10 @@ def quickstart(parsed: Parsed) -> None:
     """Make text and tokens, train, sample and export, each with the command that a user would type,
     printed before it runs. What an earlier call has finished is not done again.
 
-    Raises ClusterError under a launcher, DataError for a folder that cannot be made, and UserError
-    for a step that fails: it has said why."""
+    Raises ClusterError under a launcher, DataError for a folder that cannot be made, ConfigError
+    for a changed recipe that cannot be read, and UserError for a step that fails: it has said
+    why."""
+    from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
     from megatron_llama.data.corpus import write_corpus
     from megatron_llama.distributed.device import accelerator_count
     from megatron_llama.distributed.launcher import place_from_environment
@@ -100,6 +103,9 @@ def quickstart(parsed: Parsed) -> None:
     saved = out / "checkpoints"
     kept = ["--save", saved, "--load", saved]
     command = ["--config", recipe, "--data-path", out / "docs", *changes, *kept]
+    # A recipe that somebody has changed is read here first: of several processes that refuse it,
+    # torchrun may end the one that speaks before it has said why.
+    parse(list(map(str, command)), PRETRAIN, aliases={**MEGATRON, **ALIASES})
     _run("pretrain", *command, processes=layout.count)
 
     print("== 4. a sample", flush=True)

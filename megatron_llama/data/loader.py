@@ -150,7 +150,7 @@ class TokenSamples(Protocol):
         """Return the number of samples."""
 
     def identity(self) -> dict[str, Any]:
-        """See ``Samples``."""
+        """Return a few fields for JSON that differ for other samples."""
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """Return the tokens of a sample, int64 [seq_length + 1]. Raises DataError."""

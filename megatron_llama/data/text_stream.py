@@ -108,7 +108,11 @@ class _Lane:
         self.starts[self.block] = (self.block, piece, place, tokens - begin)
         self.starts.pop(self.block - keep, None)
         self.tokens = self.tokens[tokens:].copy()
-        self.documents = [(at - tokens, *where) for at, *where in self.documents if at >= begin]  # type: ignore[misc]
+        self.documents = [
+            (at - tokens, *where)  # type: ignore[misc]
+            for at, *where in self.documents
+            if at >= begin
+        ]
 
 
 class TextStream:

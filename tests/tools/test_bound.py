@@ -16,7 +16,7 @@ HOSTS = 4
 def plan(passes: list[Pass], *, reduce: list[float], gather: list[float], clip: bool = True) -> Plan:
     """Every bucket has slots of its own."""
     own = tuple((0, bucket) for bucket in range(len(reduce)))
-    return Plan(tuple(passes), tuple(reduce), tuple(gather), own, own, clip)
+    return Plan(tuple(passes), tuple(reduce), tuple(gather), (0.0,) * len(own), own, own, clip)
 
 
 def chain(*, forward: list[float], backward: list[float]) -> list[Pass]:

@@ -7,11 +7,12 @@ no latency, one message after the other; nothing else takes time. What depends o
     pass        after the pass before it, when the weights it reads are there
     reduction   when the last gradient of its bucket exists; first complete, first sent
     update      with clipping when every reduction of the step is done (the norm), else when that of
-                its bucket is
+                its bucket is; with Muon, when its matrices have been at their owners and are back
     gather      when the update is done and nobody reads the old content of its slot any more; the
                 one that is read first, first
 
 Whether reductions or gathers go first when both are ready is a choice: the better one counts.
+Exchanges of matrices go after both.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from megatron_llama.config.schema import Config
 from megatron_llama.plans.buckets import BucketPlan, Slot, rank_bucket_plan
+from megatron_llama.plans.muon import ITEMSIZE, muon_plan
 
 FRAME_FACTOR = 1514 / 1448
 """Bytes on the link for a byte of payload: a 1500-byte packet holds 20 of IPv4, 20 of TCP, 12 of
@@ -47,9 +50,18 @@ class Plan:
     reduce_seconds: tuple[float, ...]
     gather_seconds: tuple[float, ...]
     """0: every rank updates all of the bucket, and nothing is gathered."""
+    exchange_seconds: tuple[float, ...]
+    """For what Muon sends to the owners of matrices and back, on average over the hosts. 0: every
+    rank can update its shard by itself."""
     parameter_slots: tuple[Slot, ...]
     gradient_slots: tuple[Slot, ...]
     clip: bool
+
+
+class _Message(Enum):
+    REDUCTION = auto()
+    EXCHANGE = auto()
+    GATHER = auto()
 
 
 class _Chain:
@@ -73,18 +85,21 @@ class _Chain:
         self.compute_end: float | None = None
         self.unwritten: deque[int] = deque()
         self.link_end: float | None = None
-        self.message: tuple[bool, int, int] = (False, 0, 0)
-        """(is a reduction, bucket, step) on the link."""
+        self.message: tuple[_Message, int, int] = (_Message.GATHER, 0, 0)
+        """(what, bucket, step) on the link."""
         self.version = [0] * len(plan.reduce_seconds)
         """Updates of each bucket that have been made."""
         self.held: dict[Slot, tuple[int, int]] = {}
         self.arrived: set[tuple[int, int]] = set()
         self.ahead = 0
         self.reductions: deque[tuple[int, int]] = deque()
+        self.exchanges: deque[tuple[int, int]] = deque()
         self.users: dict[Slot, int] = {}
         """Who writes to a gradient slot, or is reduced from it."""
         self.missing = self._contributions()
         self.reduced: list[int] = []
+        self.updated = 0
+        """Buckets of this step."""
         self.step_ends: list[float] = []
         self.busy = 0.0
         self._keep_whole()
@@ -170,12 +185,16 @@ class _Chain:
             slot = self.plan.parameter_slots[gather[0]]
             self.arrived.discard(self.held.get(slot, gather))
             self.held[slot] = gather
-            self.message = (False, *gather)
+            self.message = (_Message.GATHER, *gather)
             seconds = self.plan.gather_seconds[gather[0]]
         elif self.reductions:
             bucket, step = self.reductions.popleft()
-            self.message = (True, bucket, step)
+            self.message = (_Message.REDUCTION, bucket, step)
             seconds = self.plan.reduce_seconds[bucket]
+        elif self.exchanges:
+            bucket, step = self.exchanges.popleft()
+            self.message = (_Message.EXCHANGE, bucket, step)
+            seconds = self.plan.exchange_seconds[bucket]
         else:
             return False
         self.link_end = self.time + seconds
@@ -195,18 +214,33 @@ class _Chain:
                 return None
         return None
 
-    def _end_message(self, reduction: bool, bucket: int, step: int) -> None:
-        if not reduction:
+    def _end_message(self, message: _Message, bucket: int, step: int) -> None:
+        if message is _Message.GATHER:
             self.arrived.add((bucket, step))
+            return
+        if message is _Message.EXCHANGE:
+            self._update(bucket, step)
             return
         self.missing[bucket] = self._contributions()[bucket]
         del self.users[self.plan.gradient_slots[bucket]]
         self.reduced.append(bucket)
-        if not self.plan.clip:
-            self.version[bucket] = step + 1
-        if len(self.reduced) == len(self.version):
+        last = len(self.reduced) == len(self.version)
+        ready = [bucket]
+        if self.plan.clip:
+            ready = sorted(self.reduced) if last else []
+        if last:
             self.reduced.clear()
-            self.version = [step + 1] * len(self.version)
+        for one in ready:
+            if self.plan.exchange_seconds[one]:
+                self.exchanges.append((one, step))
+            else:
+                self._update(one, step)
+
+    def _update(self, bucket: int, step: int) -> None:
+        self.version[bucket] = step + 1
+        self.updated += 1
+        if self.updated == len(self.version):
+            self.updated = 0
             self.step_ends.append(self.time)
         self._keep_whole()
 
@@ -248,10 +282,21 @@ def plan_of(config: Config, hosts: int, *, half_block: float, bits_per_second: f
             b.numel * wide * per_byte * (1 if sharded else 2) for b in layout.buckets
         ),
         gather_seconds=tuple(b.numel * narrow * per_byte * sharded for b in layout.buckets),
+        exchange_seconds=_exchange_seconds(layout, 8 * FRAME_FACTOR / bits_per_second),
         parameter_slots=layout.parameter_slots,
         gradient_slots=layout.gradient_slots,
         clip=bool(config.optimizer.clip_grad),
     )
+
+
+def _exchange_seconds(layout: BucketPlan, per_byte: float) -> tuple[float, ...]:
+    """Zeros where nothing is Muon's."""
+    muon = muon_plan(layout, tp=1)
+    seconds = [0.0] * len(layout.buckets)
+    for matrix in muon.matrices:
+        elsewhere = sum(part.length for rank, part in muon.parts(matrix) if rank != matrix.owner)
+        seconds[matrix.bucket] += 2 * elsewhere * ITEMSIZE * per_byte / layout.shards
+    return tuple(seconds)
 
 
 def _passes(layout: BucketPlan, blocks: int, half_block: float) -> tuple[Pass, ...]:

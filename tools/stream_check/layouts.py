@@ -247,6 +247,7 @@ def _layout(
     microbatches: int = 2,
     layers: int = 2,
     clip: float = 1.0,
+    optimizer: str = "adam",
     dtype: str = "bf16",
     tied: bool = False,
     recompute: str = "none",
@@ -294,7 +295,9 @@ def _layout(
             global_batch_size=dp * microbatches,
             train_iters=10,
         ),
-        optimizer=OptimizerConfig(lr=_LR, clip_grad=clip, freeze=freeze),
+        optimizer=OptimizerConfig(
+            optimizer=cast(Any, optimizer), lr=_LR, clip_grad=clip, freeze=freeze
+        ),
         offload=offload or OffloadConfig(),
         zenflow=zenflow or ZenFlowConfig(),
         lora=LoraConfig(lora_rank=lora),
@@ -505,6 +508,27 @@ def _offload() -> dict[str, Layout]:
     return found
 
 
+def _muon() -> dict[str, Layout]:
+    """Matrices that go to their owners and back, along dp and along tp."""
+    found = {}
+    for strategy in _STRATEGIES:
+        for clip in (1.0, 0.0):
+            words = strategy + ("" if clip else ", no clipping")
+            found[f"muon, {words}"] = _layout(
+                optimizer="muon", data_parallel_sharding_strategy=strategy, clip=clip, layers=4
+            )
+    sharded = "optim_grads_params"
+    make = partial(_layout, optimizer="muon", data_parallel_sharding_strategy=sharded, layers=4)
+    found["muon, sp"] = make(tensor_model_parallel_size=2, sequence_parallel=True)
+    found["muon, tp with shared heads"] = make(tensor_model_parallel_size=4, rank=1)
+    found["muon, fp32"] = make(dtype="fp32")
+    found["muon, 1f1b"] = make(pipeline_model_parallel_size=4, microbatches=4, rank=2)
+    found["muon, between steps"] = make(
+        between=("replicas", "evaluate", "texts", "rollback", "save", "timeline")
+    )
+    return found
+
+
 def _between_steps() -> dict[str, Layout]:
     """Evaluation, comparison of replicas, asynchronous saves and timelines, where states differ."""
     everything = ("replicas", "evaluate", "texts", "rollback", "save", "timeline")
@@ -541,5 +565,12 @@ def _between_steps() -> dict[str, Layout]:
 def layouts() -> Mapping[str, Callable[[Site | None], list[Event]]]:
     """Return every layout by its name, as a function that records it: its argument is the site
     whose waits and records are left out."""
-    ours = {**_data_parallel(), **_between_steps(), **_offload(), **_pipelines(), **_models()}
+    ours = {
+        **_data_parallel(),
+        **_between_steps(),
+        **_offload(),
+        **_muon(),
+        **_pipelines(),
+        **_models(),
+    }
     return {**{name: partial(record, layout) for name, layout in ours.items()}, **user_layouts()}

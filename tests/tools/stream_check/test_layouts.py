@@ -29,6 +29,7 @@ SOME = (
     "optim_grads, reduced in bf16",
     "optim_grads_params, shards of one rank",
     "exact offload, between steps",
+    "muon, sp",
     "1f1b, pipeline rank 1, optim",
     "cp in a ring, sp, documents",
     "a line for each step, and stragglers",
