@@ -520,7 +520,7 @@ def _muon() -> dict[str, Layout]:
     sharded = "optim_grads_params"
     make = partial(_layout, optimizer="muon", data_parallel_sharding_strategy=sharded, layers=4)
     found["muon, sp"] = make(tensor_model_parallel_size=2, sequence_parallel=True)
-    found["muon, tp with shared heads"] = make(tensor_model_parallel_size=4, rank=1)
+    found["muon, tp with shared heads"] = make(tensor_model_parallel_size=4)
     found["muon, fp32"] = make(dtype="fp32")
     found["muon, 1f1b"] = make(pipeline_model_parallel_size=4, microbatches=4, rank=2)
     found["muon, between steps"] = make(

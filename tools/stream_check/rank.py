@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_llama.engine.muon import Muon
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from tools.stream_check.communicators import process_group
@@ -44,7 +45,9 @@ def name_buffers(recording: Recording, optimizer: OverlappedDistributedOptimizer
     gradients = optimizer.gradients
     for rule in optimizer.rules.distinct:
         for what, buffer in getattr(rule, "_buffers", {}).items():
-            if buffer.nbytes:
+            if isinstance(rule, Muon):
+                recording.name(buffer, f"matrices, {what}")
+            elif buffer.nbytes:
                 recording.name(buffer._whole, f"offload buffer for {what}")
         for what, held in (vars(rule._scratch) if isinstance(rule, ZenFlow) else {}).items():
             for number, tensor in enumerate(held if isinstance(held, list) else [held]):
