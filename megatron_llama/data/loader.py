@@ -333,7 +333,9 @@ def _counting(batch: Batch, count: int) -> Batch:
 
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:
-    """Join batches of the same length and with the same masks into one."""
+    """Join batches of the same length and with the same masks into one. Completions and noise are
+    not joined."""
+    assert all(batch.completion_ids is None and batch.noise_scale is None for batch in batches)
 
     def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
         there = [tensor for tensor in tensors if tensor is not None]

@@ -16,8 +16,7 @@ def require_mlflow(config: LogConfig) -> None:
     """Raise ConfigError if a run of MLflow is asked for and its package is not installed."""
     if config.mlflow_experiment is not None and find_spec("mlflow") is None:
         do = "pip install '.[mlflow]', or leave it out"
-        where = "--mlflow-experiment"
-        raise ConfigError(where, got="no package mlflow", expected="it installed", do=do)
+        raise ConfigError("--mlflow-experiment", got="no package mlflow", expected="one", do=do)
 
 
 class MLflow:
@@ -39,10 +38,9 @@ class MLflow:
             self._run = self._client.create_run(number, run_name=config.log.job_name).info.run_id
             for first in range(0, len(params), 100):  # the service takes so many at a time
                 self._client.log_batch(self._run, params=params[first : first + 100])
-        except (MlflowException, ImportError, OSError) as error:
-            where = "--mlflow-experiment"
+        except (MlflowException, ImportError, OSError) as wrong:
             do = "correct --mlflow-tracking-uri, or leave --mlflow-experiment out"
-            raise ConfigError(where, got=error, expected="a store", do=do) from error
+            raise ConfigError("--mlflow-experiment", got=wrong, expected="one", do=do) from wrong
 
     def step(self, record: StepRecord) -> None:
         self._log(scalars(record), record.iteration)

@@ -22,11 +22,11 @@ from megatron_llama.preference.pairs import (
     EncodedCompletion,
     Preference,
     detect,
-    encode_judged,
     encode_pair,
-    judged,
+    encode_unpaired,
     paired,
     read_preference,
+    unpaired,
 )
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import RENDERED, parsed_records, refuse_beyond
@@ -195,9 +195,9 @@ def encode_preference(
     """Encode the completions of a record: return them, the kind of each, and the repairs of their
     prompt. For kto a pair is two completions, each judged alone. Raises UnusableError."""
     if method == "kto":
-        alone = judged(found)
+        alone = unpaired(found)
         kinds = tuple(CHOSEN if one.desirable else REJECTED for one in alone)
-        encoded = [encode_judged(tokenizer, one) for one in alone]
+        encoded = [encode_unpaired(tokenizer, one) for one in alone]
         return encoded, kinds, alone[0].completion.repairs
     pair = paired(found)
     return encode_pair(tokenizer, pair), (CHOSEN, REJECTED), pair.chosen.repairs
@@ -408,16 +408,6 @@ class PairSamples:
     def numbers(self, index: int) -> list[int]:
         """The numbers of the completions of a sample, in the order of ``completion_kinds``."""
         return [number for place in self._rows[index] for number in self._numbers_of(place)]
-
-    def in_order(self, logps: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-        """Put log-probabilities, [c] for every sample in its order, into the order of
-        completions, [completions]."""
-        found = np.full(self.completions, np.nan)
-        for index, sample in enumerate(logps):
-            numbers = self.numbers(index)
-            found[numbers] = sample[: len(numbers)]
-        assert not np.isnan(found).any(), "every sample was scored, with numbers"
-        return found
 
     def with_references(
         self, logps: NDArray[np.float64], kl_logps: NDArray[np.float64] | None = None

@@ -88,14 +88,14 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Unpaired:
     """One completion that was found good or bad."""
 
     completion: Completion
     desirable: bool
 
 
-Preference = Pair | Judged
+Preference = Pair | Unpaired
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,17 @@ def read_preference(
     return found
 
 
-def judged(found: Preference) -> tuple[Judged, ...]:
-    """Return the completions of a record as judged ones: the chosen of a pair is good, the rejected
-    bad."""
-    if isinstance(found, Judged):
+def unpaired(found: Preference) -> tuple[Unpaired, ...]:
+    """Return the completions of a record, each with its label: the chosen of a pair is good, the
+    rejected bad."""
+    if isinstance(found, Unpaired):
         return (found,)
-    return Judged(found.chosen, True), Judged(found.rejected, False)
+    return Unpaired(found.chosen, True), Unpaired(found.rejected, False)
 
 
 def paired(found: Preference) -> Pair:
     """Return the pair. Raises UnusableError for a completion that was judged alone."""
-    if isinstance(found, Judged):
+    if isinstance(found, Unpaired):
         raise UnusableError(
             "no pair",
             got="a single completion with a label",
@@ -202,7 +202,7 @@ def encode_pair(tokenizer: ChatTokenizer, pair: Pair) -> list[EncodedCompletion]
     return encoded
 
 
-def encode_judged(tokenizer: ChatTokenizer, one: Judged) -> EncodedCompletion:
+def encode_unpaired(tokenizer: ChatTokenizer, one: Unpaired) -> EncodedCompletion:
     """Encode a completion that was judged alone. Raises UnusableError."""
     return _encode(tokenizer, (one.completion,))[0]
 
@@ -463,15 +463,15 @@ def _turns(record: Mapping[str, Any]) -> tuple[tuple[str, str], list[Placed]]:
     return keys, messages_of(turns, name, *keys)
 
 
-def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) -> Judged:
+def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) -> Unpaired:
     """TRL's unpaired preferences and LLaMA-Factory's KTO files."""
     label = _label(record)
     if "prompt" in record or "completion" in record:
-        return Judged(_prompt_completion(record, repairs), label)
+        return Unpaired(_prompt_completion(record, repairs), label)
     if "instruction" in record:
         before = alpaca_prompt(record)
         answer = _answer(text_of(field_of(record, "output"), "output"), "output")
-        return Judged(_one(before, [("output", answer)], record, repairs), label)
+        return Unpaired(_one(before, [("output", answer)], record, repairs), label)
     _, placed = _turns(record)
     if placed[-1][1]["role"] != ASSISTANT:
         raise UnusableError(
@@ -482,7 +482,7 @@ def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) ->
             do="add the answer that was judged",
         )
     before = [*system_of(record), *placed[:-1]]
-    return Judged(_one(before, placed[-1:], record, repairs), label)
+    return Unpaired(_one(before, placed[-1:], record, repairs), label)
 
 
 def _prompt_completion(record: Mapping[str, Any], repairs: Collection[Repair]) -> Completion:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.preference.align_config import AlignConfig
@@ -61,14 +58,3 @@ class PairData(FileData[Pairs, PairSamples]):
             rendered=self._rendered,
             objective=objective_fields(self._align),
         )
-
-    def set_references(
-        self,
-        config: Config,
-        part: int,
-        logps: NDArray[np.float64],
-        kl_logps: NDArray[np.float64] | None = None,
-    ) -> None:
-        """Give the samples of a part the reference's log-probabilities, as
-        ``PairSamples.with_references`` takes them."""
-        self._made[part] = self.samples(config, part).with_references(logps, kl_logps)

@@ -13,7 +13,7 @@ import pytest
 from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.dataset import Pairs, read_pairs
 from megatron_llama.preference.methods import CHOSEN, REJECTED
-from megatron_llama.preference.pairs import Judged, Pair, detect, encode_pair, read_preference
+from megatron_llama.preference.pairs import Pair, Unpaired, detect, encode_pair, read_preference
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.formats import Conversation, Passage
 from megatron_llama.sft.sft_config import SFTConfig
@@ -84,7 +84,7 @@ def test_completions_that_were_judged(name: str, tmp_path: Path, chat: ChatToken
     record, prompt, completion, label = JUDGED[name]
     assert detect(record) == "completion_label"
     found = read_preference(record, "completion_label")
-    assert isinstance(found, Judged) and found.desirable is label
+    assert isinstance(found, Unpaired) and found.desirable is label
     example = found.completion.example
     if isinstance(example, Passage):
         assert (example.prompt, example.completion) == (prompt, completion)
