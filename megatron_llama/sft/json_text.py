@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from megatron_llama.sft.problems import UnusableError
 LARGEST = 64 << 20
 """Bytes of a line, characters of an element. Far beyond any conversation: a file of another kind
 must not fill the memory."""
+DEEPEST = 200
+"""Arrays and objects within each other. The decoder has no limit of its own: it ends with Python's
+stack, whose depth other libraries change while the program runs."""
 BLOCK = 1 << 20
 """Bytes of a file that are read at a time, at least."""
 BLANK = " \t\r\n"
@@ -42,6 +46,7 @@ def _no_utf8(byte: int, place: int) -> UnusableError:
 def parsed(text: str) -> Any:
     """Read the one value of a text. Raises UnusableError."""
     try:
+        _refuse_deep(text, "one JSON object per line")
         return _decoder().decode(text)
     except json.JSONDecodeError as error:
         raise _invalid(f"{error.msg}, column {error.colno}", "one JSON object per line") from error
@@ -61,14 +66,28 @@ def json_object(value: Any) -> dict[str, Any]:
     return value
 
 
+def _refuse_deep(text: str, expected: str) -> None:
+    if text.count("[") + text.count("{") <= DEEPEST:
+        return
+    depth = 0
+    for found in re.finditer(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', text, re.DOTALL):
+        depth += (found[0] in "[{") - (found[0] in "]}")
+        if depth > DEEPEST:
+            raise _too_deep(expected)
+
+
+def _too_deep(expected: str) -> UnusableError:
+    return UnusableError(
+        "too deeply nested",
+        got="JSON nested too deeply to be read",
+        expected=f"{expected}, at most {DEEPEST} levels deep",
+        do="leave the example out",
+    )
+
+
 def _other(error: Exception, expected: str) -> UnusableError:
     if isinstance(error, RecursionError):
-        return UnusableError(
-            "too deeply nested",
-            got="JSON nested too deeply to be read",
-            expected=expected,
-            do="leave the example out",
-        )
+        return _too_deep(expected)
     return _invalid(str(error), expected)
 
 
@@ -183,10 +202,12 @@ class _Window:
             try:
                 value, end = _decoder().raw_decode(self.text, self.at)
                 if end < len(self.text) or self._ended:  # a number may go on after what is here
+                    _refuse_deep(self.text[self.at : end], "an array of objects")
                     self.at = end
                     return value
             except json.JSONDecodeError as error:
                 if self._ended or len(self.text) - self.at > LARGEST:
+                    _refuse_deep(self.text[self.at :], "an array of objects")
                     column = error.colno + (self._column if error.lineno == 1 else 0)
                     self._count(error.pos)
                     raise _invalid(

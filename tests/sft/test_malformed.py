@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any, get_args
@@ -124,6 +125,29 @@ def test_each_has_its_message(name: str, tmp_path: Path, chat: ChatTokenizer, mo
     assert problem.where == f"{path}:2" and problem.reason == reason
     assert str(problem).startswith(f"{path}:2: ") and words in str(problem), str(problem)
     assert len(examples) == 2 and examples.numbers == [0, 2]
+
+
+@pytest.mark.parametrize("limit", [1000, 20_000])
+def test_how_deep_is_too_deep_does_not_depend_on_the_stack(limit: int, tmp_path: Path, chat: ChatTokenizer) -> None:
+    """Libraries change Python's limit: torch's compiler, for one."""
+
+    def example(depth: int) -> str:
+        """Brackets in texts are no levels."""
+        metadata = "[" * (depth - 1) + "]" * (depth - 1)
+        return GOOD[:-1] + f', "metadata": {metadata}, "note": "\\"{"[" * 300}"}}'
+
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        for name, join in (("data.jsonl", "\n".join), ("data.json", lambda texts: f"[{','.join(texts)}]")):
+            deep = [example(json_text.DEEPEST), example(json_text.DEEPEST + 1)]
+            _, examples = read(tmp_path, join(deep).encode(), chat, name)
+            assert len(examples) == 1
+            [problem] = examples.problems
+            assert problem.reason == "too deeply nested" and problem.number == 1
+            assert f"at most {json_text.DEEPEST} levels deep" in str(problem)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
