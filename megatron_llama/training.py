@@ -11,6 +11,7 @@ from pathlib import Path
 from signal import Signals
 
 from megatron_llama.checkpoint.background import BackgroundSaver
+from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.export import FinalExport
@@ -95,20 +96,27 @@ def untrained(inputs: Inputs) -> TrainResult:
 
 
 def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
-    """Print the loss of a checkpoint or HuggingFace folder on the validation split.
+    """Print the loss of a checkpoint or HuggingFace folder on the validation split."""
+    with raise_on_all_ranks(mesh.world):
+        samples = source(config, VALIDATION)
+    runtime, state = forward_runtime(config, mesh)
+    with open_log(config, mesh, state) as log:
+        Validation(config, mesh, runtime, samples).run(state, log, last=True)
+
+
+def forward_runtime(config: Config, mesh: Mesh) -> tuple[PipelineRuntime, TrainState]:
+    """Return the model of a checkpoint or HuggingFace folder, and the state that it was saved in.
+    Collective. Raises UserError, the same on every rank.
 
     No optimizer is built: a rank holds its share of the weights and nothing else."""
     stages = build_stages(config, mesh)
     dtype = compute_dtype(config)
     with raise_on_all_ranks(mesh.world):
-        samples = source(config, VALIDATION)
         state, weights = trained_weights(config)
         load_stages(
             stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device
         )
-    runtime = PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype)
-    with open_log(config, mesh, state) as log:
-        Validation(config, mesh, runtime, samples).run(state, log, last=True)
+    return PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype), state
 
 
 def train(

@@ -152,14 +152,20 @@ def _kernel_stats(logits: Tensor, labels: Tensor, valid: int) -> tuple[Tensor, T
 
 def argmax(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     """Return the token with the largest of logits [..., padded_vocab / tp], int64 [...]; of equal
-    ones the last. The same on every tp rank."""
+    ones the first, as ``torch.argmax`` does. The same on every tp rank."""
     columns = logits.shape[-1]
     first = tp.rank * columns
-    logits = logits.to(at_least_fp32(logits.dtype), copy=True)
-    logits[..., max(0, vocab_size - first) :] = float("-inf")
-    own_max, index = logits.max(-1)
+    valid = min(max(0, vocab_size - first), columns)
+    if valid:
+        own_max, index = logits[..., :valid].max(-1)
+        own_max = own_max.to(at_least_fp32(logits.dtype))
+    else:  # all columns of this rank are padding
+        dtype = at_least_fp32(logits.dtype)
+        own_max = torch.full(logits.shape[:-1], float("-inf"), dtype=dtype, device=logits.device)
+        index = torch.zeros_like(own_max, dtype=torch.int64)
     row_max = own_max.clone()
     collectives.all_reduce(row_max, tp, dist.ReduceOp.MAX, async_op=False).wait()
-    found = torch.where(own_max == row_max, index + first, -1)
-    collectives.all_reduce(found, tp, dist.ReduceOp.MAX, async_op=False).wait()
+    # A rank without the maximum gives the last token of all, which is never smaller.
+    found = torch.where(own_max == row_max, index + first, vocab_size - 1)
+    collectives.all_reduce(found, tp, dist.ReduceOp.MIN, async_op=False).wait()
     return found

@@ -120,8 +120,9 @@ class _Step:
     sums: Tensor
     """Of the microbatches that the last stage has computed: [Objective.length] fp64."""
     backward_comes_next: bool
-    predicted: Tensor | None = None
-    """[s, b], where the last stage writes the most likely tokens; None: not asked for."""
+    found: Sequence[TokenScores] | None = None
+    """By microbatch, where the last stage writes what it finds of each token instead of adding up
+    the loss; None: not asked for."""
     receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -135,6 +136,15 @@ class _Step:
     def training(self) -> bool:
         """Whether there is a backward pass."""
         return self.loss_scale is not None
+
+
+class TokenScores(NamedTuple):
+    """What a model says of the tokens of a microbatch, all [s, b]."""
+
+    losses: Tensor | None
+    """Negative log-probabilities of the labels, fp32 (fp64 for an fp64 model)."""
+    likeliest: Tensor
+    """The most likely token behind each, int64."""
 
 
 class PipelineRuntime:
@@ -220,11 +230,34 @@ class PipelineRuntime:
     def predict(self, batch: Microbatch) -> Tensor:
         """Return the most likely token behind each of a batch's, int64 [s, b], on every rank. All
         ranks give the same batch; labels are not read."""
-        found = torch.full(batch.tokens.shape, -1, device=self.mesh.device)
+        found = TokenScores(None, torch.full(batch.tokens.shape, -1, device=self.mesh.device))
         with torch.no_grad():
-            self._run([batch], NextToken(), None, training=False, predicted=found)
+            self._run([batch], NextToken(), None, training=False, found=[found])
         # Ranks of other stages, and of other parts of the sequence, have -1.
-        all_reduce(found, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
+        all_reduce(found.likeliest, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
+        return found.likeliest
+
+    def score(self, batches: Sequence[Microbatch]) -> list[TokenScores]:
+        """Return what the model says of every token of some microbatches, on all ranks that share
+        them. Forward only; all logits of a microbatch are in memory at once. Collective: all ranks
+        give as many microbatches, those of a data-parallel replica the same."""
+        device = self.mesh.device
+        dtype = at_least_fp32(self.dtype)
+        found = [
+            TokenScores(
+                torch.zeros(batch.tokens.shape, dtype=dtype, device=device),
+                torch.full(batch.tokens.shape, -1, device=device),
+            )
+            for batch in batches
+        ]
+        with torch.no_grad():
+            self._run(batches, NextToken(), None, training=False, found=found)
+        for losses, likeliest in found:
+            # Ranks of other stages, and of other parts of the sequence, have 0 and -1.
+            for axis in (self.mesh.pp, self.mesh.cp):
+                assert losses is not None
+                all_reduce(losses, axis, async_op=False).wait()
+                all_reduce(likeliest, axis, dist.ReduceOp.MAX, async_op=False).wait()
         return found
 
     def _run(
@@ -234,7 +267,7 @@ class PipelineRuntime:
         known: Tensor | None,
         *,
         training: bool,
-        predicted: Tensor | None = None,
+        found: Sequence[TokenScores] | None = None,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(objective.length, dtype=torch.float64, device=self.mesh.device)
         loss_scale = None
@@ -245,7 +278,7 @@ class PipelineRuntime:
         else:
             self.engine.begin_evaluation(plan.accesses)
         loss = objective.begin(batches, self.mesh, known)
-        step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, predicted)
+        step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, found)
         recorder = self.mesh.recorder
         recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
@@ -342,10 +375,16 @@ class PipelineRuntime:
         output = stage(inputs, positions, noise, head=not in_chunks)
 
         next_is_here = key.stage + 1 in self.stages
-        if stage.is_last and step.predicted is not None:
+        if stage.is_last and step.found is not None:
             places = torch.arange(len(batch.tokens), device=self.mesh.device)
             here = local_sequence(places, self.mesh.cp)
-            step.predicted[here] = argmax(output, self.mesh.tp, stage.config.vocab_size)
+            losses, likeliest = step.found[key.microbatch]
+            vocab_size = stage.config.vocab_size
+            likeliest[here] = argmax(output, self.mesh.tp, vocab_size)
+            if losses is not None:
+                # Last, because it overwrites the logits.
+                labels = local_sequence(batch.labels, self.mesh.cp)
+                losses[here] = cross_entropy(output, labels, self.mesh.tp, vocab_size)
         elif stage.is_last:
             self._add_loss(output, batch, step, in_chunks=in_chunks)
         elif next_is_here:
@@ -370,7 +409,7 @@ class PipelineRuntime:
     def _in_chunks(self, stage: Stage, batch: Microbatch, step: _Step) -> bool:
         """Whether the logits of a batch are too many to exist at once, and may be computed chunk by
         chunk, which leaves their gradient in place of the head's input until the backward pass."""
-        if not stage.is_last or step.predicted is not None or stage.config.num_labels:
+        if not stage.is_last or step.found is not None or stage.config.num_labels:
             return False
         if step.training and not step.backward_comes_next:
             return False

@@ -15,7 +15,7 @@ from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import gated, rms_norm, split_heads
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
-from megatron_llama.nn.loss import cross_entropy
+from megatron_llama.nn.loss import argmax, cross_entropy
 from megatron_llama.nn.ops import PLAIN
 from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from tools.overlap.loss import token_losses
@@ -154,6 +154,22 @@ def test_conjugate_pairs(cluster: Cluster, world_size: int) -> None:
 @pytest.mark.parametrize("vocab", [24, 21, 7], ids=["no padding", "padding", "ranks of padding only"])
 def test_cross_entropy(cluster: Cluster, world_size: int, dtype: torch.dtype, vocab: int) -> None:
     cluster.run(world_size, check_cross_entropy, dtype, vocab)
+
+
+def check_argmax(place: Place, dtype: torch.dtype, vocab: int) -> None:
+    """The token of torch.argmax over the true vocabulary, the first of equal ones, with garbage in the padded columns."""
+    tp = tensor_mesh(place).tp
+    logits = torch.randint(-3, 3, (64, B, 24), generator=torch.Generator().manual_seed(7)).to(dtype)
+    logits[..., vocab:] = 1e4
+    kept = logits.clone()
+    assert torch.equal(argmax(logits.chunk(tp.size, -1)[tp.rank], tp, vocab), logits[..., :vocab].argmax(-1))
+    assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("vocab", [24, 21, 7], ids=["no padding", "padding", "ranks of padding only"])
+def test_argmax_is_the_first_of_equal_tokens(cluster: Cluster, world_size: int, vocab: int) -> None:
+    cluster.run(world_size, check_argmax, torch.bfloat16, vocab)
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float64), (2, torch.bfloat16), (3, torch.float32)], ids=str)

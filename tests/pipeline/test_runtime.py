@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from megatron_llama.config.schema import Config
+from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.model.llama import Stage, build_stages
@@ -20,7 +21,7 @@ from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, Trainer, batch, initial_weights, trainer
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, Layout, Trainer, batch, hf_model, initial_weights, trainer
 
 SINGLE = Place(0, 1, 0)
 SPREAD = [
@@ -78,6 +79,44 @@ def test_a_model_without_optimizer_evaluates_alike(cluster: Cluster, layout: Lay
     assert cluster.run(layout.world_size, evaluate_fixed, layout) == pytest.approx(
         [evaluate_and_train(SINGLE, layout.reference)[0][0]] * layout.world_size, rel=1e-6
     )
+
+
+def scored(place: Place, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Tokens, labels, losses and likeliest tokens of this rank's microbatches, of which every second one is half as long."""
+    run = trainer(place, layout)
+    batches = run.batches(0)
+    for index in range(1, len(batches), 2):
+        batches[index] = Batch(*(half[: SEQ_LENGTH // 2] for half in (batches[index].tokens, batches[index].labels)))
+    found = run.runtime.score(batches)
+    assert not any(losses.requires_grad for losses, _ in found)
+    return [(batch.tokens, batch.labels, losses, likeliest) for batch, (losses, likeliest) in zip(batches, found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(microbatches=2),
+        Layout(tp=2, sp=True, microbatches=2),
+        Layout(tp=4, kv_heads=1, microbatches=2, tied=True),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
+        Layout(cp=2, dp=2, cp_comm="ring", strategy="optim_grads", microbatches=2),
+        Layout(dp=2, strategy="optim_grads_params", microbatches=2),
+        Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, strategy="optim_grads_params"),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_every_token_is_scored_as_transformers_does(cluster: Cluster, layout: Layout) -> None:
+    """On every rank of a replica, with the weights where the engine has them."""
+    model = replace(MODEL, tie_word_embeddings=layout.tied, num_key_value_heads=layout.kv_heads)
+    reference = hf_model(model)
+    for rank in cluster.run(layout.world_size, scored, layout):
+        assert len({len(tokens) for tokens, *_ in rank}) == 2
+        for tokens, labels, losses, likeliest in rank:
+            with torch.no_grad():
+                logits = reference(tokens.t()).logits.transpose(0, 1)
+            torch.testing.assert_close(likeliest, logits.argmax(-1), rtol=0, atol=0)
+            expected = -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+            torch.testing.assert_close(losses, expected, rtol=1e-6, atol=5e-6)
 
 
 @dataclass(frozen=True)
