@@ -12,7 +12,7 @@ from itertools import pairwise, takewhile
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama.api.common.report import print_error
+from megatron_llama.api.common.report import await_rank0, print_error
 from megatron_llama.api.common.watched import PRINTED
 from megatron_llama.distributed.launcher import launched_rank
 from megatron_llama.errors import ConfigError, UserError
@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(words)
     except UserError as error:
         print_error(error)
+        await_rank0(error)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output has ended, as head and less do
         return 1

@@ -126,16 +126,23 @@ def test_other_errors_exit_with_1(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert err.startswith(f"error: {tmp_path}/none.idx: got no such file")
 
 
-def test_what_every_rank_sees_is_said_by_rank_0_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
+def test_what_every_rank_sees_is_said_by_rank_0_alone(variable: str) -> None:
+    """The others wait to be ended: torchrun ends rank 0 as soon as one has ended before it."""
+    waiting = "wait = signal.sigtimedwait; signal.sigtimedwait = lambda *given: print('waits', flush=True) or wait(*given)"
+    code = f"import signal, sys; {waiting}; from megatron_llama.cli import main; sys.exit(main(['pretrain', '--lr', 'fast']))"
+    rank3 = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, variable: "3"}, stdout=subprocess.PIPE, text=True)
+    assert rank3.stdout is not None and rank3.stdout.readline() == "waits\n"
+    rank0 = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, variable: "0"}, capture_output=True, text=True)
+    assert (rank0.returncode, rank0.stdout) == (2, "") and "--lr: got fast, expected a number" in rank0.stderr
+    rank3.terminate()
+    assert (rank3.wait(), rank3.stdout.read()) == (2, "")
+
+
+def test_what_one_rank_sees_is_said_by_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    assert said(capsys, "pretrain", "--lr", "fast") == (2, "", "")
     status, out, err = said(capsys, "inspect", "dataset", "none")
     assert (status, out) == (1, "") and err.startswith("error on rank 3: none.idx: got no such file")
-
-
-def test_slurm_ranks_keep_quiet_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    assert said(capsys, "pretrain", "--lr", "fast") == (2, "", "")
 
 
 def test_a_reader_who_leaves_early_is_no_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 
@@ -18,6 +19,16 @@ def print_error(error: UserError) -> None:
     on_rank = "" if rank == "0" else f" on rank {rank}"
     print(f"error{on_rank}: {error}", file=sys.stderr, flush=True)
     tell_torchrun(str(error))
+
+
+def await_rank0(error: UserError) -> None:
+    """Wait until this process is asked to end, if rank 0 says for all ranks what is wrong; ten
+    seconds, if nobody asks. torchrun, and srun with --kill-on-bad-exit, end every process as soon
+    as one has ended: rank 0, too, before it has said a word."""
+    if launched_rank() != "0" and error.everywhere:
+        ends = signal.SIGTERM, signal.SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+        signal.sigtimedwait(ends, 10.0)
 
 
 def print_traceback(error: Exception) -> None:
