@@ -42,6 +42,7 @@ from megatron_llama.loop.text_samples import SampleTexts
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+from megatron_llama.plans.params import param_groups
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def train(
         print(f" {line}", flush=True)
     training = config.training
     clip_grad = config.optimizer.clip_grad
+    # The first is that of all parameters of which --param-group says nothing.
+    groups = param_groups(config).configs
     check_replicas_interval = training.check_weight_hash_across_dp_replicas_interval
 
     with ExitStack() as stack:
@@ -204,18 +207,20 @@ def train(
 
         while not bad_steps.is_last(state):
             profiling.before(state.iteration)
-            lr = learning_rate(
-                config.optimizer, training.train_iters, state.iteration, state.consumed_samples
-            )
+            rates = [
+                learning_rate(group, training.train_iters, state.iteration, state.consumed_samples)
+                for group in groups
+            ]
+            lr = rates[0]
             state = bad_steps.next_state(state)
             mesh.recorder.iteration = state.iteration
             batches = prefetcher.take(next_sample=bad_steps.first_sample(state))
             # So that buckets can be updated during backward when nothing is clipped.
-            optimizer.announce_step(lr, clip=clip_grad)
+            optimizer.announce_step(rates, clip=clip_grad)
             # Every microbatch: forward, backward, and the reduction of its gradients.
             loss = runtime.step(batches)
             counted = runtime.numbers
-            update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
+            update = optimizer.step(rates, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
             last = bad_steps.is_last(state)
             progress.record_step(state, lr, loss, update, counted, last=last)
             called.step(state, lr, loss, update, counted, batches)

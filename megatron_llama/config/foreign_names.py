@@ -182,8 +182,8 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
     {
         "tiktoken_pattern": "the file of --tokenizer-model says it",
         "use_checkpoint_opt_param_scheduler": "the options decide",
-        "decoupled_lr": "one --lr is for all weights",
-        "decoupled_min_lr": "one --min-lr is for all weights",
+        "decoupled_lr": "--param-group 'embed_tokens*: lr=...' 'lm_head*: lr=...'",
+        "decoupled_min_lr": "--param-group 'embed_tokens*: min_lr=...' 'lm_head*: min_lr=...'",
         "parallelism.data_parallel_replicate_degree": "it follows from --data-parallel-shard-size",
         "load_best_model_at_end": "the best checkpoint is kept as `best` below --save",
         "dataloader_num_workers": "datasets are memory-mapped",

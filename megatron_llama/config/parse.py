@@ -36,6 +36,8 @@ class Option:
     section: type[Any]
     kind: Any
     default: Any
+    repeats: bool = False
+    """Whether a flag that is given again adds its values to the earlier ones."""
 
     @property
     def flag(self) -> str:
@@ -118,6 +120,7 @@ def _own_options(section: type[Any]) -> tuple[Option, ...]:
             section,
             kinds[item.name],
             item.default_factory() if item.default_factory is not MISSING else item.default,
+            bool(item.metadata.get("repeats")),
         )
         for item in fields(section)
     )
@@ -460,9 +463,10 @@ class _Reader:
 
     def convert(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
         """Return option -> (value, where it was given). Of a flag that is repeated the last one
-        counts, as scripts that end in ``"$@"`` expect, and a note names what it replaced. Another
-        value is a problem in a file, which says everything once, and where a Megatron switch that
-        stands for a value meets another flag: which of them was meant does not depend on order."""
+        counts, as scripts that end in ``"$@"`` expect, and a note names what it replaced; one that
+        ``repeats`` collects its values. Another value is a problem in a file, which says everything
+        once, and where a Megatron switch that stands for a value meets another flag: which of them
+        was meant does not depend on order."""
         values: dict[str, tuple[Any, str]] = {}
         switches: dict[str, str] = {}
         for item in given:
@@ -473,6 +477,9 @@ class _Reader:
             alias = self.aliases.get(item.key)
             switch = item.key if alias is not None and alias.value is not None else name
             same = switches.setdefault(name, switch) == switch
+            if name in values and item.is_flag and self.options[name].repeats:
+                values[name] = (*values[name][0], *value), item.where
+                continue
             before, where = values.setdefault(name, (value, item.where))
             if before == value:
                 continue

@@ -354,6 +354,12 @@ class OptimizerConfig:
     """Patterns (`*` and `?`) of HuggingFace parameter names that are not trained: `--freeze
     'model.embed_tokens.*' 'model.layers.0.*'`. Weights that are stored as one, such as q, k and v,
     are frozen together."""
+    param_group: tuple[str, ...] = field(default=(), metadata={"repeats": True})
+    """Options of some parameters: `--param-group 'embed*: lr=1e-3, weight_decay=0'`, several values
+    or several times. Before the colon stands a pattern (`*` and `?`) of HuggingFace parameter
+    names, or of their ends from a dot on; behind it `lr` or `lr_mult` (times --lr), `min_lr`
+    (default: in proportion), `weight_decay` (also of norms and biases) and `init_std` (of initial
+    weights). Weights that are stored as one, such as q, k and v, have the same."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron_llama.engine.optimizer import (
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
 from megatron_llama.plans.memory import chunk_problem
+from megatron_llama.plans.params import param_groups
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -77,6 +78,7 @@ def build_optimizer(
         blocking=blocking,
         steps_per_epoch=steps_per_epoch,
         inline=inline,
+        groups=param_groups(config).configs,
     )
 
 

@@ -48,6 +48,7 @@ from megatron_llama.loop.start import (
     damaged,
     data_changes,
     find_start,
+    group_changes,
     order_changes,
     sample_changes,
 )
@@ -320,7 +321,11 @@ def _first_state(
         raise DataError("--train-data", got=got, expected=expected, do=do)
     if changes:
         lines.append(f"warning: other training samples than those of {meta.folder} ({changes})")
-    others = (*data_changes(meta.config, config), *order_changes(meta, config))
+    others = (
+        *data_changes(meta.config, config),
+        *order_changes(meta, config),
+        *group_changes(meta.config, config),
+    )
     lines += [f"warning: {text}" for text in others]
     return identity, start, meta.state, lines
 

@@ -288,6 +288,17 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
                 )
 
 
+def group_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Say that a resumed run has other --param-group than the run that saved the checkpoint."""
+    before = tuple(saved.get("optimizer", {}).get("param_group", ()))
+    now = config.optimizer.param_group
+    if before != now:
+        yield (
+            f"--param-group was {'; '.join(before) or 'not given'} when the checkpoint was saved "
+            f"and is {'; '.join(now) or 'not given'}: updates go on with other rates or decay"
+        )
+
+
 def order_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
     """Say that Megatron's order is another one than before: it depends on the length of the run. A
     checkpoint of a run in that order knows the number of its samples, and one that was converted

@@ -4,7 +4,7 @@ of each HuggingFace tensor."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
+from megatron_llama.plans.param_groups import initial_std
 from megatron_llama.plans.params import LORA_B, SCORE, VOCABULARY_TENSORS, Rectangle, is_adapter
 
 BLOCK_ELEMENTS = 2**20
@@ -29,12 +30,20 @@ class InitialWeights:
     """
 
     def __init__(
-        self, seed: int, std: float, device: torch.device | None = None, *, norm_weight: float = 1.0
+        self,
+        seed: int,
+        std: float,
+        device: torch.device | None = None,
+        *,
+        norm_weight: float = 1.0,
+        groups: Sequence[str] = (),
     ) -> None:
-        """``norm_weight``: with which a norm multiplies by one, 0 with ``apply_layernorm_1p``."""
+        """``norm_weight``: with which a norm multiplies by one, 0 with ``apply_layernorm_1p``.
+        ``groups``: values of --param-group, which may give matrices another ``std``."""
         self.seed = seed
         self.std = std
         self.norm_weight = norm_weight
+        self._groups = tuple(groups)
         self._device = device or torch.device("cpu")
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
@@ -65,6 +74,7 @@ class InitialWeights:
             model.initializer_range,
             device,
             norm_weight=0.0 if model.apply_layernorm_1p else 1.0,
+            groups=config.optimizer.param_group,
         )
 
     def _block(self, rectangle: Rectangle, block: int, per_block: int) -> Tensor:
@@ -81,7 +91,8 @@ class InitialWeights:
         )
         if is_adapter(rectangle.name):
             return values.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
-        return values.normal_(0.0, self.std, generator=generator)
+        std = initial_std(self._groups, rectangle.name)
+        return values.normal_(0.0, self.std if std is None else std, generator=generator)
 
 
 class WithAdapters:

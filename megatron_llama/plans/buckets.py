@@ -259,9 +259,9 @@ def bucket_plan_by_size(
 
 
 def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots) -> BucketPlan:
-    """Make one bucket for each unit, and one more where the unit has shared key/value heads or both
-    frozen and trainable parameters. Kinds that need a slot of their own have one bucket for all
-    units: they are small, or tied."""
+    """Make one bucket for each unit, and one more where the unit has shared key/value heads, both
+    frozen and trainable parameters, or several groups. Kinds that need a slot of their own have one
+    bucket for all units: they are small, or tied."""
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
     filled: dict[tuple[BucketKind, int], list[ParamSpec]] = {}
     for index, unit in reversed(list(enumerate(units))):
@@ -509,12 +509,13 @@ def _assign_slots(
     Buckets of weight matrices share the slots of their pool, in the order of their accesses.
     Embedding and head have a pool of their own, because a common slot size would waste memory
     in one of the two pools, and it has one slot less: the embedding is not read again in backward,
-    so the head may follow it. Every other bucket has a slot to itself. So have buckets of shared
+    so the head may follow it. Each group has pools of its own: a unit needs the buckets of all its
+    groups at once. Every other bucket has a slot to itself. So have buckets of shared
     key/value heads where a bucket may hold several layers, because the last of them stays open for
     long."""
     slots = []
     users = Counter[int]()
-    pools = dict[tuple[bool, ...], int]()
+    pools = dict[tuple[bool | int, ...], int]()
     for bucket in buckets:
         kind = bucket.kind
         end = ends is not None and bucket.placements[0].spec.name in ends
@@ -522,7 +523,7 @@ def _assign_slots(
             slots.append((OWN_SLOT_POOL, bucket.index))
             continue
         pool = pools.setdefault(
-            (end, kind.copies > 1, kind.trainable), OWN_SLOT_POOL + 1 + len(pools)
+            (end, kind.copies > 1, kind.trainable, kind.group), OWN_SLOT_POOL + 1 + len(pools)
         )
         slots.append((pool, users[pool] % max(1, count - end)))
         users[pool] += 1

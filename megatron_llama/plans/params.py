@@ -27,6 +27,7 @@ from operator import attrgetter
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.families.family import Family
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.plans.param_groups import ParamGroups
 from megatron_llama.plans.schedule import placement_of
 
 PROJECTIONS = LoraConfig().lora_target_modules
@@ -625,7 +626,32 @@ def rank_units(
         lora=config.lora,
         muon=config.optimizer.optimizer == MUON,
     )
-    return tuple(build(stage) for stage in partition.stages_of(rank))
+    groups = param_groups(config)
+    return tuple(
+        tuple(_with_groups(unit, groups) for unit in build(stage))
+        for stage in partition.stages_of(rank)
+    )
+
+
+def param_groups(config: Config) -> ParamGroups:
+    """The groups of all parameters of a resolved configuration."""
+    if not config.optimizer.param_group:
+        return ParamGroups(config.optimizer, ())
+    model = config.model
+    return ParamGroups(config.optimizer, [*hf_shapes(model), *adapter_shapes(model, config.lora)])
+
+
+def _with_groups(unit: UnitSpec, groups: ParamGroups) -> UnitSpec:
+    """The unit with the group of each parameter. ``checks/param_groups.py`` refuses patterns that
+    cut what is stored as one."""
+    if len(groups.configs) == 1:
+        return unit
+    params = []
+    for spec in unit.params:
+        name = spec.slices[0].name
+        decay = spec.decay or groups.decays(name)
+        params.append(replace(spec, group=groups.number(name), decay=decay))
+    return replace(unit, params=tuple(params))
 
 
 def _with_muon(unit: UnitSpec) -> UnitSpec:

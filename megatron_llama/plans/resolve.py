@@ -36,6 +36,7 @@ from megatron_llama.plans.checks.model import (
 from megatron_llama.plans.checks.muon import muon_problems
 from megatron_llama.plans.checks.optimizer import optimizer_problems
 from megatron_llama.plans.checks.parallel import parallel_problems
+from megatron_llama.plans.checks.param_groups import param_group_problems
 from megatron_llama.plans.checks.ranges import range_problems
 from megatron_llama.plans.checks.run import (
     bad_step_problems,
@@ -240,6 +241,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *optimizer_problems(config.optimizer, config.training),
         *muon_problems(config),
         *freeze_problems(config.model, config.optimizer.freeze),
+        *param_group_problems(config),
         *lora_problems(config),
         *bad_step_problems(config),
         *determinism_problems(config.training),

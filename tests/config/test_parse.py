@@ -52,7 +52,7 @@ NAMES = """
     muon_adjust_lr muon_momentum muon_nesterov muon_num_ns_steps
     nccl_pp_max_ctas nodes norm_position num_attention_heads num_hidden_layers num_key_value_heads num_labels
     offload_cores offload_speculative on_bad_step open_metrics optimizer optimizer_offload optimizer_offload_fraction
-    pad_token_id param_slots partial_rotary_factor pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset profile
+    pad_token_id param_group param_slots partial_rotary_factor pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset profile
     profile_dir profile_ranks profile_step_end profile_step_start progress_bar
     qk_norm query_pre_attn_scalar
     rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask
@@ -268,6 +268,15 @@ def test_several_patterns(tmp_path: Path) -> None:
     parsed = run("--config", yaml_file(tmp_path, "freeze: ['*.mlp.*', model.norm.weight]\n"))
     assert parsed.get(OptimizerConfig).freeze == ("*.mlp.*", "model.norm.weight")
     assert run().get(OptimizerConfig).freeze == ()
+
+
+def test_groups_of_parameters_are_collected(tmp_path: Path) -> None:
+    """In a file they are one list, which those of the command line replace."""
+    parsed = run("--param-group", "a*: lr=1", "b: lr=2", "--lr", "3", "--param-group", "a*: lr=1")
+    assert parsed.get(OptimizerConfig).param_group == ("a*: lr=1", "b: lr=2", "a*: lr=1") and parsed.notes == ()
+    file = yaml_file(tmp_path, "param_group: ['a*: lr=1, weight_decay=0', 'b: lr=2']\n")
+    assert run("--config", file).get(OptimizerConfig).param_group == ("a*: lr=1, weight_decay=0", "b: lr=2")
+    assert run("--config", file, "--param-group", "c: lr=1").get(OptimizerConfig).param_group == ("c: lr=1",)
 
 
 def test_pipeline_and_precision_flags_of_megatron() -> None:

@@ -268,6 +268,16 @@ def test_options_that_the_learning_rate_shows(option: str, product: Product, tmp
     assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
 
 
+def test_param_group(product: Product, tmp_path: Path) -> None:
+    """A group of everything is a run with other options, schedule included; resuming without it is told."""
+    schedule = {"train_iters": 4, "lr_decay_iters": 4, "lr_warmup_iters": 1, "min_lr": 1e-4}
+    product.train(save=tmp_path / "a", **schedule, lr=2e-3, param_group="*: lr_mult=2")
+    product.train(save=tmp_path / "b", **{**schedule, "min_lr": 2e-4}, lr=4e-3)
+    assert column(tmp_path / "a", "lm_loss") == column(tmp_path / "b", "lm_loss")
+    said = product.train(save=tmp_path / "a", load=tmp_path / "a", **{**schedule, "train_iters": 5}, lr=2e-3)
+    assert "warning: --param-group was *: lr_mult=2 when the checkpoint was saved and is not given" in said.out
+
+
 FORWARD: Mapping[str, dict[str, object]] = {
     "rms_norm_eps": {"rms_norm_eps": 1.0},
     "rope_theta": {"rope_theta": 100.0},
@@ -488,7 +498,7 @@ def test_recomputing_no_more_than_needed(product: Product) -> None:
 TRIED = {
     *PLANNED, *REFUSED, *RATES, *FORWARD, "initializer_range", "seed", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "clip_grad", "log_interval", "eval_interval", "eval_iters", "save_interval", "split", "max_position_embeddings", "bos_token_id",
-    "eos_token_id", "tokenizer_model", "cp_comm_type", "deterministic_mode", "grad_reduce_in_bf16",
+    "eos_token_id", "tokenizer_model", "cp_comm_type", "deterministic_mode", "grad_reduce_in_bf16", "param_group",
     "recompute_granularity",
 }  # fmt: skip
 

@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.engine.test_any_module import GROUPS, units
 from tests.engine.test_muon import MuonLayout
-from tests.parallel.cases import STRATEGIES, Layout
+from tests.engine.test_param_groups import GroupLayout
+from tests.parallel.cases import STRATEGIES, Layout, Strategy
 from tests.parallel.test_zenflow import EVERY, FOUR, OVERLAP, zen
 
 META = torch.device("meta")
@@ -168,6 +169,14 @@ def test_muon(layout: MuonLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(layout.world_size):
         found = check(layout.sized(), layout.world_size, rank, monkeypatch)
         assert found.components["matrices"] > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_of_parameters(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group has slots of its own."""
+    for layout in (GroupLayout(dp=2, strategy=strategy, bf16=True), GroupLayout(tp=2, dp=2, strategy=strategy, tied=True, offload=EXACT)):
+        for rank in range(layout.world_size):
+            check(layout.sized(), layout.world_size, rank, monkeypatch)
 
 
 def module_cases() -> Iterator[tuple[Config, int, bool]]:

@@ -13,7 +13,7 @@ from megatron_llama.checkpoint.native import load, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.muon import Muon
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.params import Rectangle, param_groups
 from torch import Tensor
 
 from tests.harness import Cluster, WorkerError
@@ -58,7 +58,7 @@ def after(place: Place, layout: MuonLayout) -> tuple[list[tuple[Rectangle, Tenso
     return pieces, sent, rule.plan.sent(run.mesh.dp_shard.rank, run.mesh.tp.rank)
 
 
-def gradients(place: Place, layout: MuonLayout) -> list[dict[str, Tensor]]:
+def gradients(place: Place, layout: Layout) -> list[dict[str, Tensor]]:
     """The whole gradient of every step of a run in one process, by HuggingFace's names."""
     run = trainer(place, layout)
     found = []
@@ -71,7 +71,7 @@ def gradients(place: Place, layout: MuonLayout) -> list[dict[str, Tensor]]:
                 tensor = whole.setdefault(rectangle.name, torch.zeros(rectangle.shape, dtype=shard.dtype))
                 tensor[place_of(rectangle)] = shard[where].view(rectangle.size)
         found.append(whole)
-        run.optimizer.step(OPTIMIZER.lr, clip=layout.clip)
+        run.optimizer.step([group.lr for group in param_groups(layout.config()).configs], clip=layout.clip)
     run.optimizer.settle()
     run.optimizer.close()
     return found

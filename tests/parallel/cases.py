@@ -25,7 +25,7 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Block, Stage, build_stages
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.params import Rectangle, hf_shapes, rank_units
+from megatron_llama.plans.params import Rectangle, hf_shapes, param_groups, rank_units
 from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
 
@@ -212,10 +212,11 @@ class Trainer:
 
     def step(self, index: int) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of one step."""
+        rates = [group.lr for group in param_groups(self.layout.config()).configs]
         if self.layout.early:
-            self.optimizer.announce_step(OPTIMIZER.lr, clip=self.layout.clip)
+            self.optimizer.announce_step(rates, clip=self.layout.clip)
         loss = self.runtime.step(self.batches(index))
-        return loss, self.optimizer.step(OPTIMIZER.lr, clip=self.layout.clip).grad_norm
+        return loss, self.optimizer.step(rates, clip=self.layout.clip).grad_norm
 
     def batches(self, index: int) -> list[Batch]:
         """This data-parallel rank's microbatches: the global batch is the same whatever the layout."""

@@ -29,6 +29,8 @@ def optimizer_problems(meta: CheckpointMeta) -> Iterator[str]:
         yield f"it is that of --optimizer {meta.config['optimizer']['optimizer']}"
     if meta.config["optimizer"].get("freeze"):
         yield "frozen weights have none (--freeze)"
+    if meta.config["optimizer"].get("param_group"):
+        yield "some parameters have a learning rate or decay of their own (--param-group)"
     if meta.config.get("offload", {}).get("optimizer_offload") == "zenflow":
         yield "part of the gradients has no update yet (--optimizer-offload zenflow)"
     if meta.config["training"].get("fp64"):
