@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_llama.config.schema import ParallelConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.host.gloo import end_connections
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.distributed.mesh import Axis, Mesh, join_group, leave_group, use_once
 from megatron_llama.distributed.recorder import Recorder
@@ -101,6 +102,8 @@ def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
     joined it. Does nothing to groups of the user. On a device that waits for everything that has
     been issued: ``abort`` waits for nothing, so that the waits of the other ranks fail."""
     made = list(mesh.made)
+    # First of all: a thread that waits for a message would keep what is let go of next.
+    _end_connections(mesh)
     _let_go(mesh)
     group = None
     while made:
@@ -120,11 +123,18 @@ def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
     gc.collect()  # as ``close_mesh``: groups in reference cycles would keep their threads
 
 
+def _end_connections(mesh: Mesh) -> None:
+    """End the waits for messages of a mesh, here and on its other ranks. Other groups of the
+    process go on."""
+    for group in mesh.made:
+        if group is not dist.group.WORLD:
+            end_connections(group)
+
+
 def _let_go(mesh: Mesh) -> None:
-    """Drop what holds on to the groups of a mesh. gloo has no abort: its threads and connections
-    end, and the waits of the peers fail, when nothing refers to a group any more. Nobody else sees
-    to that: the model of a user may live on, with parameters whose hooks lead to the engine, and
-    Python's collector does not follow the hooks of tensors."""
+    """Drop what holds on to the groups of a mesh: gloo's threads end when nothing refers to a group
+    any more. Nobody else sees to that: the model of a user may live on, with parameters whose hooks
+    lead to the engine, and Python's collector does not follow the hooks of tensors."""
     for transfer in list(mesh.recorder.transfers):
         transfer.disconnect()
     for axis in (mesh.world, mesh.dp, mesh.dp_shard, mesh.dp_replica, mesh.dp_gather):

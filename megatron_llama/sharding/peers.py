@@ -1,9 +1,10 @@
 """The other ranks, as far as a failure of one of them concerns them.
 
 In a planned step nobody asks what the others do, so a rank that cannot go on would keep them
-waiting until the timeout. It leaves the reason in the job's store and ends its communicators. gloo
-ends the waits of the peers then; they raise the reason, and end theirs. On a device a wait ends
-with the rank's own communicator only, so a thread looks into the store once a second.
+waiting until the timeout. It leaves the reason in the job's store and ends its communicators. With
+gloo that ends its connections, and so the waits of the peers; they raise the reason, and end
+theirs. On a device a wait ends with the rank's own communicator only, so a thread looks into the
+store once a second.
 """
 
 from __future__ import annotations

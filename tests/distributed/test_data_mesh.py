@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_llama.distributed.comm.exchange import gather
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, Mesh
@@ -229,3 +230,35 @@ def check_abort(place: Place) -> str:
 
 def test_aborting_ends_the_waits_of_the_others(cluster: Cluster) -> None:
     assert "onnection closed by peer" in cluster.run(2, check_abort)[0]
+
+
+def check_leaving_while_a_thread_waits(place: Place, abort: bool) -> str:
+    """Rank 1 leaves with two gathers under way. A thread waits for the second one's message, so that its receive stays; the first one's is
+    dropped. Rank 0 sends both only then, and waits for what rank 1 has not sent."""
+    mesh = data_mesh(device=CPU)
+    store = dist.distributed_c10d._get_default_store()
+    gathers = [gather(torch.zeros(8), torch.ones(4), mesh.dp_gather, index=index) for index in range(2)]
+    if place.rank == 1:
+        for each in gathers:
+            each.start()
+        [kept] = gathers[1]._exchange._transfers._receives  # as the thread has it
+        close_data_mesh(mesh, abort=abort)
+        with pytest.raises(RuntimeError):
+            kept.wait()
+        store.set("rank 1 has left", "yes")
+        # Until rank 0 knows: the end of this process would end the connection as well.
+        store.wait(["rank 0 has heard of it"])
+        return ""
+    store.wait(["rank 1 has left"])
+    for each in gathers:
+        each.start()
+    with pytest.raises(RuntimeError) as error:
+        gathers[0].wait()
+    store.set("rank 0 has heard of it", "yes")
+    close_data_mesh(mesh, abort=True)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("abort", [True, False])
+def test_a_thread_that_waits_keeps_no_connection(cluster: Cluster, abort: bool) -> None:
+    assert cluster.run(2, check_leaving_while_a_thread_waits, abort, timeout=30.0)[0]

@@ -10,7 +10,9 @@ parts or chunks end. Everything is cut into views once; a step only issues.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,35 @@ def carries(axis: Axis, device: torch.device) -> bool:
         and device.type == "cpu"
         and axis.communicator._get_backend(device).name() == "gloo"
     )
+
+
+_NEVER_SENT = (1 << 31) - 1
+"""A tag above those of all exchanges."""
+
+
+def end_connections(group: dist.ProcessGroup) -> None:
+    """End the connections of a group at once, if it has any over gloo. What waits for a message
+    fails: here with RuntimeError, and on the other ranks as if this process had ended. What is
+    posted later fails, too.
+
+    Letting go of the group would not do: a thread that waits for a message keeps its connection.
+    And gloo reads nothing more from a connection on which a message comes whose receive was dropped
+    (``Pair::prepareRead``), so the thread might wait for a message that is there, and the sender
+    for this rank. torch's ``abort`` does nothing to gloo (2.11 to 2.13)."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group of a device alone
+        return
+    if backend.name() != "gloo":
+        return
+    # A receive that times out ends all connections of its context (``UnboundBuffer::waitRecv``).
+    # There is a context for each network interface, and the tag says which one is meant. Receives
+    # from anyone, because these send nothing: a peer may be stopped, or gone.
+    contexts = len(backend.options._devices)  # type: ignore[attr-defined]
+    for number in range(contexts):
+        with suppress(RuntimeError):
+            nothing = torch.empty(1)
+            group.recv_anysource([nothing], _NEVER_SENT - number).wait(timedelta(milliseconds=1))
 
 
 def _first_tag(index: int, phase: int) -> int:
