@@ -126,14 +126,15 @@ def test_other_errors_exit_with_1(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert err.startswith(f"error: {tmp_path}/none.idx: got no such file")
 
 
-@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
-def test_what_every_rank_sees_is_said_by_rank_0_alone(variable: str) -> None:
+@pytest.mark.parametrize("launcher", [("RANK", "TORCHELASTIC_RUN_ID"), ("SLURM_PROCID", "SLURM_STEP_ID")], ids=["torchrun", "srun"])
+def test_what_every_rank_sees_is_said_by_rank_0_alone(launcher: tuple[str, str]) -> None:
     """The others wait to be ended: torchrun ends rank 0 as soon as one has ended before it."""
+    rank, job = launcher
     waiting = "wait = signal.sigtimedwait; signal.sigtimedwait = lambda *given: print('waits', flush=True) or wait(*given)"
     code = f"import signal, sys; {waiting}; from megatron_llama.cli import main; sys.exit(main(['pretrain', '--lr', 'fast']))"
-    rank3 = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, variable: "3"}, stdout=subprocess.PIPE, text=True)
+    rank3 = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, rank: "3", job: "1"}, stdout=subprocess.PIPE, text=True)
     assert rank3.stdout is not None and rank3.stdout.readline() == "waits\n"
-    rank0 = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, variable: "0"}, capture_output=True, text=True)
+    rank0 = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, rank: "0", job: "1"}, capture_output=True, text=True)
     assert (rank0.returncode, rank0.stdout) == (2, "") and "--lr: got fast, expected a number" in rank0.stderr
     rank3.terminate()
     assert (rank3.wait(), rank3.stdout.read()) == (2, "")
