@@ -350,6 +350,11 @@ class OverlappedDistributedOptimizer:
         self._apply_pending()
         self.parameters.begin(accesses)
 
+    def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
+        """Start forward passes that belong to the step that follows, with its weights: updates that
+        are put off stay so, and nobody waits for those under way."""
+        self.parameters.begin(accesses)
+
     def access(self, unit: int, backward: bool) -> None:
         """A unit is about to run: gather what it and the next units need, then reduce what was
         delayed until these gathers are under way."""

@@ -52,6 +52,9 @@ class Engine(Protocol):
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """An evaluation with these weight accesses starts."""
 
+    def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
+        """Forward passes with the weights of the training step that follows start."""
+
     def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: no longer."""
 
@@ -66,6 +69,9 @@ class FixedWeights:
         pass
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
+        pass
+
+    def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
         pass
 
     def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
@@ -224,7 +230,7 @@ class PipelineRuntime:
         before = objective.preliminary(batches)
         if before is not None:
             with torch.no_grad():
-                known, _ = self._sums(*before, training=False)
+                known, _ = self._run(*before, None, training=False, preliminary=training)
         return self._run(batches, objective, known, training=training)
 
     def predict(self, batch: Microbatch) -> Tensor:
@@ -267,6 +273,7 @@ class PipelineRuntime:
         known: Tensor | None,
         *,
         training: bool,
+        preliminary: bool = False,
         found: Sequence[TokenScores] | None = None,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(objective.length, dtype=torch.float64, device=self.mesh.device)
@@ -275,6 +282,8 @@ class PipelineRuntime:
         if training:
             loss_scale = self.engine.begin_step(len(batches), plan.accesses)
             loss_scale = loss_scale.to(at_least_fp32(self.dtype))
+        elif preliminary:
+            self.engine.begin_preliminary(plan.accesses)
         else:
             self.engine.begin_evaluation(plan.accesses)
         loss = objective.begin(batches, self.mesh, known)

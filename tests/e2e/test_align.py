@@ -117,6 +117,17 @@ def test_every_method_learns(method: str, align: Align, tmp_path: Path) -> None:
     assert entry["rewards/margins"] > log(tmp_path)[0]["rewards/margins"]
 
 
+def test_what_zenflow_puts_off_stays_so_for_ktos_estimate(align: Align, tmp_path: Path) -> None:
+    """The forward passes of the estimate have the weights of the step: they apply nothing, and the run is AdamW's no longer."""
+    zenflow = {"optimizer_offload": "zenflow", "zenflow_update_interval": 4, "zenflow_topk_ratio": 0.1}
+    runs = {"adamw": (ONE, {}), "zenflow": (ONE, zenflow), "dp2": (DP2_PARAMS, zenflow)}
+    for name, (layout, changes) in runs.items():
+        align(layout, method="kto", save=tmp_path / name, **changes).ok()
+    adamw, found, split = (column(tmp_path / name, "loss") for name in runs)
+    assert found[:2] == adamw[:2] and found[2] != pytest.approx(adamw[2], rel=1e-5)
+    assert split == pytest.approx(found, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

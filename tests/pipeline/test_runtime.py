@@ -215,6 +215,9 @@ class Recording(FixedWeights):
         self.planned.append(accesses)
         self.used.append([])
 
+    def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
+        self.begin_evaluation(accesses)
+
     def access(self, unit: int, backward: bool) -> None:
         self.used[-1].append(WeightAccess(unit, backward))
 
