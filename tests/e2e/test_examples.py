@@ -18,8 +18,8 @@ from tests.launch import ROOT, TIMEOUT, quiet_port
 
 pytestmark = pytest.mark.long
 EXAMPLES = ROOT / "examples"
-OTHER_KINDS = re.compile(r"^k8s|pytorchjob|sky")
-RECIPES = sorted(path for path in EXAMPLES.rglob("*.yaml") if not OTHER_KINDS.search(path.name))
+
+RECIPES = sorted(EXAMPLES.glob("*.yaml"))
 GPU_GIB = 80e9 / 2**30
 MODELS = (
     "llama2_7b",
