@@ -3,9 +3,9 @@
     python examples/launch/ray_train.py --workers 32 -- pretrain --config FILE [options]
 
 Ray Train places the workers, and starts all of them again when one fails. The run must have
-`load: auto`, so that it resumes where it stopped. Every worker starts the command with the variables
-that torchrun would set, so it is the same program as under any other launcher, and Ray's process has
-no torch in it, and no group of processes of its own.
+`load: auto`, so that it resumes where it stopped. Every worker starts the command with the
+variables that torchrun would set, so it is the same program as under any other launcher. Ray's own
+process has no torch in it, and makes no process group.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import ray
 from ray import train
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 PR_SET_PDEATHSIG = 1
 
@@ -31,11 +32,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def follow_worker() -> None:
-    """Have Linux end this process when its worker ends: else it would keep its GPU."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def work(job: dict[str, list[str]]) -> None:
@@ -59,6 +55,9 @@ def work(job: dict[str, list[str]]) -> None:
     environ.setdefault("OMP_NUM_THREADS", "1")
     python = os.environ.get("PYTHON", sys.executable)
     command = [python, "-u", "-m", "megatron_llama", *job["command"]]
+    # Linux ends the command when its worker ends: else it would keep its GPU. The function is
+    # looked up here because a child of a process with threads may not load anything.
+    follow_worker = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     # A failed command is a failed worker.
     subprocess.run(command, env=environ, cwd=job["folder"][0], check=True, preexec_fn=follow_worker)
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pyroute2 import IPRoute
 
 from tests.e2e.product import VOCAB_SIZE, Product, assert_same_state, exact_curve, steps, words
 from tests.e2e.test_restarts import quiet_port, rank_of
@@ -61,10 +64,17 @@ class Platform:
     """Whether it starts all machines again when one fails, or this one alone."""
 
 
+def address() -> str:
+    """An address of this machine that others could reach: the machines of a job refuse 127.0.0.1, which each of them has."""
+    with IPRoute() as network:
+        [first, *_] = network.get_addr(family=socket.AF_INET, scope=0)
+    return str(first.get_attr("IFA_ADDRESS"))
+
+
 def pet(node: int, port: str) -> dict[str, str]:
     """What Kubeflow says to torchrun."""
     counts = {"PET_NNODES": str(NODES), "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(node)}
-    return {**counts, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    return {**counts, "PET_MASTER_ADDR": address(), "PET_MASTER_PORT": port}
 
 
 def trainjob() -> Platform:
@@ -86,7 +96,7 @@ def pytorchjob() -> Platform:
     given = {entry["name"]: entry["value"] for entry in container["env"]}
 
     def environ(node: int, port: str) -> dict[str, str]:
-        pods = {"RANK": str(node), "WORLD_SIZE": str(NODES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONUNBUFFERED": "1"}
+        pods = {"RANK": str(node), "WORLD_SIZE": str(NODES), "MASTER_ADDR": address(), "MASTER_PORT": port, "PYTHONUNBUFFERED": "1"}
         return {**given, **pods, **pet(node, port)}
 
     return Platform([*container["command"], *container["args"]], environ, spec["runPolicy"]["backoffLimit"], False)
@@ -99,7 +109,7 @@ def skypilot() -> Platform:
 
     def environ(node: int, port: str) -> dict[str, str]:
         here = {"SKYPILOT_NUM_NODES": str(NODES), "SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
-        return {**task["envs"], **here, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+        return {**task["envs"], **here, "SKYPILOT_NODE_IPS": f"{address()}\n{address()}"}
 
     return Platform(["bash", "-c", task["run"]], environ, restarts, True)
 
@@ -112,7 +122,7 @@ def dstack() -> Platform:
 
     def environ(node: int, port: str) -> dict[str, str]:
         here = {"DSTACK_NODES_NUM": str(NODES), "DSTACK_NODE_RANK": str(node), "DSTACK_GPUS_PER_NODE": "1"}
-        return {**given, **here, "DSTACK_MASTER_NODE_IP": "127.0.0.1", "DSTACK_NODES_IPS": "127.0.0.1\n127.0.0.1"}
+        return {**given, **here, "DSTACK_MASTER_NODE_IP": address(), "DSTACK_NODES_IPS": f"{address()}\n{address()}"}
 
     return Platform(["bash", "-c", " && ".join(task["commands"])], environ, 10, True)
 
@@ -213,7 +223,9 @@ def straight(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path
     [(trainjob, "rank"), (trainjob, "machine"), (pytorchjob, "machine"), (skypilot, "machine"), (dstack, "machine")],
     ids=["trainjob rank", "trainjob pod", "pytorchjob pod", "skypilot", "dstack"],
 )
-def test_what_is_killed_starts_again(platform: Callable[[], Platform], victim: str, product: Product, straight: Path, tmp_path: Path) -> None:
+def test_what_is_killed_starts_again(
+    platform: Callable[[], Platform], victim: str, product: Product, straight: Path, tmp_path: Path
+) -> None:
     """A rank that dies is started again by torchrun, a machine by the platform."""
     folder = tmp_path / "run"
     machines = Machines(platform(), words({**SMALL, "data_path": product.data, "save": folder}), tmp_path)
@@ -229,7 +241,7 @@ def test_what_is_killed_starts_again(platform: Callable[[], Platform], victim: s
         machines.close()
     assert machines.restarted == 0 if victim == "rank" else machines.restarted >= 1
     taken = [int(number) for number in re.findall(rf" iteration +(\d+)/ *{ITERS}", machines.said())]
-    back = [after for before, after in zip(taken, taken[1:], strict=False) if after <= before]
+    back = [after for before, after in pairwise(taken) if after <= before]
     assert len(back) == 1 and back[0] > 16 and back[0] % 8 == 1, f"goes on behind a checkpoint: {taken}"
     assert exact_curve(folder) == exact_curve(straight)
     assert_same_state(folder / f"iter_{ITERS:07d}", straight / f"iter_{ITERS:07d}")
