@@ -5,13 +5,13 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh test
-packages=(skypilot==0.14.1 dstack==0.22.5 kubeflow-trainer-api==2.3.0 kubeflow-training==1.9.4 'ray[train]==2.60.0' pytest)
-stamp=.venv/launchers/installed-$(echo "${packages[@]}" | sha256sum | cut -c1-16)
+packages=(skypilot dstack kubeflow-trainer-api kubeflow-training 'ray[train]' pytest)
+stamp=.venv/launchers/installed-$(cat tests/launchers/constraints.txt tests/launchers.sh | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
     echo "installing ${packages[*]} into $PWD/.venv/launchers (once)"
     rm -rf .venv/launchers
     .venv/bin/python -m venv .venv/launchers
-    .venv/launchers/bin/python -m pip install --quiet --disable-pip-version-check "${packages[@]}"
+    .venv/launchers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint tests/launchers/constraints.txt "${packages[@]}"
     touch "$stamp"
 fi
 # Without the other tests' conftest, which imports torch.
