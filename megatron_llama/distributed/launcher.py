@@ -139,6 +139,11 @@ def launched_rank() -> str:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 
 
+def is_launched() -> bool:
+    """Whether torchrun or srun has started this process, and ends it when another one has ended."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
 def tell_torchrun(message: str) -> None:
     """Write an error where torchrun looks for it, as torch's ``record`` does. The last lines of
     its own report then say what was wrong, and not how a traceback could be had."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import traceback
 
-from megatron_llama.distributed.launcher import launched_rank, tell_torchrun
+from megatron_llama.distributed.launcher import is_launched, launched_rank, tell_torchrun
 from megatron_llama.errors import UserError
 
 
@@ -26,8 +25,7 @@ def await_rank0(error: UserError) -> None:
     """Wait until this process is asked to end, if rank 0 says for all ranks what is wrong; ten
     seconds, if nobody asks. torchrun, and srun with --kill-on-bad-exit, end every process as soon
     as one has ended: rank 0, too, before it has said a word."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
-    if launched and launched_rank() != "0" and error.everywhere:
+    if is_launched() and launched_rank() != "0" and error.everywhere:
         ends = signal.SIGTERM, signal.SIGINT
         signal.pthread_sigmask(signal.SIG_BLOCK, ends)
         signal.sigtimedwait(ends, 10.0)
