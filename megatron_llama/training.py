@@ -32,6 +32,7 @@ from megatron_llama.loop.build import (
     roll_back,
 )
 from megatron_llama.loop.callbacks import Callback, Callbacks, Evaluation, Run
+from megatron_llama.loop.facts import run_facts
 from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, require_outputs
 from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
@@ -39,6 +40,7 @@ from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.start import trained_weights
 from megatron_llama.loop.text_inputs import with_places
 from megatron_llama.loop.text_samples import SampleTexts
+from megatron_llama.metrics.events import END, FAULT, START
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
@@ -167,6 +169,9 @@ def train(
         # cannot start leaves the folder as it was.
         saver = Saver(config, mesh, optimizer, inputs.tokenizer, background, inputs.identity)
         log = stack.enter_context(open_log(config, mesh, state))
+        log.event(START, reached=log.reached, **run_facts(inputs, mesh))
+        # What the watch says of hanging ranks outlives this process in the file of events.
+        mesh.recorder.told = lambda words: log.tell(FAULT, words=words)
         # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
         if mesh.rank == 0:
             minutes = training.exit_duration_in_mins
@@ -202,6 +207,7 @@ def train(
             first_sample=bad_steps.first_sample(state),
             device=mesh.device,
         )
+        reason = "the last iteration"
         early_stop_reason = None
         stopped_by: Signals | None = None
 
@@ -273,7 +279,8 @@ def train(
                 interrupts.stop()
             called.saves(saver.take_written())
             if early_stop_reason:
-                log.say(f" stopped after iteration {state.iteration}: {early_stop_reason}")
+                reason = early_stop_reason
+                log.say(f" stopped after iteration {state.iteration}: {reason}")
                 break
             if stopping:
                 stopped_by = SIGNALS.get(request)
@@ -291,6 +298,7 @@ def train(
             with mesh.recorder.outside_steps("exporting"):
                 exported = export.write(state, saver.newest, log)
         called.end()
+        log.event(END, iteration=state.iteration, reason=reason)
         if stopped_by is not None:
             # A launcher may end the other ranks as soon as one has ended with another status than
             # 0: not before rank 0 has closed its logs.

@@ -32,6 +32,7 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
+from megatron_llama.metrics.events import SAVED
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.tokenizer.base import Tokenizer
 
@@ -112,6 +113,7 @@ class Saver:
                 keep=self._keep,
             )
             log.say(f" saved {path}")
+            log.event(SAVED, path=str(path))
             self._written.append(path)
         else:
             self._begin(self._folder, self._background, state, log, validation_loss)
@@ -183,6 +185,7 @@ class Saver:
             seconds = 0.0
             if outcome.error is None:
                 log.say(f" saved {outcome.target}")
+                log.event(SAVED, path=str(outcome.target))
                 self._written.append(Path(outcome.target))
             self._error = self._error or outcome.error
 

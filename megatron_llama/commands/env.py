@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import platform
-import sys
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_llama.config.parse import Parsed
+from megatron_llama.metrics.versions import package_version, versions
 from megatron_llama.plans.memory import sized
 
-PACKAGES = ("numpy", "safetensors", "sentencepiece", "tokenizers", "pyyaml", "tqdm", "transformers")
+OWN_ROWS = ("megatron_llama", "python", "torch")
+"""Versions that stand above what the machine has."""
 
 
 def env(parsed: Parsed) -> None:
@@ -19,16 +19,16 @@ def env(parsed: Parsed) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama import __version__
     from megatron_llama.distributed import device as devices
 
     device = devices.accelerator(0)
     host = devices.is_host(device)
+    own = versions()
     rows = {
-        "megatron_llama": __version__,
-        "python": sys.version.split()[0],
+        "megatron_llama": own["megatron_llama"],
+        "python": own["python"],
         "platform": platform.platform(),
-        "torch": torch.__version__,
+        "torch": own["torch"],
         "device": ("CPU, " if host else f"{devices.accelerator_count()} x ") + devices.name(device),
         "threads": str(torch.get_num_threads()),
         "memory": sized(devices.memory_bytes(device)),
@@ -40,18 +40,11 @@ def env(parsed: Parsed) -> None:
             )
             if found
         ),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: version for name, version in own.items() if name not in OWN_ROWS},
         "apex": apex_found(),
     }
     for name, value in rows.items():
         print(f"{name:<15}{value}")
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def apex_found() -> str:
@@ -60,7 +53,7 @@ def apex_found() -> str:
     spec = find_spec("apex")
     if spec is None:
         return "not installed"
-    version = _version("apex")
+    version = package_version("apex")
     if not any(
         Path(place, "normalization").is_dir() for place in spec.submodule_search_locations or ()
     ):

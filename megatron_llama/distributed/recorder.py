@@ -91,6 +91,8 @@ class Recorder:
     """What was sent last: an exchange, or axis and operation."""
     waits: dict[int, Wait] = field(default_factory=dict)
     """By thread, what it waits for."""
+    told: Callable[[str], None] | None = None
+    """If set, called with what the watch says of ranks that hang or are gone, from any thread."""
     transfers: WeakSet[Disconnects] = field(default_factory=WeakSet, repr=False)
     """What holds on to connections of gloo, which end only when nobody does any more."""
 
@@ -110,6 +112,11 @@ class Recorder:
         self.enter(words)
         yield
         self.enter(doing)
+
+    def tell(self, words: str) -> None:
+        """Hand ``words`` about hanging or missing ranks to whoever keeps them."""
+        if self.told is not None:
+            self.told(words)
 
     def count(self, axis: str, operation: str, size: int, bucket: int | None = None) -> Note | None:
         """Count one operation of ``size`` bytes that is issued now. Returns its note if a timeline

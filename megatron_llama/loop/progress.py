@@ -57,6 +57,8 @@ class Progress:
         self._steps = 0
         self._samples = 0
         self._since = time.perf_counter()
+        self._sent = self._data_parallel_bytes()
+        """What had been sent at the last line."""
         self._skipped = 0
         self._good = 0
         self._good_losses = 0.0
@@ -153,6 +155,7 @@ class Progress:
                 compute=self._spread(interval),
                 numbers={name: _finite(value) for name, value in found.counted.items()},
                 names=self._names,
+                data_parallel_bytes=(self._data_parallel_bytes() - self._sent) / interval.steps,
             )
         )
         self._begin_interval()
@@ -191,6 +194,17 @@ class Progress:
         self._steps = 0
         self._samples = 0
         self._since = time.perf_counter()
+        self._sent = self._data_parallel_bytes()
+
+    def _data_parallel_bytes(self) -> int:
+        """What this rank has issued over the data-parallel axes so far."""
+        # Prefetching threads add kinds of messages while the loop reads.
+        traffic = self._mesh.recorder.traffic.copy()
+        return sum(
+            one.bytes
+            for (axis, operation), one in traffic.items()
+            if axis.startswith("dp") and operation != "receive"
+        )
 
 
 def _finite(number: float) -> float | None:

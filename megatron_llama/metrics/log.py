@@ -14,9 +14,12 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from megatron_llama.errors import CheckpointError, TrainingError
+from megatron_llama.metrics.events import END, REWIND, EventFile
 from megatron_llama.metrics.window import Spread
 
 FILE_NAME = "log.jsonl"
+TAIL_BYTES = 1 << 16
+"""The end of a file in which its last whole line is."""
 NOTHING = -1
 """The last iteration that ``truncate`` keeps where it is to keep none."""
 
@@ -73,6 +76,9 @@ class StepRecord:
     numbers: Mapping[str, float | None] = field(default_factory=dict)
     """What the objective of the run counts beside its loss, by name; None as for ``lm_loss``."""
     names: LossNames = LANGUAGE_MODEL
+    data_parallel_bytes: float | None = None
+    """Per iteration, what this rank has issued over the data-parallel axes; of a collective the
+    bytes of the whole bucket, as plans count them."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ _JSON_KEYS = (
     "tflops_per_gpu",
     "mfu",
     "exposed_comm_ms",
+    "data_parallel_bytes",
     "elapsed_ms",
     "peak_memory_bytes",
     "global_batch_size",
@@ -279,6 +286,10 @@ class MetricLog:
         self._line = line
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
+        self._events = EventFile(folder) if prints and folder is not None else None
+        self.reached = 0
+        """The last iteration of which the file had a line when it was opened: what an interrupted
+        run has done."""
         self.evaluated: dict[int, float] = {}
         """By iteration, the loss of each evaluation of the run, those before a resume included. It
         is filled on the rank that prints."""
@@ -308,6 +319,9 @@ class MetricLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._events is not None:
+            words = str(error) or type(error).__name__
+            self._events.tell(END, error=words)
         self.close()
 
     def close(self) -> None:
@@ -323,6 +337,7 @@ class MetricLog:
 
     def _open(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.reached = last_iteration(path)
         kept = truncate(path, iteration)
         self.evaluated = {
             entry["iteration"]: entry["validation_loss"]
@@ -336,11 +351,23 @@ class MetricLog:
         if self._file is not None:
             self._file.close()
             self._open(Path(self._file.name), iteration)
+        self.event(REWIND, iteration=iteration, reached=self.reached)
         for logger in self._loggers:
             logger.rewind(iteration)
         if self._bar is not None:
             self._bar.n = iteration
             self._bar.refresh()
+
+    def event(self, what: str, **details: Any) -> None:
+        """Append what has happened to the run to ``events.jsonl``, of which nothing is ever taken
+        back. Raises CheckpointError."""
+        if self._events is not None:
+            self._events.append(what, **details)
+
+    def tell(self, what: str, **details: Any) -> None:
+        """As ``event``, from any thread and whatever happens: what cannot be written is lost."""
+        if self._events is not None:
+            self._events.tell(what, **details)
 
     def advance(self) -> None:
         """Move the progress bar by one optimizer step."""
@@ -417,6 +444,23 @@ class MetricLog:
                 raise CheckpointError(
                     self._file.name, got=error.strerror, expected="to append a line", do=do
                 ) from error
+
+
+def last_iteration(path: Path) -> int:
+    """Return the iteration of the last whole line of ``path``; 0 where there is none."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)["iteration"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if isinstance(found, int):
+            return found
+    return 0
 
 
 def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:

@@ -378,6 +378,7 @@ def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable
     assert contents(tmp_path / "iter_0000003") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best",
+        "events.jsonl",
         "iter_0000003",
         "last",
         "latest_checkpointed_iteration.txt",

@@ -44,6 +44,7 @@ RECORD = StepRecord(
     exposed_comm_ms=1.25,
     peak_memory_bytes=1_320_702_444,
     eta_seconds=3723.4,
+    data_parallel_bytes=8_388_608.0,
 )
 KEYS = {
     "iteration",
@@ -58,6 +59,7 @@ KEYS = {
     "tflops_per_gpu",
     "mfu",
     "exposed_comm_ms",
+    "data_parallel_bytes",
     "elapsed_ms",
     "peak_memory_bytes",
     "global_batch_size",

@@ -70,6 +70,7 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
         blamed = _blamed(found, place.rank, timeout)
         if blamed is not None and not alone:
             print_error(blamed)
+            watch.recorder.tell(str(blamed))
             raise blamed from error
         if place.joined and not alone:
             # A message has failed in a group that nobody watches: some rank has left it.

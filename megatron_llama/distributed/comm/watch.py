@@ -231,12 +231,10 @@ class Watch:
         place = hang_report(self.recorder)
         rank = str(self._place.rank)
         if not self._noted and store.compare_set(f"slow/{place}", "", rank) == rank.encode():
-            print(
-                f"note: rank {rank} has been in {place} for {seconds:.0f} s: it is slow, or it "
-                "stands still",
-                file=sys.stderr,
-                flush=True,
-            )
+            words = f"rank {rank} has been in {place} for {seconds:.0f} s: it is slow, or it "
+            words += "stands still"
+            print(f"note: {words}", file=sys.stderr, flush=True)
+            self.recorder.tell(words)
         self._noted = True
 
     def _run(self, store: Store) -> None:
@@ -276,11 +274,11 @@ class Watch:
             if found.stuck
             else ""
         )
-        print(
-            f"rank {self._place.rank} was stuck, and was ended: {found.reason}{found.places}{late}",
-            file=sys.stderr,
-            flush=True,
+        words = (
+            f"rank {self._place.rank} was stuck, and was ended: {found.reason}{found.places}{late}"
         )
+        print(words, file=sys.stderr, flush=True)
+        self.recorder.tell(words)
         if store is not None and found.stuck and self._place.rank == 0:
             self._linger(store, found.silent)
         os._exit(1)

@@ -1,0 +1,55 @@
+"""``events.jsonl``: what has happened to a run, beside its curve.
+
+``log.jsonl`` is one consistent curve: what was done twice is there once. This file is the other
+half of the truth, for ``report``: every start with its configuration, every return to a checkpoint,
+every save, and how each process came to its end. Lines are appended and never taken back.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.errors import CheckpointError
+
+FILE_NAME = "events.jsonl"
+START = "start"
+"""A process began to train. The line has all that ``loop/facts.py`` gathers."""
+REWIND = "rewind"
+"""The run went back to ``iteration``, when its log had come to ``reached``."""
+SAVED = "saved"
+"""The checkpoint ``path`` is complete."""
+FAULT = "fault"
+"""What the watch said, in ``words``, of ranks that hang or are gone."""
+END = "end"
+"""The process came to its end: for a ``reason`` at ``iteration``, or with an ``error``. Where it is
+missing the process was killed."""
+
+
+class EventFile:
+    """Appends lines to the file of a run. Any thread may call it: each line is one write."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """``folder`` has to exist when the first line is written."""
+        self.path = Path(folder) / FILE_NAME
+
+    def append(self, what: str, **details: Any) -> None:
+        """Write one line, with the time of day. Raises CheckpointError."""
+        now = datetime.now().isoformat(timespec="seconds")
+        line = json.dumps({"event": what, "time": now, **details}) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            do = "free space or mend the permissions, and resume with --load"
+            raise CheckpointError(
+                self.path, got=error.strerror, expected="to append a line", do=do
+            ) from error
+
+    def tell(self, what: str, **details: Any) -> None:
+        """As ``append``, where something has gone wrong already: what cannot be written is lost."""
+        with suppress(CheckpointError):
+            self.append(what, **details)
