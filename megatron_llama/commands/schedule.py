@@ -9,8 +9,8 @@ from types import MappingProxyType
 from megatron_llama.commands.common.configs import ScheduleConfig
 from megatron_llama.commands.common.plan_outputs import write_drawing, write_page
 from megatron_llama.config.parse import Parsed
+from megatron_llama.metrics.page import code, page
 from megatron_llama.metrics.svg import Drawing
-from megatron_llama.planner.picture import code, page
 from megatron_llama.plans.schedule import (
     Action,
     Costs,

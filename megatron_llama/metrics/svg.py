@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
 
@@ -32,12 +33,42 @@ class Drawing:
         self._elements.append(f"<rect{_paint(fill, css_class)} {place}{more}>{title}</rect>")
 
     def line(
-        self, x: float, y: float, to_x: float, to_y: float, *, stroke: str, dashes: str = ""
+        self,
+        x: float,
+        y: float,
+        to_x: float,
+        to_y: float,
+        *,
+        stroke: str = "",
+        dashes: str = "",
+        css_class: str = "",
+        tip: str = "",
     ) -> None:
-        """Draw a straight line. ``dashes``: pixels drawn and left out in turn, such as ``4 3``."""
+        """Draw a straight line. ``dashes``: pixels drawn and left out in turn, such as ``4 3``.
+        ``tip`` is shown while the mouse is over it."""
         more = f' stroke-dasharray="{dashes}"' if dashes else ""
+        more += f' stroke="{stroke}"' if stroke else ""
         ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
-        self._elements.append(f'<line {ends} stroke="{stroke}"{more}/>')
+        title = f"<title>{escape(tip)}</title>" if tip else ""
+        self._elements.append(f"<line{_paint('', css_class)} {ends}{more}>{title}</line>")
+
+    def strokes(self, places: Iterable[float], y: float, to_y: float, *, css_class: str) -> None:
+        """Draw a vertical line from ``y`` to ``to_y`` at each of ``places``."""
+        drawn = "".join(f"M{x:g},{y:g}V{to_y:g}" for x in places)
+        self._elements.append(f'<path{_paint("none", css_class)} d="{drawn}"/>')
+
+    def curve(
+        self, points: Iterable[tuple[float, float]], *, stroke: str = "", css_class: str = ""
+    ) -> None:
+        """Draw straight lines from each point to the next, or a dot if there is only one."""
+        places = [f"{x:.1f},{y:.1f}" for x, y in points]
+        # A line of no length is a dot where its ends are round.
+        whole = " ".join(places if len(places) > 1 else places * 2)
+        more = f' stroke="{stroke}"' if stroke else ""
+        self._elements.append(
+            f'<polyline{_paint("none", css_class)} points="{whole}"{more} stroke-linecap="round" '
+            'stroke-linejoin="round"/>'
+        )
 
     def text(
         self,
@@ -58,16 +89,21 @@ class Drawing:
             f'<text{_paint(fill, css_class)} x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
         )
 
-    def svg(self, *, inline: bool = False, style: str = "") -> str:
+    def svg(
+        self, *, inline: bool = False, style: str = "", title: str = "", description: str = ""
+    ) -> str:
         """The ``<svg>`` element: a file of its own or, ``inline``, a part of an HTML page, which
-        needs no namespace. ``style`` is what a file says of its CSS classes."""
+        needs no namespace. ``style`` is what a file says of its CSS classes; ``title`` and
+        ``description`` are what a screen reader says."""
         size = f'width="{self._width:.0f}" height="{self._height:.0f}"'
         view = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}"'
         form = 'role="img" font-family="sans-serif"'
         namespace = "" if inline else 'xmlns="http://www.w3.org/2000/svg" '
         opened = f"<svg {namespace}{view} {size} {form}>"
+        named = [f"<title>{escape(title)}</title>"] if title else []
+        named += [f"<desc>{escape(description)}</desc>"] if description else []
         styles = [f"<style>{style}</style>"] if style else []
-        return "\n".join([opened, *styles, *self._elements, "</svg>"])
+        return "\n".join([opened, *named, *styles, *self._elements, "</svg>"])
 
 
 def _paint(fill: str, css_class: str) -> str:

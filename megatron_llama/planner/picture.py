@@ -1,14 +1,14 @@
-"""Pages with pictures that need nothing but a browser: tables, bars and timelines in one HTML
-file."""
+"""Pictures for pages and files: rows of bars over one axis, which are timelines or parts of a
+whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from math import floor, log10
 from types import MappingProxyType
 
+from megatron_llama.metrics.page import BARS, key
 from megatron_llama.metrics.svg import Drawing
 
 WIDTH = 1160
@@ -21,7 +21,6 @@ GAP = 4
 LETTER = 6.2
 """Pixels of a letter of a bar's text."""
 GREY = "#808894"
-PALE = "#e3e6eb"
 RED = "#c0504d"
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
@@ -45,27 +44,6 @@ PALETTE = (
     *("#8a63b8", "#6b6f76", RED, "#1c8c62", "#e08214"),
 )
 """Colours of the parts of a whole, in order."""
-BARS = """
-rect.b { stroke: #fff; stroke-width: .4 }
-text.n { fill: #fff; pointer-events: none }
-"""
-"""How bars look, on a page and in a file of their own."""
-STYLE = f"""
-{BARS.strip()}
-body {{ font: 14px/1.45 system-ui, sans-serif; color: #222831; margin: 24px; max-width: 1200px }}
-h1 {{ font-size: 20px }}
-h2 {{ font-size: 16px; margin-top: 28px }}
-p {{ max-width: 80em }}
-pre {{ white-space: pre-wrap }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: 3px 9px; text-align: right; white-space: nowrap }}
-th, td {{ border-bottom: 1px solid #e3e6eb }}
-th {{ font-weight: 600 }}
-td.t, th.t {{ text-align: left }}
-svg {{ display: block; margin: 6px 0; font: 11px system-ui, sans-serif }}
-.k {{ display: inline-block; margin-right: 14px }}
-.k i {{ display: inline-block; width: 11px; height: 11px; margin-right: 5px }}
-"""
 
 
 @dataclass(frozen=True)
@@ -92,54 +70,6 @@ class BarRow:
         """Return the row in a unit ``factor`` times smaller."""
         bars = [replace(one, begin=one.begin * factor, end=one.end * factor) for one in self.bars]
         return BarRow(self.label, bars)
-
-
-def page(title: str, parts: Iterable[str]) -> str:
-    """Return a whole file. ``parts`` come from ``heading``, ``table`` and the others."""
-    name = escape(title)
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-    start = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>'
-    return "\n".join([start, "<body>", f"<h1>{name}</h1>", *parts, "</body></html>", ""])
-
-
-def heading(text: str) -> str:
-    """Return the heading of a section."""
-    return f"<h2>{escape(text)}</h2>"
-
-
-def paragraph(text: str) -> str:
-    """Return plain text."""
-    return f"<p>{escape(text)}</p>"
-
-
-def code(text: str) -> str:
-    """Return text to be copied."""
-    return f"<pre>{escape(text)}</pre>"
-
-
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (0,)
-) -> str:
-    """Return a table. ``words`` are the columns of text; the others are numbers."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        kinds = [' class="t"' if place in words else "" for place in range(len(cells))]
-        written = zip(kinds, cells, strict=True)
-        return (
-            f"<tr>{''.join(f'<{tag}{kind}>{escape(cell)}</{tag}>' for kind, cell in written)}</tr>"
-        )
-
-    body = (row(cells, "td") for cells in rows)
-    return "\n".join(["<table>", row(head, "th"), *body, "</table>"])
-
-
-def key(names: Iterable[tuple[str, str]]) -> str:
-    """Return what colours mean. ``names`` are (words, colour)."""
-    entries = (
-        f'<span class="k"><i style="background:{colour}"></i>{escape(words)}</span>'
-        for words, colour in names
-    )
-    return f"<p>{''.join(entries)}</p>"
 
 
 @dataclass(frozen=True)
@@ -173,14 +103,37 @@ class Chart:
         return canvas.svg(style=f"{BARS}text {{ font-size: 11px }}") + "\n"
 
 
+@dataclass(frozen=True)
+class Frame:
+    """The size of a drawing."""
+
+    width: float = WIDTH
+    """Pixels."""
+    margin: float = MARGIN
+    """Pixels of the labels on the left."""
+    ticks: int = 10
+    """So many at most."""
+
+
+WIDE = Frame()
+NARROW = Frame(380, 66, 5)
+"""Fits on a telephone."""
+
+
 def drawing(
-    rows: Sequence[BarRow], whole: float, unit: str, *, marks: Iterable[tuple[float, str]] = ()
+    rows: Sequence[BarRow],
+    whole: float,
+    unit: str,
+    *,
+    marks: Iterable[tuple[float, str]] = (),
+    frame: Frame = WIDE,
+    title: str = "",
 ) -> str:
     """Return rows over one axis from 0 to ``whole`` in ``unit``. ``marks`` are places that a line
-    shows, and their names."""
-    canvas = Drawing(WIDTH, _height(rows))
-    _draw(canvas, 0, rows, whole, unit, marks)
-    return canvas.svg(inline=True)
+    shows, and their names; ``title`` is what a screen reader says."""
+    canvas = Drawing(frame.width, _height(rows))
+    _draw(canvas, 0, rows, whole, unit, marks, frame)
+    return f'<div class="wide">{canvas.svg(inline=True, title=title)}</div>'
 
 
 def _height(rows: Sequence[BarRow]) -> int:
@@ -195,39 +148,42 @@ def _draw(
     whole: float,
     unit: str,
     marks: Iterable[tuple[float, str]],
+    frame: Frame = WIDE,
 ) -> None:
     """Draw the rows ``offset`` pixels below the upper edge."""
-    scale = (WIDTH - MARGIN - 20) / whole if whole > 0 else 0.0
+    left = frame.margin
+    scale = (frame.width - left - 20) / whole if whole > 0 else 0.0
     bottom = offset + len(rows) * (ROW + GAP) + GAP
-    step = _tick(whole)
+    step = _tick(whole, frame.ticks)
     ticks = int(whole / step + 1e-9) + 1 if step else 1
     for tick in range(ticks):
-        x = MARGIN + tick * step * scale
+        x = left + tick * step * scale
         name = f"{tick * step:g}{f' {unit}' if tick == ticks - 1 else ''}"
-        canvas.line(x, offset, x, bottom, stroke=PALE)
+        canvas.line(x, offset, x, bottom, css_class="g")
         canvas.text(x, bottom + 14, name, fill=GREY, anchor="middle")
     for place, row in enumerate(rows):
         top = offset + GAP + place * (ROW + GAP)
-        canvas.text(MARGIN - 8, top + 14, row.label, anchor="end")
-        canvas.box(MARGIN, top, whole * scale, ROW, fill="#f7f8fa")
+        canvas.text(left - 8, top + 14, row.label, anchor="end")
+        canvas.box(left, top, whole * scale, ROW, css_class="r")
         for bar in _visible(row.bars, scale):
-            x = MARGIN + bar.begin * scale
+            x = left + bar.begin * scale
             width = (bar.end - bar.begin) * scale
             canvas.box(x, top, max(width, 0.3), ROW, fill=bar.colour, tip=bar.tip, css_class="b")
             if bar.text and width > LETTER * len(bar.text) + 2:
                 canvas.text(x + width / 2, top + 14, bar.text, anchor="middle", css_class="n")
     for value, name in marks:
-        x = MARGIN + value * scale
+        x = left + value * scale
         canvas.line(x, offset, x, bottom, stroke=RED, dashes="4 3")
         canvas.text(x - 4, bottom + 30, name, fill=RED, anchor="end")
 
 
-def _tick(whole: float) -> float:
-    """The distance of two ticks: 1, 2 or 5 times a power of ten, for at most ten of them."""
+def _tick(whole: float, count: int) -> float:
+    """The distance of two ticks: 1, 2 or 5 times a power of ten, for at most ``count`` of them."""
     if whole <= 0:
         return 0.0
     step = 10.0 ** floor(log10(whole) - 1)
-    return next(step * factor for factor in (1, 2, 5, 10) if whole <= 10.001 * step * factor)
+    fits = (step * factor for factor in (1, 2, 5, 10, 20, 50))
+    return next(distance for distance in fits if whole <= (count + 0.01) * distance)
 
 
 def _visible(bars: Sequence[Bar], scale: float) -> Iterator[Bar]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from textwrap import dedent
 from typing import Any
 
 from megatron_llama.errors import counted
+from megatron_llama.metrics.page import Cell, html_table
+from megatron_llama.metrics.page import page as html_page
 from megatron_llama.metrics.svg import Drawing
 from megatron_llama.prove.compare import Row
 from megatron_llama.prove.locate import Location
@@ -238,28 +240,6 @@ def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-_STYLE = """
-:root { color-scheme: light dark; --soft: light-dark(#5b6472, #9aa4b2);
-  --rule: light-dark(#e3e6eb, #333a45); --good: light-dark(#1c7c54, #4cc38a);
-  --bad: light-dark(#b3362f, #ff7b72); --bar: light-dark(#3168be, #6ea8fe) }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 24px auto; max-width: 1100px;
-  padding: 0 16px; background: light-dark(#fff, #14181f); color: light-dark(#222831, #e4e8ee) }
-h1 { font-size: 22px } h2 { font-size: 18px; margin-top: 36px } h3 { font-size: 15px }
-.good { color: var(--good); font-weight: 600 } .bad { color: var(--bad); font-weight: 600 }
-.soft { color: var(--soft) }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: 4px 12px 4px 0; text-align: left; vertical-align: top;
-  border-bottom: 1px solid var(--rule) }
-th.n, td.n { text-align: right }
-th, td.k, td.n, td.good, td.bad { white-space: nowrap }
-td:last-child { min-width: 15em }
-td code { overflow-wrap: normal } td.k code { white-space: nowrap }
-code, pre { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap }
-svg { display: block; margin: 4px 0; font: 11px system-ui, sans-serif; max-width: 100%;
-  height: auto; color: var(--soft) }
-rect.ok { fill: var(--bar) } rect.no { fill: var(--bad) } text.s { fill: var(--soft) }
-""".strip()
 _CHART_HEIGHT = 90.0
 _BAR = 14.0
 _BAR_STEP = 22.0
@@ -286,18 +266,7 @@ def page(proofs: Sequence[Proof], title: str) -> str:
     kind = "good" if all(proof.holds for proof in proofs) else "bad"
     found = f'<span class="{kind}">{escape(verdict(proofs))}</span>'
     body = (part for proof in proofs for part in _section(proof))
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head>",
-            f"<body><h1>{escape(title)}</h1><p>{found}</p>",
-            *body,
-            "</body></html>",
-            "",
-        ]
-    )
+    return html_page(title, [f"<p>{found}</p>", *body])
 
 
 def _section(proof: Proof) -> Iterator[str]:
@@ -306,7 +275,7 @@ def _section(proof: Proof) -> Iterator[str]:
     if proof.location is not None:
         yield "".join(f"<p>{escape(line.strip())}</p>" for line in _located(proof.location))
     head = (("check", ""), ("what", ""), ("", ""), ("got", "n"), ("bound", "n"), ("worst at", ""))
-    yield _html_table(head, [row for check in proof.checks for row in _check_rows(check)])
+    yield html_table(head, [row for check in proof.checks for row in _check_rows(check)])
     charts = [
         (check, group)
         for check in proof.checks
@@ -335,16 +304,12 @@ def _section(proof: Proof) -> Iterator[str]:
             for one in proof.case.notes
         ]
         top = (("option", ""), ("yours", ""), ("here", ""), ("why", ""))
-        yield _html_table(top, cells)
+        yield html_table(top, cells)
     options = " ".join(f"{name}={value!r}" for name, value in proof.case.options.items())
     yield f"<h3>Its options</h3><p><code>{escape(options)}</code></p>"
 
 
-_Cell = tuple[str, str]
-"""HTML, and the class of the cell."""
-
-
-def _check_rows(check: CheckResult) -> Iterator[tuple[_Cell, ...]]:
+def _check_rows(check: CheckResult) -> Iterator[tuple[Cell, ...]]:
     name = escape(check.name)
     if check.not_run:
         reason = f'<span class="soft">not run: {escape(check.not_run)}</span>'
@@ -363,28 +328,6 @@ def _check_rows(check: CheckResult) -> Iterator[tuple[_Cell, ...]]:
     if check.partly:
         left = f'<span class="soft">not compared: {escape(check.partly)}</span>'
         yield ((name, "k"), (left, ""))
-
-
-def _html_table(head: Sequence[_Cell], rows: Iterable[Sequence[_Cell]]) -> str:
-    """Return a table that scrolls where it is wider than the page. The last cell of a row that is
-    shorter than its head runs to the end of it."""
-    top = "".join(_html_cell("th", cell) for cell in head)
-    body = (
-        "".join(
-            _html_cell("td", cell, 1 if place < len(row) else len(head) - len(row) + 1)
-            for place, cell in enumerate(row, 1)
-        )
-        for row in rows
-    )
-    written = "\n".join(f"<tr>{row}</tr>" for row in body)
-    return f'<div class="wide"><table><tr>{top}</tr>\n{written}</table></div>'
-
-
-def _html_cell(tag: str, cell: _Cell, columns: int = 1) -> str:
-    text, kind = cell
-    shown = f' class="{kind}"' if kind else ""
-    wide = f' colspan="{columns}"' if columns > 1 else ""
-    return f"<{tag}{shown}{wide}>{text}</{tag}>"
 
 
 def _chart(group: Group) -> str:
