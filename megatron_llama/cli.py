@@ -30,6 +30,8 @@ class Command:
     summary: str
     positional: tuple[str, ...] = ()
     """Options whose values may follow the command in this order, without their names."""
+    rest: str = ""
+    """An option of several values that takes all words before the first flag."""
     words: str = "[--config FILE.yaml] [--option value ...]"
     """What follows the command on its line of usage."""
 
@@ -161,6 +163,14 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "Show on this machine, before a cluster is booked, that a run computes what it should.",
             words="--config FILE.yaml [any option of pretrain or sft] [--option value ...]",
         ),
+        "report": Command(
+            "report",
+            "report",
+            "commands.common.configs:ReportConfig",
+            "What became of a run: curves, plan and measurement, faults; or of several.",
+            words="RUN [RUN ...] [--html FILE] [--option value ...]",
+            rest="runs",
+        ),
         "env": Command(
             "env",
             "env",
@@ -245,7 +255,7 @@ def run(words: list[str]) -> int:
     from megatron_llama.config.megatron_names import ALIASES, MEGATRON
     from megatron_llama.config.parse import parse
 
-    words = _with_dry_run_value(_with_names(words, command.positional))
+    words = _with_dry_run_value(_with_names(words, command.positional, command.rest))
     parsed = parse(words, sections, aliases={**MEGATRON, **ALIASES}, owners=_commands_with)
     if launched_rank() == "0" and not command.logs_notes:
         for note in parsed.notes:
@@ -262,9 +272,12 @@ def _commands_with(option: str) -> list[str]:
     ]
 
 
-def _with_names(words: list[str], names: Sequence[str]) -> list[str]:
+def _with_names(words: list[str], names: Sequence[str], rest: str) -> list[str]:
     """Turn the words before the first flag into the options that they stand for."""
-    leading = list(takewhile(lambda word: not word.startswith("--"), words))[: len(names)]
+    leading = list(takewhile(lambda word: not word.startswith("--"), words))
+    if rest and leading:
+        return [f"--{rest}", *words]
+    leading = leading[: len(names)]
     options = [f"--{name}={word}" for name, word in zip(names, leading, strict=False)]
     return [*options, *words[len(leading) :]]
 

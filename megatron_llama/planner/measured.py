@@ -36,33 +36,13 @@ PASSES: Mapping[str, Op] = MappingProxyType(
 def config_of(recorded: Recorded, path: Path) -> Config:
     """Return the configuration of the run, with as many microbatches as the recorded steps had.
     Raises ConfigError if it cannot be read, or cannot have run on so many ranks."""
-    where = f"{path} config"
+    config = read_config(recorded.config, f"{path} config")
     again = "record it again with this version"
-    kinds = get_type_hints(Config)
-    unknown = [name for name in recorded.config if name not in kinds]
-    sections: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        hints = get_type_hints(kind)
-        values = recorded.config.get(name)
-        values = values if isinstance(values, Mapping) else {}
-        known = {item.name for item in fields(kind)}
-        unknown += [f"{name}.{key}" for key in values if key not in known]
-        sections[name] = kind(
-            **{
-                key: tuple(value) if get_origin(hints[key]) is tuple else value
-                for key, value in values.items()
-                if key in known
-            }
-        )
-    if unknown:
-        expected = "options of this version"
-        raise ConfigError(where, got=", ".join(unknown), expected=expected, do=again)
-    config = Config(**sections)
     try:
         found = problems(config, recorded.ranks)
     except (TypeError, AttributeError) as error:
         expected = "values of the options' kinds"
-        raise ConfigError(where, got=error, expected=expected, do=again) from None
+        raise ConfigError(f"{path} config", got=error, expected=expected, do=again) from None
     if found:
         on = f"its {recorded.ranks} ranks"
         raise ConfigError(
@@ -81,6 +61,33 @@ def config_of(recorded: Recorded, path: Path) -> Config:
     batch = samples * (recorded.ranks // model_parallel)
     training = replace(config.training, global_batch_size=batch, rampup_batch_size=())
     return replace(config, training=training)
+
+
+def read_config(content: Mapping[str, Any], where: str) -> Config:
+    """Return the configuration of which ``asdict`` has made ``content``. Raises ConfigError for
+    options that this version does not have."""
+    kinds = get_type_hints(Config)
+    unknown = [name for name in content if name not in kinds]
+    sections: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        hints = get_type_hints(kind)
+        values = content.get(name)
+        values = values if isinstance(values, Mapping) else {}
+        known = {item.name for item in fields(kind)}
+        unknown += [f"{name}.{key}" for key in values if key not in known]
+        sections[name] = kind(
+            **{
+                key: tuple(value) if get_origin(hints[key]) is tuple else value
+                for key, value in values.items()
+                if key in known
+            }
+        )
+    if unknown:
+        expected = "options of this version"
+        raise ConfigError(
+            where, got=", ".join(unknown), expected=expected, do="record it again with this version"
+        )
+    return Config(**sections)
 
 
 @dataclass(frozen=True)

@@ -253,5 +253,21 @@ class ProveConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    """Which runs are shown, and where."""
+
+    runs: tuple[str, ...] = ()
+    """Folders of runs (their `--save`), finished or not, or a `log.jsonl`. Several are compared."""
+    html: str | None = None
+    """Write this page: one file below 1 MB that needs nothing but a browser. Default: the numbers
+    are printed, and that is all."""
+    json: str | None = None
+    """Also write the numbers of the page into this file."""
+    coefficients: str | None = None
+    """A file of `plan calibrate`: the speeds with which steps are planned. Default: those of the
+    run's GPU, if the planner knows it."""
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """This command has no options."""
