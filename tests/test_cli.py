@@ -79,7 +79,7 @@ def test_a_usage_line_can_be_typed(name: str, capsys: pytest.CaptureFixture[str]
     flags = set(re.findall(r"--[a-z-]+", usage))
     assert status == 0 and (name == "inspect" or flags - known <= {"--model"})
     leading = [word for word in usage.split(" [")[0].split(" --")[0].split() if not word.startswith("[")]
-    assert name == "inspect" or len(leading) == len(command.positional) * (name != "plan")
+    assert name == "inspect" or len(leading) == len(command.positional) * (name != "plan") + bool(command.rest)
     assert "()" not in out and "('" not in out and "(default: )" not in out
 
 
@@ -93,7 +93,7 @@ def test_notes_are_said_by_every_command(capsys: pytest.CaptureFixture[str], mon
     assert said(capsys, *argv)[2] == ""
 
 
-ALL = "expected one of quickstart, preprocess, pretrain, sft, align, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, prove, env"
+ALL = "expected one of quickstart, preprocess, pretrain, sft, align, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, prove, report, env"
 UNKNOWN = "got an unknown flag, expected an option of this command"
 
 

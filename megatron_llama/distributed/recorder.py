@@ -7,6 +7,7 @@ assignment of values that nobody changes, and nothing is formatted when it is wr
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class Recorder:
 
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     """By (axis, operation)."""
+    evaluation_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Those bytes of ``traffic`` that evaluations have issued."""
     events: list[str] | None = None
     """If a list, what happened, in the order of issue; tests set it."""
     exposed_seconds: float = 0.0
@@ -126,6 +129,8 @@ class Recorder:
         traffic = self.traffic.setdefault((axis, operation), Traffic())
         traffic.calls += 1
         traffic.bytes += size
+        if self.evaluating:
+            self.evaluation_bytes[axis, operation] += size
         return self.begin("message", (axis, operation, size, bucket))
 
     def begin(self, kind: str, what: object) -> Note | None:

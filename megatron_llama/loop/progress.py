@@ -59,6 +59,8 @@ class Progress:
         self._since = time.perf_counter()
         self._sent = self._data_parallel_bytes()
         """What had been sent at the last line."""
+        self._sent_until: int | None = None
+        """The iteration of that line."""
         self._skipped = 0
         self._good = 0
         self._good_losses = 0.0
@@ -77,6 +79,8 @@ class Progress:
         """Record the step that leads to ``state`` and has been issued, and check the one before it.
         ``counted`` is what the objective counts beside the loss. ``last``: it is the last one of
         the run. Raises TrainingError if the run must not go on."""
+        if self._sent_until is None:
+            self._sent_until = state.iteration - 1
         self.check_last_step()
         if self._bad_steps.rollback_needed:
             return
@@ -113,6 +117,8 @@ class Progress:
         self._pending = None
         self._checked = None
         self.losses = {step: loss for step, loss in self.losses.items() if step <= iteration}
+        self._sent = self._data_parallel_bytes()
+        self._sent_until = iteration
         self._begin_interval()
 
     def _write(self, outcome: Outcome, lr: float) -> None:
@@ -155,7 +161,7 @@ class Progress:
                 compute=self._spread(interval),
                 numbers={name: _finite(value) for name, value in found.counted.items()},
                 names=self._names,
-                data_parallel_bytes=(self._data_parallel_bytes() - self._sent) / interval.steps,
+                data_parallel_bytes=self._take_data_parallel_bytes(outcome.state.iteration),
             )
         )
         self._begin_interval()
@@ -194,16 +200,24 @@ class Progress:
         self._steps = 0
         self._samples = 0
         self._since = time.perf_counter()
-        self._sent = self._data_parallel_bytes()
+
+    def _take_data_parallel_bytes(self, iteration: int) -> float:
+        """What a step has sent since the last line. A message may go out a moment later than its
+        step, so one line may have more and the next one less; over many nothing is lost."""
+        sent = self._data_parallel_bytes()
+        found = (sent - self._sent) / (iteration - (self._sent_until or 0))
+        self._sent = sent
+        self._sent_until = iteration
+        return found
 
     def _data_parallel_bytes(self) -> int:
-        """What this rank has issued over the data-parallel axes so far."""
-        # Prefetching threads add kinds of messages while the loop reads.
-        traffic = self._mesh.recorder.traffic.copy()
+        """What this rank has issued over the data-parallel axes so far, without evaluations."""
+        # Other threads add kinds of messages while the loop reads.
+        recorder = self._mesh.recorder
         return sum(
-            one.bytes
-            for (axis, operation), one in traffic.items()
-            if axis.startswith("dp") and operation != "receive"
+            one.bytes - recorder.evaluation_bytes[kind]
+            for kind, one in recorder.traffic.copy().items()
+            if kind[0].startswith("dp") and kind[1] != "receive"
         )
 
 

@@ -78,7 +78,7 @@ class StepRecord:
     names: LossNames = LANGUAGE_MODEL
     data_parallel_bytes: float | None = None
     """Per iteration, what this rank has issued over the data-parallel axes; of a collective the
-    bytes of the whole bucket, as plans count them."""
+    bytes of the whole bucket, as plans count them. Evaluations do not count."""
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def _numbers(values: Sequence[object]) -> Floats:
     if found is not None and found.dtype.kind in "if":
         return found.astype(np.float64)
     known = (value if value.__class__ in (int, float) else math.nan for value in values)
-    return np.fromiter(known, np.float64, len(values))  # type: ignore[arg-type]
+    return np.fromiter(known, np.float64, len(values))
 
 
 def _times(values: Sequence[object]) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -124,7 +124,8 @@ class Incidents:
     @cached_property
     def listed(self) -> tuple[Incident, ...]:
         """Everything, in the order of time."""
-        found = [*self._told(), *self._left_out(), *self._gaps()]
+        every = [*self._told(), *self._left_out(), *self._gaps()]
+        found = [replace(one, words=without_secrets(one.words)) for one in every]
         known = [one.seconds for one in found if one.seconds is not None]
         first = min(known, default=0.0)
         return tuple(sorted(found, key=lambda one: first if one.seconds is None else one.seconds))

@@ -231,7 +231,9 @@ def _values(one: Summary, wanted: _Wanted) -> tuple[Floats, Floats]:
     begin = _begin(one)
     times = _spread(one.run.column(SECONDS) - (begin or 0.0))
     known = np.isfinite(times)
-    return np.maximum.accumulate(times[known]), (found * wanted.scale)[known]
+    # A clock that was set back is no reason to draw backwards.
+    ascending: Floats = np.maximum.accumulate(times[known])
+    return ascending, (found * wanted.scale)[known]
 
 
 def _spread(times: Floats) -> Floats:

@@ -57,7 +57,7 @@ class Summary:
     @property
     def name(self) -> str:
         """As the user called it."""
-        return self.run.name
+        return text(self.run.name)
 
     @cached_property
     def iteration(self) -> int:
@@ -139,7 +139,7 @@ class Summary:
             reads = [round(self.consumed_samples * weight / total) for weight in weights]
         length = self.seq_length or 0
         return tuple(
-            Dataset(str(one.get("name")), one["weight"] / total, size, read, read * length)
+            Dataset(text(one.get("name")), one["weight"] / total, size, read, read * length)
             for one, size, read in zip(parts, sizes, reads, strict=True)
         )
 
@@ -218,10 +218,13 @@ class Summary:
                 name: measured.median(name)
                 for name in (
                     *("elapsed_ms", "tokens_per_second", "tokens_per_second_per_gpu", "mfu"),
-                    *("exposed_comm_ms", "data_parallel_bytes"),
+                    "exposed_comm_ms",
                 )
             }
-            | {"peak_memory_bytes": measured.peak_memory},
+            | {
+                "peak_memory_bytes": measured.peak_memory,
+                "data_parallel_bytes": measured.data_parallel_bytes,
+            },
             "plan": (
                 {"none_because": plan}
                 if isinstance(plan, str)
@@ -282,10 +285,11 @@ def summaries_as_json(summaries: Sequence[Summary]) -> dict[str, Any]:
 
     Keys: ``version``; ``runs``, each with its position (``iteration``, ``train_iters``,
     ``consumed_samples``, ``tokens``), losses, medians under ``measured`` by the names of
-    ``log.jsonl``, ``plan`` (``compared`` with ``what``, ``planned``, ``measured`` and ``unit``;
-    ``memory_bytes`` and ``step_seconds`` by part; or ``none_because``), sums and ``incidents``
-    (``time``, ``iteration``, ``kind``, ``words``), ``data``, ``options``, ``surroundings`` and
-    ``problems``; ``differences``, by option one value for each run. null: not known.
+    ``log.jsonl`` (of memory the peak, of bytes the mean), ``plan`` (``compared`` with ``what``,
+    ``planned``, ``measured`` and ``unit``; ``memory_bytes`` and ``step_seconds`` by part; or
+    ``none_because``), sums and ``incidents`` (``time``, ``iteration``, ``kind``, ``words``),
+    ``data``, ``options``, ``surroundings`` and ``problems``; ``differences``, by option one value
+    for each run. null: not known.
     """
     return {
         "version": VERSION,
