@@ -30,13 +30,14 @@ class Command:
     summary: str
     positional: tuple[str, ...] = ()
     """Options whose values may follow the command in this order, without their names."""
-    rest: str = ""
-    """An option of several values that takes all words before the first flag."""
     words: str = "[--config FILE.yaml] [--option value ...]"
     """What follows the command on its line of usage."""
 
     logs_notes: bool = False
     """The log of its run has the notes of its options; of other commands they are complaints."""
+
+    rest: str = ""
+    """An option of several values that takes all words before the first flag."""
 
     def options(self) -> tuple[type[Any], ...]:
         """The sections of its options."""

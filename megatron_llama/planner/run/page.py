@@ -243,7 +243,8 @@ def _spread(times: Floats) -> Floats:
     begins = np.flatnonzero(np.diff(times, prepend=np.nan) != 0)
     counts = np.diff(np.append(begins, len(times)))
     place = np.arange(len(times)) - np.repeat(begins, counts)
-    return times + place / np.repeat(counts, counts)
+    found: Floats = times + place / np.repeat(counts, counts)
+    return found
 
 
 def _figure(summaries: Sequence[Summary], wanted: _Wanted, columns: int) -> str:
