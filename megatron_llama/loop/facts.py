@@ -13,6 +13,7 @@ from megatron_llama.data.text_stream import text_streams
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.errors import ClusterError
 from megatron_llama.loop.inputs import Inputs
 from megatron_llama.loop.start import begins_anew
 from megatron_llama.metrics.versions import versions
@@ -32,7 +33,7 @@ def run_facts(inputs: Inputs, mesh: Mesh) -> dict[str, Any]:
         "consumed_samples": inputs.state.consumed_samples,
         "resumes" if resumed else "weights": weights,
         "world_size": mesh.world.size,
-        "processes_per_machine": place_from_environment().local_world_size,
+        "processes_per_machine": _processes_per_machine(),
         "device": devices.name(mesh.device),
         "device_is_host": devices.is_host(mesh.device),
         "device_memory": devices.memory_bytes(mesh.device),
@@ -41,6 +42,14 @@ def run_facts(inputs: Inputs, mesh: Mesh) -> dict[str, Any]:
         "data": list(_datasets(inputs)),
         "config": asdict(config),
     }
+
+
+def _processes_per_machine() -> int:
+    """What the launcher says; 0 if there is none, or a program has made the process group."""
+    try:
+        return place_from_environment().local_world_size
+    except ClusterError:
+        return 0
 
 
 def _datasets(inputs: Inputs) -> Iterator[dict[str, Any]]:

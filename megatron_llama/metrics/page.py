@@ -41,7 +41,8 @@ svg {{ display: block; margin: 6px 0; font: 11px system-ui, sans-serif; max-widt
 rect.b {{ stroke: var(--page) }}
 rect.r {{ fill: light-dark(#f7f8fa, #1c222b) }} line.g {{ stroke: var(--rule) }}
 rect.ok {{ fill: var(--bar) }} rect.no {{ fill: var(--bad) }} text.s {{ fill: var(--soft) }}
-@media (max-width: 600px) {{ th, td.k, td.k code {{ white-space: normal }} }}
+@media (max-width: 600px) {{ th, td.k, td.k code {{ white-space: normal }}
+  td.k {{ min-width: 7.5em }} td.s {{ min-width: 8em }} }}
 .key span {{ display: inline-block; margin-right: 14px }}
 .key i {{ display: inline-block; width: 11px; height: 11px; margin-right: 5px }}
 """
