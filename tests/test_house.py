@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import yaml
 from megatron_llama.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -306,3 +307,20 @@ def test_the_document_of_the_api_is_current() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert (ROOT / "docs" / "api.md").read_text() == found.stdout, "run python -m tools.api_docs docs/api.md"
+
+
+def test_every_page_of_the_documentation_is_on_the_site() -> None:
+    """Each at a place of its own in the navigation, which is the order in which somebody new needs them."""
+    found: list[str] = []
+
+    def walk(entry: object) -> None:
+        if isinstance(entry, str):
+            found.append(entry)
+        for inner in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+            walk(inner)
+
+    walk(yaml.safe_load((ROOT / "tools" / "docs_site" / "mkdocs.yml").read_text())["nav"])
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    folders = [ROOT / "examples", *(path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__")]
+    shown = [f"{path.relative_to(ROOT)}{'/index' if path.name == 'examples' else ''}.md" for path in folders]
+    assert sorted(found) == sorted(["index.md", *pages, *shown])

@@ -10,7 +10,7 @@ from megatron_llama.commands.common.configs import ScheduleConfig
 from megatron_llama.commands.common.plan_outputs import write_drawing, write_page
 from megatron_llama.config.parse import Parsed
 from megatron_llama.metrics.page import code, page
-from megatron_llama.metrics.svg import Drawing
+from megatron_llama.metrics.svg import INK, WHITE, Drawing, ink_on
 from megatron_llama.plans.schedule import (
     Action,
     Costs,
@@ -138,12 +138,10 @@ def _summary(plan: Schedule, report: Report) -> Iterator[str]:
     yield f"in flight    {peaks} microbatches' activations at most"
 
 
-WHITE = "#ffffff"
 IDLE = "#eef0f4"
-INK = "#222831"
-GREY = "#808894"
+GREY = "#69707c"
 COLOURS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
-    {"F": (49, 104, 190), "B": (28, 140, 98), "W": (224, 130, 20)}
+    {"F": (49, 104, 190), "B": (22, 122, 84), "W": (224, 130, 20)}
 )
 ROW = 34
 GAP = 2
@@ -164,39 +162,37 @@ def drawing(plan: Schedule, timeline: Timeline) -> Drawing:
     width = max(left + ticks * cell, left + 3 * (ROW + 24)) + MARGIN + cell // 2
     height = axis + 30 + ROW + MARGIN
     canvas = Drawing(width, height)
-    canvas.box(0, 0, width, height, fill=WHITE)
+    canvas.box(0, 0, width, height, fill=WHITE, css_class="ground")
 
-    def centred(x: float, middle: float, words: str, ink: str, size: int) -> None:
+    def centred(
+        x: float, middle: float, words: str, ink: str, size: int, css_class: str = ""
+    ) -> None:
         # Digits are about 0.7 of the font's size high, and ``text`` counts from their lower end.
-        canvas.text(x, middle + 0.35 * size, words, fill=ink, anchor="middle", size=size)
+        lower = middle + 0.35 * size
+        canvas.text(x, lower, words, fill=ink, anchor="middle", size=size, css_class=css_class)
 
     for rank, passes in enumerate(timeline.ranks):
         top = MARGIN + rank * ROW
-        centred((MARGIN + left - 12) / 2, top + ROW / 2, str(rank), INK, 15)
-        canvas.box(left, top + GAP / 2, ticks * cell, ROW - GAP, fill=IDLE)
+        centred((MARGIN + left - 12) / 2, top + ROW / 2, str(rank), INK, 15, "ink")
+        canvas.box(left, top + GAP / 2, ticks * cell, ROW - GAP, fill=IDLE, css_class="r")
         for one in passes:
             x = left + int(one.start) * cell
             length = int(one.end - one.start) * cell
             # The first chunk has the full colour, the last one is two thirds of the way to white.
             pale = 0.66 * _chunk(plan, one.action) / max(1, plan.virtual - 1)
             colour = COLOURS[one.action.op.letter]
-            canvas.box(
-                x + GAP / 2,
-                top + GAP / 2,
-                length - GAP,
-                ROW - GAP,
-                fill="#" + "".join(f"{round(part + pale * (255 - part)):02x}" for part in colour),
-                rounded=2,
-            )
-            ink = INK if pale > 0.3 else WHITE
-            centred(x + length / 2, top + ROW / 2, str(one.action.microbatch), ink, 15)
+            fill = "#" + "".join(f"{round(part + pale * (255 - part)):02x}" for part in colour)
+            edge = x + GAP / 2
+            canvas.box(edge, top + GAP / 2, length - GAP, ROW - GAP, fill=fill, rounded=2)
+            number = str(one.action.microbatch)
+            centred(x + length / 2, top + ROW / 2, number, ink_on(fill), 15)
     for tick in range(0, ticks + 1, RULER):
         x = left + tick * cell
         canvas.line(x, axis + 3, x, axis + 8, stroke=GREY)
-        centred(x, axis + 17, str(tick), GREY, 11)
+        centred(x, axis + 17, str(tick), GREY, 11, "axis")
     for index, letter in enumerate(dict.fromkeys(op.letter for op in plan.passes)):
         x = left + index * (ROW + 24)
         fill = "#" + "".join(f"{part:02x}" for part in COLOURS[letter])
         canvas.box(x, axis + 34, ROW - 8, ROW - 8, fill=fill, rounded=2)
-        centred(x + (ROW - 8) / 2, axis + 30 + ROW / 2, letter, WHITE, 15)
+        centred(x + (ROW - 8) / 2, axis + 30 + ROW / 2, letter, ink_on(fill), 15)
     return canvas

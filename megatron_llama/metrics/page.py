@@ -8,7 +8,7 @@ from html import escape
 
 BARS = """
 rect.b { stroke: #fff; stroke-width: .4 }
-text.n { fill: #fff; pointer-events: none }
+text.n { pointer-events: none }
 rect.r { fill: #f7f8fa }
 line.g { stroke: #e3e6eb }
 """

@@ -5,6 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+WHITE = "#ffffff"
+INK = "#222831"
+
+
+def ink_on(fill: str) -> str:
+    """Return the colour, white or a near black, in which a text on ``fill`` (``#rrggbb``) is read
+    best: the one with the higher contrast (WCAG 2.2, section 1.4.3)."""
+    ground = _luminance(fill)
+    white = (_luminance(WHITE) + 0.05) / (ground + 0.05)
+    black = (ground + 0.05) / (_luminance(INK) + 0.05)
+    return WHITE if white > black else INK
+
+
+def _luminance(colour: str) -> float:
+    """The relative luminance of ``#rrggbb``, from 0 to 1."""
+    light = 0.0
+    for place, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
+        part = int(colour[place : place + 2], 16) / 255
+        light += weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
+    return light
+
 
 class Drawing:
     """Boxes, lines and texts on a canvas. Coordinates are pixels from the upper left corner."""

@@ -9,7 +9,7 @@ from math import floor, log10
 from types import MappingProxyType
 
 from megatron_llama.metrics.page import BARS, key
-from megatron_llama.metrics.svg import Drawing
+from megatron_llama.metrics.svg import Drawing, ink_on
 
 WIDTH = 1160
 """Pixels of a drawing."""
@@ -20,13 +20,13 @@ GAP = 4
 """Pixels of a row, and between two rows."""
 LETTER = 6.2
 """Pixels of a letter of a bar's text."""
-GREY = "#808894"
+GREY = "#69707c"
 RED = "#c0504d"
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
         "forward": "#3168be",
-        "backward": "#1c8c62",
-        "backward_input": "#1c8c62",
+        "backward": "#167a54",
+        "backward_input": "#167a54",
         "backward_weight": "#e08214",
         "wait": "#d9dde4",
         "gathers": "#8a63b8",
@@ -41,7 +41,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
 """Colours of bars by what they are."""
 PALETTE = (
     *("#3168be", "#c9ced6", "#a0742c", "#7a8a2c", "#5b8f9e"),
-    *("#8a63b8", "#6b6f76", RED, "#1c8c62", "#e08214"),
+    *("#8a63b8", "#6b6f76", RED, "#167a54", "#e08214"),
 )
 """Colours of the parts of a whole, in order."""
 
@@ -160,21 +160,23 @@ def _draw(
         x = left + tick * step * scale
         name = f"{tick * step:g}{f' {unit}' if tick == ticks - 1 else ''}"
         canvas.line(x, offset, x, bottom, css_class="g")
-        canvas.text(x, bottom + 14, name, fill=GREY, anchor="middle")
+        canvas.text(x, bottom + 14, name, fill=GREY, anchor="middle", css_class="axis")
     for place, row in enumerate(rows):
         top = offset + GAP + place * (ROW + GAP)
-        canvas.text(left - 8, top + 14, row.label, anchor="end")
+        canvas.text(left - 8, top + 14, row.label, anchor="end", css_class="ink")
         canvas.box(left, top, whole * scale, ROW, css_class="r")
         for bar in _visible(row.bars, scale):
             x = left + bar.begin * scale
             width = (bar.end - bar.begin) * scale
             canvas.box(x, top, max(width, 0.3), ROW, fill=bar.colour, tip=bar.tip, css_class="b")
             if bar.text and width > LETTER * len(bar.text) + 2:
-                canvas.text(x + width / 2, top + 14, bar.text, anchor="middle", css_class="n")
+                ink = ink_on(bar.colour)
+                middle = x + width / 2
+                canvas.text(middle, top + 14, bar.text, fill=ink, anchor="middle", css_class="n")
     for value, name in marks:
         x = left + value * scale
         canvas.line(x, offset, x, bottom, stroke=RED, dashes="4 3")
-        canvas.text(x - 4, bottom + 30, name, fill=RED, anchor="end")
+        canvas.text(x - 4, bottom + 30, name, fill=RED, anchor="end", css_class="mark")
 
 
 def _tick(whole: float, count: int) -> float:

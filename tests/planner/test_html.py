@@ -89,14 +89,14 @@ def alone(text: str) -> Read:
 
 def test_everything_that_is_written_into_a_page_is_escaped() -> None:
     bad = '<b a="x">&</b>'
-    lane = BarRow(bad, [Bar(0.0, 9.0, "#000", bad, bad)])
+    lane = BarRow(bad, [Bar(0.0, 9.0, "#000000", bad, bad)])
     text = page(bad, [paragraph(bad), table([bad], [[bad]]), drawing([lane], 9.0, bad, marks=[(1.0, bad)])])
     found = alone(text)
     assert found.count("b") == 0 and found.texts.count(bad) == 9 and "<b" not in text.replace("<body", "")
 
 
 def test_bars_are_where_their_times_say() -> None:
-    bars = [Bar(0.0, 2.0, "#111"), Bar(2.0, 10.0, "#222", "3")]
+    bars = [Bar(0.0, 2.0, "#111111"), Bar(2.0, 10.0, "#222222", "3")]
     boxes = [a for tag, a in Read(page("", [drawing([BarRow("a", bars)], 10.0, "s")])).elements if tag == "rect" and a.get("class") == "b"]
     first, second = ((float(box["x"] or 0), float(box["width"] or 0)) for box in boxes)
     assert second[1] == pytest.approx(4 * first[1], abs=0.1) and second[0] == pytest.approx(first[0] + first[1], abs=0.1)
@@ -104,8 +104,8 @@ def test_bars_are_where_their_times_say() -> None:
 
 def test_what_no_pixel_shows_is_left_out() -> None:
     """Of a hundred thousand messages in a thousand pixels; one among them that is long stays."""
-    bars = [Bar(at / 1e5, (at + 1) / 1e5, "#111") for at in range(100_000)]
-    bars[50_001] = Bar(0.50001, 0.6, "#111", tip="long")
+    bars = [Bar(at / 1e5, (at + 1) / 1e5, "#111111") for at in range(100_000)]
+    bars[50_001] = Bar(0.50001, 0.6, "#111111", tip="long")
     text = page("", [drawing([BarRow("a", bars)], 1.0, "s")])
     assert 500 < text.count('class="b"') < 1500 and "<title>long</title>" in text
 

@@ -1,0 +1,1 @@
+"""The documentation as a site: ``bash tools/site.sh`` builds it."""

@@ -1,0 +1,72 @@
+"""What MkDocs calls while it builds the site: first page, examples, links, pictures."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+from pymdownx.slugs import slugify
+
+from tools.docs_site.examples import example_pages
+from tools.docs_site.links import HOME, rewritten
+from tools.docs_site.pictures import with_pictures
+
+ROOT = Path(__file__).parents[2]
+ASSETS = Path(__file__).parent / "assets"
+CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.S)
+WORD = re.compile(r"[^<>\s]*-[^<>\s]*")
+UNSENT = ("404.html", "sitemap.xml", "sitemap.xml.gz")
+"""What MkDocs makes for the address of a site, which this one does not have."""
+LOG = logging.getLogger("mkdocs.hooks.site")
+"""With ``--strict`` a warning here ends the build."""
+
+
+def on_config(config: Any) -> Any:
+    """Name sections as repositories do, so that a link to one works there and here."""
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that do not stand in ``docs``: README.md, and the examples."""
+    files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / HOME)))
+    for path, text in example_pages(ROOT / "examples"):
+        files.append(File.generated(config, path, content=text))
+    for asset in sorted(ASSETS.iterdir()):
+        files.append(File.generated(config, f"assets/{asset.name}", abs_src_path=str(asset)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Return the page with links as the site has them, and with its pictures."""
+    path = page.file.src_uri
+    if path == "index.md":
+        page.meta["hide"] = ["navigation"]  # it is alone in its tab
+    if path.startswith("examples/"):
+        return markdown  # its links are those of the site
+    pages = (file.src_uri for file in files)
+    return with_pictures(rewritten(markdown, path, pages, LOG.warning), LOG.warning)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Return the page with names in code that no line may break: browsers would break ``--config``
+    behind its first hyphen."""
+
+    def unbroken(found: re.Match[str]) -> str:
+        text = found[0]
+        return text if text.startswith("<pre") else WORD.sub(_unbroken, text)
+
+    return CODE.sub(unbroken, html)
+
+
+def _unbroken(word: re.Match[str]) -> str:
+    return f'<span class="word">{word[0]}</span>' if len(word[0]) <= 30 else word[0]
+
+
+def on_post_build(config: Any) -> None:
+    """Remove what holds for a site at a known address only."""
+    for name in UNSENT:
+        (Path(config.site_dir) / name).unlink(missing_ok=True)
