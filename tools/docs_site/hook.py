@@ -17,7 +17,7 @@ from tools.docs_site.pictures import with_pictures
 ROOT = Path(__file__).parents[2]
 ASSETS = Path(__file__).parent / "assets"
 CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.S)
-WORD = re.compile(r"[^<>\s]*-[^<>\s]*")
+WORD = re.compile(r"(?<=[\s>])[^<>\s]{1,28}(?=[\s<])")
 UNSENT = ("404.html", "sitemap.xml", "sitemap.xml.gz")
 """What MkDocs makes for the address of a site, which this one does not have."""
 LOG = logging.getLogger("mkdocs.hooks.site")
@@ -52,18 +52,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Return the page with names in code that no line may break: browsers would break ``--config``
-    behind its first hyphen."""
+    """Return the page with short words in code that no line may break: browsers would break
+    ``--config`` behind its first hyphen, and any word where the column of a table is narrow."""
 
     def unbroken(found: re.Match[str]) -> str:
         text = found[0]
-        return text if text.startswith("<pre") else WORD.sub(_unbroken, text)
+        whole = text.startswith("<pre")
+        return text if whole else WORD.sub(r'<span class="word">\g<0></span>', text)
 
     return CODE.sub(unbroken, html)
-
-
-def _unbroken(word: re.Match[str]) -> str:
-    return f'<span class="word">{word[0]}</span>' if len(word[0]) <= 30 else word[0]
 
 
 def on_post_build(config: Any) -> None:
