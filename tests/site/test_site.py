@@ -23,7 +23,7 @@ EMPTY = frozenset({"br", "hr", "img", "input", "link", "meta"})
 
 
 class Read(HTMLParser):
-    """What links and structure of a page are."""
+    """Links, structure and code of a page."""
 
     def __init__(self, text: str, *, whole: bool = True) -> None:
         super().__init__()
@@ -33,6 +33,9 @@ class Read(HTMLParser):
         self._article = 0 if whole else -1
         """Elements open inside the article; -1 outside of it."""
         self._figures = 0
+        self.code: list[str] = []
+        """What stands in code inside of lines."""
+        self._inside = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -42,10 +45,20 @@ class Read(HTMLParser):
         self._figures += tag == "figure"
         if self._article >= 0 and not self._figures and tag in ("h1", "h2", "h3", "h4", "li", "tr", "td", "pre", "strong", "em"):
             self.counts[tag] = self.counts.get(tag, 0) + 1
+        if tag in ("pre", "code") and not self._inside and not self._figures and self._article >= 0:
+            self._inside = tag
+            self.code += [""] if tag == "code" else []
         if tag == "article" and "md-typeset" in str(found.get("class")):
             self._article = 0
 
+    def handle_data(self, data: str) -> None:
+        if self._inside == "code":
+            self.code[-1] += data
+
     def handle_endtag(self, tag: str) -> None:
+        if tag == self._inside:
+            self._inside = ""
+            self.code[-1:] = [" ".join(text.split()) for text in self.code[-1:]]
         self._figures -= tag == "figure"
         if tag == "article":
             self._article = -1
@@ -115,12 +128,11 @@ def test_pages_have_the_structure_that_repositories_show(site: Path) -> None:
     for source in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         name = "index.html" if source.name == "README.md" else f"{source.stem}.html"
         built = site / ("index.html" if source.parent == ROOT else source.relative_to(ROOT / "docs").with_name(name))
-        expected = Read(markdown.render(source.read_text())).counts
-        found = Read(built.read_text(), whole=False).counts
-        if found != expected:
-            wrong[str(source.relative_to(ROOT))] = {
-                tag: (found.get(tag), expected.get(tag)) for tag in found | expected if found.get(tag) != expected.get(tag)
-            }
+        expected, found = Read(markdown.render(source.read_text())), Read(built.read_text(), whole=False)
+        if found.counts != expected.counts or found.code != expected.code:
+            tags = [tag for tag in found.counts | expected.counts if found.counts.get(tag) != expected.counts.get(tag)]
+            code = [pair for pair in zip(found.code, expected.code, strict=False) if pair[0] != pair[1]]
+            wrong[str(source.relative_to(ROOT))] = (tags, code[:3], len(found.code), len(expected.code))
     assert wrong == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ ROOT = Path(__file__).parents[2]
 ASSETS = Path(__file__).parent / "assets"
 CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.S)
 WORD = re.compile(r"(?<=[\s>])[^<>\s]{1,28}(?=[\s<])")
+TABLE = re.compile(r"<table.*?</table>", re.S)
+ROW = re.compile(r"<tr>(?:(?!</?tr>).)*?<td.*?</tr>", re.S)
+TAG = re.compile(r"<[^>]+>")
+PROSE = 40
+"""Letters that the last cells of a table have at least, on average, if they are prose."""
 UNSENT = ("404.html", "sitemap.xml", "sitemap.xml.gz")
 """What MkDocs makes for the address of a site, which this one does not have."""
 LOG = logging.getLogger("mkdocs.hooks.site")
@@ -60,7 +66,23 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         whole = text.startswith("<pre")
         return text if whole else WORD.sub(r'<span class="word">\g<0></span>', text)
 
-    return CODE.sub(unbroken, html)
+    return TABLE.sub(_with_heads, CODE.sub(unbroken, html))
+
+
+def _with_heads(table: re.Match[str]) -> str:
+    """Return a table whose cells say the head of their column, if its last column is prose: on a
+    narrow screen such a table has its cells one below the other (``assets/site.css``)."""
+    heads = [unescape(TAG.sub("", head)) for head in re.findall(r"<th[^>]*>(.*?)</th>", table[0])]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in ROW.findall(table[0])]
+    last = [len(TAG.sub("", row[-1])) for row in rows if row]
+    if sum(last) < PROSE * len(last):
+        return table[0]
+
+    def labelled(row: re.Match[str]) -> str:
+        names = iter(heads)
+        return re.sub(r"<td", lambda _: f'<td data-head="{escape(next(names))}"', row[0])
+
+    return ROW.sub(labelled, table[0]).replace("<table", '<table data-prose=""', 1)
 
 
 def on_post_build(config: Any) -> None:

@@ -14,6 +14,9 @@ CODE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 NAMED = re.compile(r"(?<!\[)`((?:docs|examples)/[\w./-]+|README\.md)`(?!\])")
 
+SPAN = re.compile(r"`[^`]+`")
+"""Repositories want a bar escaped in code in a table, and MkDocs shows the escape."""
+
 
 def page_of(path: str) -> str | None:
     """Return the page, and perhaps the section, that shows a file or folder of the repository; None
@@ -41,8 +44,8 @@ def source_of(page: str) -> str:
 
 
 def rewritten(text: str, page: str, files: Iterable[str], complain: Callable[[str], None]) -> str:
-    """Return the Markdown of ``page`` with links to files that stand outside ``docs`` turned into
-    links to the pages that show them, and with names of pages in code turned into links. ``files``
+    """Return the Markdown of ``page`` as MkDocs reads it. Links to files that stand outside
+    ``docs`` become links to the pages that show them, and so do names of pages in code. ``files``
     are the pages of the site. ``complain`` is told of links that lead nowhere."""
     known = frozenset(files)
     source = source_of(page)
@@ -79,5 +82,7 @@ def rewritten(text: str, page: str, files: Iterable[str], complain: Callable[[st
             fence = mark[1]
             lines.append(line)
             continue
+        if line.startswith("|"):
+            line = SPAN.sub(lambda found: found[0].replace("\\|", "|"), line)
         lines.append(NAMED.sub(named, LINK.sub(linked, line)))
     return "\n".join(lines)
