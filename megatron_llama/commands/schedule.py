@@ -174,7 +174,7 @@ def drawing(plan: Schedule, timeline: Timeline) -> Drawing:
     for rank, passes in enumerate(timeline.ranks):
         top = MARGIN + rank * ROW
         centred((MARGIN + left - 12) / 2, top + ROW / 2, str(rank), INK, 15, "ink")
-        canvas.box(left, top + GAP / 2, ticks * cell, ROW - GAP, fill=IDLE, css_class="r")
+        canvas.box(left, top + GAP / 2, ticks * cell, ROW - GAP, fill=IDLE, css_class="faint")
         for one in passes:
             x = left + int(one.start) * cell
             length = int(one.end - one.start) * cell

@@ -8,7 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 LANGUAGES: Mapping[str, str] = MappingProxyType(
-    {".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".py": "python", ".toml": "toml"}
+    {
+        ".sh": "bash",
+        ".sbatch": "bash",
+        ".yaml": "yaml",
+        ".yml": "yaml",
+        ".py": "python",
+        ".toml": "toml",
+    }
 )
 COMMENT = re.compile(r"# (?!!)(.+)")
 

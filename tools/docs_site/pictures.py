@@ -27,7 +27,7 @@ ASKED = re.compile(
 )
 SECTION = re.compile(r"<h2>(.*?)</h2>")
 WIDTH = re.compile(r'(<svg [^>]*?width="(\d+)")')
-SVG = re.compile(r"(?:<p>(?:<span class=\"k\">.*?)</p>\n)?<svg .*?</svg>", re.S)
+SVG = re.compile(r'(?:<p class="key">[^\n]*</p>\n)?<svg .*?</svg>', re.S)
 
 
 def with_pictures(text: str, complain: Callable[[str], None]) -> str:
