@@ -660,6 +660,12 @@ class OverlappedDistributedOptimizer:
         for rule in self.rules.distinct:
             rule.resume(step)
 
+    def fail(self, error: BaseException) -> None:
+        """Have all waits for messages raise ``error``, those under way as well. Called by any
+        thread, when nothing goes on any more."""
+        for queue in self._queues:
+            queue.fail(error)
+
     def close(self) -> None:
         """End the engine's threads and wait for them: a thread that is inside an operator when the
         interpreter ends aborts the process. Without this call they end with the engine, and nobody

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,7 @@ class Passes:
         self._holders = holders
         self._order = order
         self._peers = peers
+        peers.end_waits = WeakMethod(engine.fail)
         self._cast_to = cast_to
         self._require_values = require_values
         casts = cast_to is not None

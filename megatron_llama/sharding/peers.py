@@ -2,17 +2,21 @@
 
 In a planned step nobody asks what the others do, so a rank that cannot go on would keep them
 waiting until the timeout. It leaves the reason in the job's store and ends its communicators. With
-gloo that ends its connections, and so the waits of the peers; they raise the reason, and end
-theirs. On a device a wait ends with the rank's own communicator only, so a thread looks into the
-store once a second.
+gloo that ends its connections, and so nearly all waits of the peers; they raise the reason, and end
+theirs. A wait for a message of which a part has gone over the connection does not end with it
+(``Pair::signalException`` leaves it out), and on a device a wait ends with the rank's own
+communicator only: so a thread looks into the store once a second. Where it finds a reason, nobody
+waits for the engine's threads any more.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
+from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
@@ -45,15 +49,16 @@ class Peers:
         self._store: Store | None = None
         self.left: str | None = None
         """Why the ranks have left each other."""
+        self.end_waits: WeakMethod[Callable[[BaseException], None]] | None = None
+        """Fails what the engine's threads wait for."""
         self._stopped = threading.Event()
         if self.axis.group is not None:
             store = dist.distributed_c10d._get_default_store()
             self._store = PrefixStore(f"megatron_llama/{self.axis.group.group_name}", store)
-            if not devices.is_host(mesh.device):
-                # The thread must not keep the communicators of an engine that nobody has closed.
-                watched = weakref.ref(self)
-                devices.start_thread(_look, self._store, watched, self._stopped, name="peers")
-                weakref.finalize(self, self._stopped.set)
+            # The thread must not keep the communicators of an engine that nobody has closed.
+            watched = weakref.ref(self)
+            devices.start_thread(_look, self._store, watched, self._stopped, name="peers")
+            weakref.finalize(self, self._stopped.set)
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank does not go on. The first reason of all counts."""
@@ -65,6 +70,9 @@ class Peers:
         if self._store is not None:
             self._store.compare_set(_REASON, "", reason)
             close_data_mesh(self._mesh, abort=True)
+            end_waits = self.end_waits() if self.end_waits is not None else None
+            if end_waits is not None:
+                end_waits(OrderError(reason))
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one that a wait has raised: the reason of the rank that has

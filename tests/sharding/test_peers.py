@@ -162,6 +162,25 @@ def test_communicators_that_have_ended_send_nothing_and_say_so(cluster: Cluster,
         assert expected.get(name, "the communicator of world has ended") in said, line
 
 
+def wait_without_end(place: Place) -> str:
+    """Rank 1 leaves, and the threads of rank 0 wait on: as gloo has them do where a part of a message has gone over the connection."""
+    engine = sharded(net())
+    train(place, engine, microbatches=1, steps=2)
+    if place.rank == 1:
+        engine._passes.tell_peers(ValueError("no such word"))
+        return ""
+    released = threading.Event()
+    with patch.object(gloo._Transfers, "wait_received", lambda transfers: released.wait()):
+        said = error_of(engine, place, 2)
+        released.set()
+        engine.close()
+    return said
+
+
+def test_who_waits_without_end_hears_it_too(cluster: Cluster) -> None:
+    assert "rank 1: got ValueError (no such word)" in cluster.run(2, wait_without_end, timeout=30.0)[0]
+
+
 def too_few(engine: ModuleEngine) -> None:
     """engine.step() after one of two passes."""
     engine.step()

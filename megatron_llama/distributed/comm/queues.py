@@ -22,6 +22,10 @@ class CommQueue(Protocol):
         ``after``, which makes its source, is done. The future is done when the result is in
         place."""
 
+    def fail(self, error: BaseException) -> None:
+        """Have waits for what is not done raise ``error``, where threads of the host wait for it:
+        gloo may never end the wait of a thread."""
+
     def close(self) -> None:
         """Take no more exchanges."""
 
@@ -52,6 +56,9 @@ class InlineCommQueue:
         exchange.start()
         return exchange
 
+    def fail(self, error: BaseException) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -71,6 +78,9 @@ class DeviceCommQueue:
         self._stream.issue(exchange.start)
         return exchange
 
+    def fail(self, error: BaseException) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -89,6 +99,9 @@ class PacedCommQueue:
 
     def submit(self, exchange: Exchange, *, size: int, after: Future | None = None) -> Future:
         return _PacedExchange(exchange, after, self._device, self._stream, self._worker)
+
+    def fail(self, error: BaseException) -> None:
+        self._worker.fail(error)
 
     def close(self) -> None:
         self._worker.close()

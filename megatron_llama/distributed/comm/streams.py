@@ -46,6 +46,10 @@ class Stream(Protocol):
         thread updates. On a device the update goes to the caller's current stream, because issuing
         it there takes the host no longer than issuing it anywhere else."""
 
+    def fail(self, error: BaseException) -> None:
+        """Have waits for what is not done raise ``error``, where threads of the host wait for it:
+        gloo may never end the wait of a thread."""
+
     def close(self) -> None:
         """Take no more work."""
 
@@ -82,6 +86,9 @@ class InlineStream:
 
     def run_update(self, work: Work) -> Future:
         return self.run(work)
+
+    def fail(self, error: BaseException) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -120,6 +127,9 @@ class DeviceStream:
         with torch.no_grad():
             work()
         return CompletedFuture()
+
+    def fail(self, error: BaseException) -> None:
+        pass
 
     def close(self) -> None:
         pass

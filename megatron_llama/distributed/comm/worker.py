@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from weakref import WeakSet
 
 import torch
 
@@ -28,11 +29,19 @@ class Task:
         # Whoever holds the Task later must not keep alive the tensors that the work used.
         self._work = None
         assert work is not None
+        if self._finished.is_set():
+            return
         try:
             work()
         except BaseException as error:
             self._error = error
         self._finished.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Have all waits raise ``error``, unless the work is done. The thread may go on with it."""
+        if not self._finished.is_set():
+            self._error = error
+            self._finished.set()
 
     def wait(self) -> None:
         self._finished.wait()
@@ -47,6 +56,10 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._closed = False
+        self._made = WeakSet[Task]()
+        self._failed: BaseException | None = None
+        self._lock = threading.Lock()
+        """Covers the two of them."""
         # The thread knows the queue and not the Worker, so that it does not keep its owner alive.
         self._thread = devices.start_thread(_serve, self._queue, name=name)
 
@@ -58,11 +71,30 @@ class Worker:
             raise RuntimeError("the stream is closed")
         self._queue.put(task)
 
+    def task(self, work: Work) -> Task:
+        """Make a task that this thread is to perform. It has yet to be put."""
+        task = Task(work)
+        with self._lock:
+            self._made.add(task)
+            failed = self._failed
+        if failed is not None:
+            task.fail(failed)
+        return task
+
     def submit(self, work: Work) -> Task:
         """Put a new task that does ``work``, and return it."""
-        task = Task(work)
+        task = self.task(work)
         self.put(task)
         return task
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all tasks of ``task`` that are not done, and those to come: nobody may wait for this
+        thread any more, because it may itself wait for ever."""
+        with self._lock:
+            self._failed = error
+            made = list(self._made)
+        for task in made:
+            task.fail(error)
 
     def close(self) -> None:
         """End the thread after the tasks that it still has. Does not wait for that, because the

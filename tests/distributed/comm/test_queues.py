@@ -151,3 +151,30 @@ def test_with_nobody_to_talk_to_everything_happens_at_once() -> None:
     done.wait()
     assert log == ["start 0", "wait 0"]
     alone.close()
+
+
+def test_nobody_waits_for_a_thread_that_waits_without_end(comm_queue: CommQueue) -> None:
+    log: list[str] = []
+    messages = [Message(number, log) for number in range(4)]
+    done = [comm_queue.submit(message, size=SMALL_BYTES) for message in messages]
+    for message in messages[:2]:
+        assert message.started.wait(timeout=60)
+    comm_queue.fail(ConnectionError("the peer is gone"))
+    later = Message(4, log)
+    for future in (*done, comm_queue.submit(later, size=SMALL_BYTES)):
+        with pytest.raises(ConnectionError, match="the peer is gone"):
+            future.wait()
+    assert not any(line.startswith("wait") for line in log)
+    for message in (*messages, later):
+        message.arrived.set()
+
+
+def test_a_stream_that_has_failed_ends_all_waits() -> None:
+    stream, go_on = ThreadStream(), threading.Event()
+    done = [stream.run(go_on.wait), stream.run(go_on.wait), stream.issue(go_on.wait)]
+    stream.fail(ConnectionError("the peer is gone"))
+    for future in (*done, stream.run(_fail), stream.issue(_fail)):
+        with pytest.raises(ConnectionError, match="the peer is gone"):
+            future.wait()
+    go_on.set()
+    stream.close()

@@ -74,7 +74,7 @@ class HostCommQueue:
 
     def submit(self, exchange: Exchange, *, size: int, after: Future | None = None) -> Future:
         ticket = _Ticket(exchange, size=size, after=after)
-        arrival = Task(ticket.finish)
+        arrival = self._worker.task(ticket.finish)
         # Appended without the lock, because the thread that holds it may be waiting for a source,
         # and the caller has to compute. Appending to a deque is atomic.
         self._queue.append((ticket, arrival))
@@ -97,6 +97,9 @@ class HostCommQueue:
             self._in_flight.popleft()
         self._fill_window()
 
+    def fail(self, error: BaseException) -> None:
+        self._worker.fail(error)
+
     def close(self) -> None:
         self._worker.close()
 
@@ -117,7 +120,7 @@ class HostPacedCommQueue:
 
     def submit(self, exchange: Exchange, *, size: int, after: Future | None = None) -> Future:
         ticket = _Ticket(exchange, size=size, after=after)
-        arrival = Task(ticket.finish)
+        arrival = self._finishing.task(ticket.finish)
         self._starting.submit(partial(self._start, ticket, arrival))
         return arrival
 
@@ -129,6 +132,10 @@ class HostPacedCommQueue:
         self._finishing.put(arrival)
         if ticket.counts:
             self._finishing.submit(self._window.release)
+
+    def fail(self, error: BaseException) -> None:
+        self._starting.fail(error)
+        self._finishing.fail(error)
 
     def close(self) -> None:
         # What has not been started by now may be left undone: ``_start`` finds a closed worker.

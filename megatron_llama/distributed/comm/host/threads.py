@@ -30,6 +30,10 @@ class ThreadStream:
     def run_update(self, work: Work) -> Task:
         return self.run(work)
 
+    def fail(self, error: BaseException) -> None:
+        self._issuing.fail(error)
+        self._follow_up.fail(error)
+
     def close(self) -> None:
         self._issuing.close()
         self._follow_up.close()
