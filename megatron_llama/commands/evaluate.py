@@ -1,4 +1,5 @@
-"""``evaluate``: loss and perplexity of a model, on an indexed dataset or on text."""
+"""``evaluate``: loss and perplexity of a model, on an indexed dataset or on text, and its results
+in tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.api.common.configs import ModelFolderConfig
 from megatron_llama.commands import pretrain
 from megatron_llama.commands.common.configs import EvaluateConfig
-from megatron_llama.config.parse import Parsed
+from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.parts import completed, part_of
 from megatron_llama.config.schema import (
     CheckpointConfig,
@@ -22,10 +24,12 @@ from megatron_llama.config.schema import (
     ParallelConfig,
     TrainingConfig,
 )
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError, describe, listing
 
 if TYPE_CHECKING:
+    from megatron_llama.commands.common.harness import Report
     from megatron_llama.conversion.formats import ModelReader
+    from megatron_llama.tokenizer.hf import HFTokenizer
 
 SECTIONS = (
     EvaluateConfig,
@@ -82,12 +86,23 @@ SECTIONS = (
     ),
 )
 """What a measurement uses of a run's options. Any other option is refused."""
+UNUSED_BY_TASKS = (
+    "text",
+    "data_path",
+    "split",
+    "eval_iters",
+    "global_batch_size",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+)
+"""What --tasks refuses of these."""
 LONGEST = TrainingConfig().seq_length
 """Tokens of a sample, unless the model has fewer positions or --seq-length says otherwise."""
 
 
 def evaluate(parsed: Parsed) -> None:
-    """Print loss and perplexity of --load or --init-from-hf."""
+    """Print loss and perplexity of --load or --init-from-hf, or its results in --tasks."""
     from megatron_llama.commands.common.trained import open_folder
     from megatron_llama.plans.checks.model import require_language_model
 
@@ -111,6 +126,9 @@ def evaluate(parsed: Parsed) -> None:
     )
     require_language_model(source.model, str(source.folder))
     positions = model.max_position_embeddings or source.model.max_position_embeddings
+    if options.tasks:
+        _run_tasks(run, options, source, positions)
+        return
     length = options.seq_length or min(LONGEST, positions)
     if not options.text:
         _measure(_with(run, replace(run.get(TrainingConfig), seq_length=length)), options)
@@ -146,20 +164,32 @@ def _with(run: Parsed, *sections: object) -> Parsed:
 
 
 def _refuse_data(run: Parsed, options: EvaluateConfig) -> None:
-    """Raise ConfigError unless exactly one of --text and --data-path says what to measure on."""
-    if not options.text:
-        if not run.get(DataConfig).data_path:
-            do = "give --data-path PREFIX of a dataset, or --text FILE"
-            raise ConfigError(
-                describe("--data-path, --text", got="neither", expected="one of them", do=do)
-            )
+    """Raise ConfigError unless exactly one of --tasks, --text and --data-path says what to measure
+    on, without options of the others."""
+    if options.tasks:
+        _refuse_given(run, UNUSED_BY_TASKS, "with --tasks")
+        _require_tasks(options)
         return
-    given = [name for name in ("data_path", "split") if name in run.explicit]
+    _refuse_given(run, ("num_fewshot", "limit", "output"), "without --tasks")
+    if options.text:
+        _refuse_given(run, ("data_path", "split"), "with --text")
+    elif not run.get(DataConfig).data_path:
+        do = "give --data-path PREFIX of a dataset, --text FILE, or --tasks NAME"
+        raise ConfigError(
+            describe("--data-path, --text", got="neither", expected="one of them", do=do)
+        )
+
+
+def _refuse_given(run: Parsed, names: tuple[str, ...], where: str) -> None:
+    """Raise ConfigError if any of these options is given."""
+    given = [flag(name) for name in names if name in run.explicit]
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(
             describe(
-                names, got="given with --text", expected="one or the other", do="leave one out"
+                ", ".join(given),
+                got=f"given {where}",
+                expected="one or the other",
+                do="leave one out",
             )
         )
 
@@ -216,3 +246,94 @@ def _measure(run: Parsed, options: EvaluateConfig) -> None:
             share=(mesh.world.rank, mesh.world.size),
         )
         evaluate_only(config, mesh, source)
+
+
+def _run_tasks(run: Parsed, options: EvaluateConfig, source: ModelReader, positions: int) -> None:
+    """Open the tokenizer, and print the results of --tasks. ``positions``: those of the model."""
+    from megatron_llama.api.common.trained import tokenizer_folder
+    from megatron_llama.checkpoint.storage_paths import local_copy
+    from megatron_llama.plans.checks.parallel import sequence_unit
+    from megatron_llama.tokenizer.hf import as_hf_tokenizer
+    from megatron_llama.tokenizer.load import load_tokenizer
+
+    unit = sequence_unit(run.get(ParallelConfig))
+    length = options.seq_length or max(1, positions // unit) * unit
+    training = replace(run.get(TrainingConfig), seq_length=length, eval_interval=0, eval_iters=0)
+    data = run.get(DataConfig)
+    with local_copy(tokenizer_folder(source)) as own:
+        tokenizer = load_tokenizer(data.tokenizer_model or own, data.tokenizer_type)
+        reader = as_hf_tokenizer(tokenizer)
+    _measure_tasks(_with(run, training), options, reader)
+
+
+def _require_tasks(options: EvaluateConfig) -> None:
+    """Raise ConfigError for what lm-evaluation-harness would not understand, or if it is not
+    installed."""
+    problems = []
+    if find_spec("lm_eval") is None:
+        do = "pip install '.[lm-eval]' in the clone"
+        problems.append(
+            describe("--tasks", got="no package lm_eval", expected="it installed", do=do)
+        )
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        expected = "0 or more"
+        got = options.num_fewshot
+        problems.append(describe("--num-fewshot", got=got, expected=expected, do="correct it"))
+    limit = options.limit
+    if limit < 0 or (limit >= 1 and limit != int(limit)):
+        expected = "a number of questions, or a share of them below 1"
+        problems.append(describe("--limit", got=f"{limit:g}", expected=expected, do="correct it"))
+    if options.output is not None and Path(options.output).is_dir():
+        do = "give the name of a file"
+        problems.append(
+            describe("--output", got=f"the folder {options.output}", expected="a JSON file", do=do)
+        )
+    if problems:
+        raise ConfigError(
+            problems[0]
+            if len(problems) == 1
+            else listing("These options cannot be used:", problems)
+        )
+
+
+def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer) -> None:
+    """Join the other processes, and print the results of --tasks."""
+    from megatron_llama.api.train import prepared
+    from megatron_llama.distributed.mesh import this_place
+
+    with prepared(run, this_place(), needs_data=False) as (ready, mesh):
+        from megatron_llama.checkpoint.failures import writing
+        from megatron_llama.distributed.comm.object_collectives import on_rank0
+        from megatron_llama.loop.scoring import Ask, Scorer, serve
+        from megatron_llama.tokenizer.files import replace_file
+        from megatron_llama.training import forward_runtime
+
+        config = ready.config
+        runtime, state = forward_runtime(config, mesh)
+        loaded = config.checkpoint.load or config.checkpoint.init_from_hf
+        info = {"model": loaded, "iteration": state.iteration, "processes": mesh.world.size}
+
+        def program(ask: Ask) -> Report:
+            # Imported by rank 0 alone: it takes seconds.
+            from megatron_llama.commands.common.harness import TaskOptions, report
+
+            return report(
+                ask,
+                TaskOptions(options.tasks, options.num_fewshot, options.limit),
+                tokenizer,
+                longest=config.training.seq_length,
+                vocab_size=config.model.vocab_size,
+                info=info,
+            )
+
+        found = serve(program, Scorer(config, mesh, runtime), mesh)
+
+        def show() -> None:
+            assert found is not None
+            if options.output is not None:
+                path = Path(options.output)
+                with writing(path):
+                    replace_file(path, found.json)
+            print(found.text, flush=True)
+
+        on_rank0(show, mesh.world)

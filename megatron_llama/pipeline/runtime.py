@@ -126,9 +126,9 @@ class _Step:
     sums: Tensor
     """Of the microbatches that the last stage has computed: [Objective.length] fp64."""
     backward_comes_next: bool
-    found: Sequence[TokenScores] | None = None
-    """By microbatch, where the last stage writes what it finds of each token instead of adding up
-    the loss; None: not asked for."""
+    found: Found | None = None
+    """Where the last stage writes what it finds of each token, instead of adding up the loss; None:
+    not asked for."""
     receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -147,10 +147,14 @@ class _Step:
 class TokenScores(NamedTuple):
     """What a model says of the tokens of a microbatch, all [s, b]."""
 
-    losses: Tensor | None
+    losses: Tensor
     """Negative log-probabilities of the labels, fp32 (fp64 for an fp64 model)."""
     likeliest: Tensor
-    """The most likely token behind each, int64."""
+    """The most likely token behind each, int64; of equal ones the first."""
+
+
+Found = Sequence[tuple[Tensor | None, Tensor]]
+"""Losses, if they are asked for, and likeliest tokens of each microbatch."""
 
 
 class PipelineRuntime:
@@ -236,12 +240,12 @@ class PipelineRuntime:
     def predict(self, batch: Microbatch) -> Tensor:
         """Return the most likely token behind each of a batch's, int64 [s, b], on every rank. All
         ranks give the same batch; labels are not read."""
-        found = TokenScores(None, torch.full(batch.tokens.shape, -1, device=self.mesh.device))
+        likeliest = torch.full(batch.tokens.shape, -1, device=self.mesh.device)
         with torch.no_grad():
-            self._run([batch], NextToken(), None, training=False, found=[found])
+            self._run([batch], NextToken(), None, training=False, found=[(None, likeliest)])
         # Ranks of other stages, and of other parts of the sequence, have -1.
-        all_reduce(found.likeliest, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
-        return found.likeliest
+        all_reduce(likeliest, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
+        return likeliest
 
     def score(self, batches: Sequence[Microbatch]) -> list[TokenScores]:
         """Return what the model says of every token of some microbatches, on all ranks that share
@@ -261,7 +265,6 @@ class PipelineRuntime:
         for losses, likeliest in found:
             # Ranks of other stages, and of other parts of the sequence, have 0 and -1.
             for axis in (self.mesh.pp, self.mesh.cp):
-                assert losses is not None
                 all_reduce(losses, axis, async_op=False).wait()
                 all_reduce(likeliest, axis, dist.ReduceOp.MAX, async_op=False).wait()
         return found
@@ -274,7 +277,7 @@ class PipelineRuntime:
         *,
         training: bool,
         preliminary: bool = False,
-        found: Sequence[TokenScores] | None = None,
+        found: Found | None = None,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(objective.length, dtype=torch.float64, device=self.mesh.device)
         loss_scale = None

@@ -4,7 +4,6 @@ counts."""
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import BUILT_IN, find_template
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
-from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.tokenizer.hf import as_hf_tokenizer
 
 LossOn = Literal["assistant", "last", "all"]
 TEMPLATE_FILE = "chat_template.jinja"
@@ -54,12 +53,7 @@ class ChatTokenizer:
         self.base_vocab_size = tokenizer.base_vocab_size
         self.bos_id = tokenizer.bos_id
         self.eos_id = tokenizer.eos_id
-        if isinstance(tokenizer, HFTokenizer):
-            self._reader = tokenizer
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                tokenizer.save_hf(folder)
-                self._reader = HFTokenizer(Path(folder) / "tokenizer.json")
+        self._reader = as_hf_tokenizer(tokenizer)
         path: Path | None = getattr(tokenizer, "path", None)
         self.template = find_template(
             wanted, path.parent if path is not None else None, self._reader.special_names(), now

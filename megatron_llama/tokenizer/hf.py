@@ -3,6 +3,7 @@ models."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.files import replace_file
 from megatron_llama.tokenizer.hf_words import HFWords, hf_words
 from megatron_llama.tokenizer.library import encode_many
@@ -94,6 +96,15 @@ class HFTokenizer:
         return encoding.ids, encoding.offsets
 
     @property
+    def prefix_id(self) -> int | None:
+        """The token behind which the first one of a text is scored: the begin token, or else the
+        end token. As in transformers, there is a begin token if the settings name one; without
+        settings a well-known one counts."""
+        if self._named and "bos_token" not in self._named:
+            return self.eos_id
+        return self.eos_id if self.bos_id is None else self.bos_id
+
+    @property
     def special_texts(self) -> list[str]:
         """The special tokens as text: what a text must not spell if it is to have none of them."""
         return [
@@ -145,3 +156,13 @@ class HFTokenizer:
                 do="restore the two files as a pair",
             )
         return int(id)
+
+
+def as_hf_tokenizer(tokenizer: Tokenizer) -> HFTokenizer:
+    """Return the tokenizer that reads special tokens in a text, with the ids of an export: the same
+    one, or its twin. Raises DataError if it has none."""
+    if isinstance(tokenizer, HFTokenizer):
+        return tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_hf(folder)
+        return HFTokenizer(Path(folder) / "tokenizer.json")

@@ -162,6 +162,26 @@ def test_evaluate_takes_text_or_a_dataset(product: Product, refuse: Refuse, trai
     assert "--data-path, --text: got neither, expected one of them; give --data-path PREFIX" in neither
 
 
+def test_tasks_need_an_extra_and_go_with_nothing_else(
+    trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["evaluate", "--load", str(trained.hf), "--tasks", "hellaswag"]
+    monkeypatch.setattr("megatron_llama.commands.evaluate.find_spec", lambda name: None)
+    assert main(command) == 2
+    assert capsys.readouterr().err == "error: --tasks: got no package lm_eval, expected it installed; pip install '.[lm-eval]' in the clone\n"
+    monkeypatch.setattr("megatron_llama.commands.evaluate.find_spec", lambda name: True)
+    for given, says in (
+        (("--text", "x", "--eval-iters", "1"), "--text, --eval-iters: got given with --tasks"),
+        (("--limit", "2.5"), "--limit: got 2.5, expected a number of questions, or a share of them below 1"),
+        (("--num-fewshot", "-1"), "--num-fewshot: got -1, expected 0 or more"),
+        (("--output", str(trained.hf)), f"--output: got the folder {trained.hf}, expected a JSON file"),
+    ):
+        assert main([*command, *given]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["evaluate", "--load", str(trained.hf), "--text", "x", "--limit", "3"]) == 2
+    assert "--limit: got given without --tasks" in capsys.readouterr().err
+
+
 def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: Trained, tmp_path: Path) -> None:
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
     product.train(TP2, init_from_hf=trained.hf, save=tmp_path, train_iters=2, eval_interval=2, eval_iters=0, **shape)

@@ -37,7 +37,8 @@ class DryRunConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """What a model is measured on: text, or without it the validation split of --data-path."""
+    """What a model is measured on: text, tasks, or without them the validation split of
+    --data-path."""
 
     text: tuple[str, ...] = ()
     """Files or folders as `preprocess --input` takes them, tokenized with the model's tokenizer and
@@ -51,6 +52,17 @@ class EvaluateConfig:
     has nothing before it and does not count."""
     global_batch_size: int = 0
     """Samples of a global batch. 0: micro_batch_size x dp."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness instead of a text or dataset, by name or as their YAML files:
+    those that ask for log-likelihoods. --micro-batch-size requests are computed at once.
+    --seq-length is how many tokens the model reads of one, by default all its positions; what is
+    longer loses its beginning. Needs `pip install '.[lm-eval]'`."""
+    num_fewshot: int | None = None
+    """Examples in front of each question of --tasks. Default: as each task says."""
+    limit: float = 0.0
+    """So many questions of each of --tasks; below 1: such a share of them. 0: all."""
+    output: str | None = None
+    """Also write the results of --tasks into this JSON file, as lm-evaluation-harness has them."""
 
 
 @dataclass(frozen=True)

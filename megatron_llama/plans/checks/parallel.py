@@ -47,13 +47,20 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
         yield from list(_pipeline_problems(config)) or _recompute_problems(config)
 
 
+def sequence_unit(parallel: ParallelConfig) -> int:
+    """Return of what the length of a sequence has to be a multiple."""
+    cp = parallel.context_parallel_size
+    # Context parallelism deals 2 x cp chunks out in a zig-zag, so that all ranks have equal work.
+    chunks = 2 * cp if cp > 1 else 1
+    return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+
 def _sequence_problems(config: Config) -> Iterator[str]:
     parallel = config.parallel
     length = config.training.seq_length
     cp = parallel.context_parallel_size
     tp = parallel.tensor_model_parallel_size
-    # Context parallelism deals 2 x cp chunks out in a zig-zag, so that all ranks have equal work.
-    unit = (2 * cp if cp > 1 else 1) * (tp if parallel.sequence_parallel else 1)
+    unit = sequence_unit(parallel)
     if length > 0 and length % unit:
         parts = [f"2 x cp {cp}"] * (cp > 1) + [f"tp {tp}"] * parallel.sequence_parallel
         do = f"choose {nearest_multiples(length, unit)}"
