@@ -52,12 +52,15 @@ class Peers:
         self.end_waits: WeakMethod[Callable[[BaseException], None]] | None = None
         """Fails what the engine's threads wait for."""
         self._stopped = threading.Event()
+        self._looking: threading.Thread | None = None
         if self.axis.group is not None:
             store = dist.distributed_c10d._get_default_store()
             self._store = PrefixStore(f"megatron_llama/{self.axis.group.group_name}", store)
             # The thread must not keep the communicators of an engine that nobody has closed.
             watched = weakref.ref(self)
-            devices.start_thread(_look, self._store, watched, self._stopped, name="peers")
+            self._looking = devices.start_thread(
+                _look, self._store, watched, self._stopped, name="peers"
+            )
             weakref.finalize(self, self._stopped.set)
 
     def leave(self, reason: str) -> None:
@@ -92,6 +95,10 @@ class Peers:
     def close(self) -> None:
         """Look no longer, and say that this rank has come to its end."""
         self._stopped.set()
+        if self._looking is not None:
+            # A thread that is inside of the store's client when the interpreter ends aborts the
+            # process. No longer than this: the store's host may have been stopped.
+            self._looking.join(LOOK_SECONDS)
         if self._store is not None and self.left is None:
             with suppress(DistError):  # the store went with the process that had it
                 self._store.set(_closed(self.axis.rank), "yes")

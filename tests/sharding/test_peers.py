@@ -174,6 +174,7 @@ def wait_without_end(place: Place) -> str:
         said = error_of(engine, place, 2)
         released.set()
         engine.close()
+    assert "peers" not in [thread.name for thread in threading.enumerate()]
     return said
 
 
