@@ -91,7 +91,7 @@ def plan_page(best: Sequence[Candidate], title: str, near: Sequence[object]) -> 
 
 def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     first = best[0]
-    yield table(HEAD, _table_rows(best), words=(12,))
+    yield table(HEAD, _table_rows(best), words=(), sentences=(12,))
     yield paragraph(LEGEND)
     yield heading(f"The pipeline of {label(first)}")
     yield from _pipeline(first)

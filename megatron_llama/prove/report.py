@@ -299,7 +299,7 @@ def _section(proof: Proof) -> Iterator[str]:
                 (f"<code>{escape(one.option)}</code>", "k"),
                 (f"<code>{escape(one.yours)}</code>", ""),
                 (f"<code>{escape(one.here)}</code>", ""),
-                (escape(one.why), ""),
+                (escape(one.why), "s"),
             )
             for one in proof.case.notes
         ]
@@ -322,7 +322,7 @@ def _check_rows(check: CheckResult) -> Iterator[tuple[Cell, ...]]:
             (escape(group.what), "k"),
             verdict,
             *((number, "n") for number in _numbers(worst)),
-            (f'{escape(_place(worst))} <span class="soft">of {len(group.rows):,}</span>', ""),
+            (f'{escape(_place(worst))} <span class="soft">of {len(group.rows):,}</span>', "s"),
         )
         name = ""
     if check.partly:

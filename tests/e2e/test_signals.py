@@ -10,6 +10,8 @@ from pathlib import Path
 from signal import Signals
 
 import pytest
+from megatron_llama.metrics.events import FAULT
+from megatron_llama.planner.run.folder import read_run
 
 from tests.e2e.product import CP2_RING, DP2, PP2, TP2, TP2_PP2, ZB_V, Layout, Product, assert_same_state, exact_curve, steps
 
@@ -86,9 +88,9 @@ LATER = 150
 
 
 @pytest.mark.long
-def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> None:
-    """All others say which it is, where it was last seen, and where they wait; and end."""
-    run = product.start(TP2_PP2, train_iters=100_000, num_layers=2, seq_length=8, distributed_timeout_minutes=0.05)
+def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product, tmp_path: Path) -> None:
+    """All others say which it is, where it was last seen, and where they wait; and end. The word of rank 0 stays in the run's folder."""
+    run = product.start(TP2_PP2, save=tmp_path, train_iters=100_000, num_layers=2, seq_length=8, distributed_timeout_minutes=0.05)
     run.until(lambda: f"{LATER}/100000 | " in run.text())
     run.signal(Signals.SIGSTOP, [2])
     run.until(lambda: all(run.pids[rank] in product.launcher.ended for rank in (0, 1, 3)))
@@ -103,6 +105,8 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> Non
             r"; ranks? [013, ]+ (is|are) in .+ \(iteration [1-9]\d+\), waiting for (\w+ on (tp|pp)|message (to|from) rank)", words
         )
         assert words.endswith("; nothing went on for 3 s (--distributed-timeout-minutes)") and "Traceback" not in ended.errs[rank]
+    told = [one for one in read_run(str(tmp_path)).events if one.what == FAULT]
+    assert [one.details["words"] for one in told] == [ended.errs[0].splitlines()[-1]]
 
 
 @pytest.mark.long
