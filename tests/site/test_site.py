@@ -244,11 +244,17 @@ new Promise((resolve) => {
 @pytest.mark.parametrize(("place", "word", "page"), [("files", "zenflow", "offload.html"), ("server", "resume", "guide/05-resume.html")])
 def test_the_search_finds_a_word(place: str, word: str, page: str, site: Path, address: str, shown: Browser) -> None:
     """From a server and from files, where browsers start no workers."""
-    shown.size(1280)
+    shown.size(375)
+    shown.scheme("light")
     base = f"file://{site}" if place == "files" else address
     shown.open(f"{base}/guide/03-pretrain.html")
+    shown.run("document.querySelector('[data-md-toggle=search]').click()")
     found = shown.run(SEARCH % word)
     assert any(page in link and word in text.lower() for link, text in found), found
+    for scheme in ("light", "dark"):
+        shown.scheme(scheme)
+        read = shown.run(READABLE)
+        assert read["pale"] == [] and read["wide"] == [], read
     assert not shown.complaints() and all(url.startswith((base, "data:")) for url in shown.requests())
 
 

@@ -22,8 +22,14 @@ WORD = re.compile(r"(?<=[\s>])[^<>\s]{1,28}(?=[\s<])")
 TABLE = re.compile(r"<table.*?</table>", re.S)
 ROW = re.compile(r"<tr>(?:(?!</?tr>).)*?<td.*?</tr>", re.S)
 TAG = re.compile(r"<[^>]+>")
+HEAD = re.compile(r"<th[^>]*>(.*?)</th>", re.S)
+CELL = re.compile(r"<td[^>]*>(.*?)</td>", re.S)
 PROSE = 40
 """Letters that the last cells of a table have at least, on average, if they are prose."""
+SHORT = 16
+"""Letters at most of a cell that stands on one line."""
+LONG = 60
+"""Letters at least of a cell that needs a wide column."""
 UNSENT = ("404.html", "sitemap.xml", "sitemap.xml.gz")
 """What MkDocs makes for the address of a site, which this one does not have."""
 LOG = logging.getLogger("mkdocs.hooks.site")
@@ -66,23 +72,33 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         whole = text.startswith("<pre")
         return text if whole else WORD.sub(r'<span class="word">\g<0></span>', text)
 
-    return TABLE.sub(_with_heads, CODE.sub(unbroken, html))
+    return TABLE.sub(_laid_out, CODE.sub(unbroken, html))
 
 
-def _with_heads(table: re.Match[str]) -> str:
-    """Return a table whose cells say the head of their column, if its last column is prose: on a
-    narrow screen such a table has its cells one below the other (``assets/site.css``)."""
-    heads = [unescape(TAG.sub("", head)) for head in re.findall(r"<th[^>]*>(.*?)</th>", table[0])]
-    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in ROW.findall(table[0])]
-    last = [len(TAG.sub("", row[-1])) for row in rows if row]
-    if sum(last) < PROSE * len(last):
-        return table[0]
+def _laid_out(table: re.Match[str]) -> str:
+    """Return a table whose cells say how long they are, and say the head of their column if its
+    last column is prose: on a narrow screen such a table has its cells one below the other
+    (``assets/site.css``)."""
+    heads = [unescape(TAG.sub("", head)) for head in HEAD.findall(table[0])]
+    rows = [
+        [len(unescape(TAG.sub("", cell[1]))) for cell in CELL.finditer(row)]
+        for row in ROW.findall(table[0])
+    ]
+    is_prose = sum(row[-1] for row in rows) >= PROSE * len(rows)
 
-    def labelled(row: re.Match[str]) -> str:
+    def row_of(row: re.Match[str]) -> str:
         names = iter(heads)
-        return re.sub(r"<td", lambda _: f'<td data-head="{escape(next(names))}"', row[0])
 
-    return ROW.sub(labelled, table[0]).replace("<table", '<table data-prose=""', 1)
+        def cell_of(cell: re.Match[str]) -> str:
+            letters = len(unescape(TAG.sub("", cell[1])))
+            kind = "short" if letters <= SHORT else "long" if letters >= LONG else ""
+            head = f' data-head="{escape(next(names))}"' if is_prose else ""
+            return cell[0].replace("<td", f'<td class="{kind}"{head}' if kind else f"<td{head}", 1)
+
+        return CELL.sub(cell_of, row[0])
+
+    text = ROW.sub(row_of, table[0])
+    return text.replace("<table", '<table data-prose=""', 1) if is_prose else text
 
 
 def on_post_build(config: Any) -> None:
