@@ -253,11 +253,15 @@ def run(words: list[str]) -> int:
     if name == "inspect":  # takes words, no options
         function(words)
         return 0
+    from megatron_llama.api.common.hub import with_folders
     from megatron_llama.config.megatron_names import ALIASES, MEGATRON
     from megatron_llama.config.parse import parse
 
     words = _with_dry_run_value(_with_names(words, command.positional, command.rest))
     parsed = parse(words, sections, aliases={**MEGATRON, **ALIASES}, owners=_commands_with)
+    dry = any(getattr(part, "dry_run", "no") == "yes" for part in parsed.instances.values())
+    only_planned = dry or name in ("plan", "prove")
+    parsed = with_folders(parsed, planned=only_planned, weights=name != "plan")
     if launched_rank() == "0" and not command.logs_notes:
         for note in parsed.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)

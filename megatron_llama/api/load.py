@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from megatron_llama.api.common.hub import local_folder
 from megatron_llama.api.common.trained import Trained, load_stage, load_trained, open_reader
 from megatron_llama.conversion.formats import ModelReader
 from megatron_llama.errors import ConfigError
@@ -72,8 +73,9 @@ def load(
     ignore_hf_config_fields: Sequence[str] = (),
 ) -> dict[str, Tensor] | Stage | Trained:
     """Read a model folder of any format: checkpoints of a run (the newest complete one, in any
-    layout, with low-rank additions added to the weights), HuggingFace, Megatron, Meta. It works in
-    one process.
+    layout, with low-rank additions added to the weights), HuggingFace, Megatron, Meta. A path that
+    is not there and looks like ``org/name`` or ``org/name@revision`` is looked up on the hub. It
+    works in one process.
 
     ``form`` says what is returned:
 
@@ -117,6 +119,9 @@ def load(
             expected='load(path, "trained")',
             do="leave it out, or ask for that form",
         )
+    path = local_folder(path, "model", "path")
+    if tokenizer_model is not None:
+        tokenizer_model = local_folder(tokenizer_model, "tokenizer", "tokenizer_model")
     source = open_reader(
         path, hf_config=hf_config, vocab_size=vocab_size, ignored=ignore_hf_config_fields
     )

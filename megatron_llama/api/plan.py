@@ -120,7 +120,8 @@ def plan(
     own = {name: value for name, value in given.items() if value is not None}
     # The other options of the command say what to write.
     part = part_of(PlanConfig, "", *given)
-    parsed = read_options(config, {**options, **own}, (part, *config_sections()))
+    sections = (part, *config_sections())
+    parsed = read_options(config, {**options, **own}, sections, weights=False)
     whole = completed(PlanConfig, parsed)
     return search_plan(replace(parsed, instances={**parsed.instances, PlanConfig: whole}))
 

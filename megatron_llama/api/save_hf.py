@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_llama.api.common.hub import local_folder
 from megatron_llama.api.common.trained import Trained
 from megatron_llama.api.load import DTYPES, DType
 from megatron_llama.checkpoint import checkpoint_dir
@@ -84,6 +85,8 @@ def save_hf(
         raise ConfigError(
             "dtype", got=dtype, expected=f"one of {', '.join(DTYPES)}", do="correct it"
         )
+    if tokenizer_model is not None:
+        tokenizer_model = local_folder(tokenizer_model, "tokenizer", "tokenizer_model")
     if isinstance(model, str | Path):
         if config is not None:
             raise ConfigError(

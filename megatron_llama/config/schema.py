@@ -470,8 +470,9 @@ class DataConfig:
     stream_workers: int = 2
     """Processes of each rank that read and tokenize text."""
     tokenizer_model: str | None = None
-    """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them. Default: what the
-    dataset or HF folder says. Needed only to turn text into ids and back."""
+    """Sentencepiece `.model`, HF `tokenizer.json`, a folder with one of them, or a name on the hub,
+    `org/name` or `org/name@revision`. Default: what the dataset or HF folder says. Needed only to
+    turn text into ids and back."""
     tokenizer_type: (
         Literal[
             "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"
@@ -523,7 +524,8 @@ class CheckpointConfig:
     """Take the optimizer's state of --load too. With --no-load-optim the run goes on where it was
     with a fresh optimizer."""
     init_from_hf: str | None = None
-    """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial
+    """HuggingFace folder (config.json, *.safetensors), or a model's name on the hub, `org/name` or
+    `org/name@revision` (needs `pip install '.[hub]'`): gives the model fields and the initial
     weights."""
     ignore_hf_config_fields: tuple[str, ...] = ()
     """Names of fields in a HuggingFace config.json that do not change what the model computes.

@@ -144,6 +144,18 @@ def is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
 
 
+def start_of_processes() -> list[str]:
+    """What the processes that a launcher has started at once on this machine have in common, and
+    no others. A process that no launcher has started shares it with none."""
+    launched = "RANK" in os.environ or "SLURM_PROCID" in os.environ
+    starter = os.getppid() if launched else os.getpid()
+    names = (
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+        *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    )
+    return [str(starter), *(os.environ.get(name, "") for name in names)]
+
+
 def tell_torchrun(message: str) -> None:
     """Write an error where torchrun looks for it, as torch's ``record`` does. The last lines of
     its own report then say what was wrong, and not how a traceback could be had."""

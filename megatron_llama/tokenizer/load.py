@@ -96,13 +96,7 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
         return found
     if not path.is_file():
         expected = "a .model file, a tokenizer.json or a folder with one"
-        named = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not path.parent.exists()
-        download = (
-            f"if that is its name on HuggingFace: hf download {path} --include 'tokenizer*'"
-            " --local-dir FOLDER"
-        )
-        do = download if named else "check the path"
-        raise DataError(path, got="no such file", expected=expected, do=do)
+        raise DataError(path, got="no such file", expected=expected, do="check the path")
     suffixes = [Path(name).suffix for name in names]
     if path.suffix not in suffixes:
         by = f" for {tokenizer_type}" if tokenizer_type else ""

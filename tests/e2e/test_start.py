@@ -141,18 +141,19 @@ def test_tokenizer_type(product: Product, capsys: pytest.CaptureFixture[str]) ->
 def test_a_tokenizer_that_is_only_a_name(
     product: Product, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Scripts may name one of HuggingFace's; nothing is downloaded behind the user's back."""
+    """Scripts may name one of the hub's (tests/e2e/test_hub.py); it needs the hub's package, and what lies in a folder is a path."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_llama.api.common.hub.find_spec", lambda name: None)
     (tmp_path / "here").mkdir()
-    for name, do in (
-        ("meta-llama/Llama-2-7b-hf", "if that is its name on HuggingFace: hf download meta-llama/Llama-2-7b-hf --include 'tokenizer*' "),
-        ("here/tokenizer", "check the path\n"),
-    ):
-        assert main(product.command(tokenizer_name_or_path=name)) == 1
-        assert (
-            f"error: {name}: got no such file, expected a .model file, a tokenizer.json or a folder with one; {do}"
-            in capsys.readouterr().err
-        )
+    name = "meta-llama/Llama-2-7b-hf"
+    assert main(product.command(tokenizer_name_or_path=name)) == 2
+    assert (
+        f"error: --tokenizer-model {name}: got no such path, and no package huggingface_hub to look for it on the hub, "
+        "expected a path that exists, or that package; check the path, or pip install '.[hub]'\n"
+    ) in capsys.readouterr().err
+    assert main(product.command(tokenizer_name_or_path="here/tokenizer")) == 1
+    said = "error: here/tokenizer: got no such file, expected a .model file, a tokenizer.json or a folder with one; check the path\n"
+    assert said in capsys.readouterr().err
 
 
 def test_weights_of_every_format_are_evaluated(product: Product, folders: dict[str, Path]) -> None:

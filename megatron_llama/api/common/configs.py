@@ -31,7 +31,8 @@ class ModelFolderConfig:
     """Model folder of any format: checkpoints of a run (any layout; the newest complete one is
     read), HuggingFace, Megatron, Meta."""
     init_from_hf: str | None = None
-    """HuggingFace folder; the same as --load FOLDER."""
+    """HuggingFace folder, the same as --load FOLDER; or a model's name on the hub, `org/name` or
+    `org/name@revision` (needs `pip install '.[hub]'`)."""
     tokenizer_model: str | None = None
     """Tokenizer file or folder. Default: the one saved with the checkpoint or lying in the model
     folder."""

@@ -7,6 +7,7 @@ from dataclasses import fields
 from os import PathLike, fspath
 from typing import Any
 
+from megatron_llama.api.common.hub import with_folders
 from megatron_llama.config.megatron_names import ALIASES, MEGATRON
 from megatron_llama.config.parse import Parsed, differences, parse
 from megatron_llama.config.schema import Config
@@ -16,11 +17,16 @@ Options = Config | Mapping[str, object] | str | PathLike[str] | None
 
 
 def read_options(
-    config: Options, more: Mapping[str, object], sections: Sequence[type[Any]]
+    config: Options,
+    more: Mapping[str, object],
+    sections: Sequence[type[Any]],
+    *,
+    weights: bool = True,
 ) -> Parsed:
     """Read ``config`` and ``more`` options, which win over it. A Config gives the options that
     differ from their defaults, a mapping those that it names (also under the names of their
-    sections, as YAML has them), a path those of a YAML file. Raises ConfigError with every
+    sections, as YAML has them), a path those of a YAML file. Names of the hub have become folders,
+    without ``weights`` ones that say a model's shapes alone. Raises ConfigError with every
     problem."""
     words: list[str] = []
     given: dict[str, object] = {}
@@ -35,4 +41,5 @@ def read_options(
         expected = "a Config, a mapping of options, or the path of a YAML file"
         raise ConfigError("config", got=type(config).__name__, expected=expected, do=do)
     aliases = {**MEGATRON, **ALIASES}
-    return parse(words, sections, aliases=aliases, values=(given, more))
+    parsed = parse(words, sections, aliases=aliases, values=(given, more))
+    return with_folders(parsed, planned=not weights, weights=weights)
