@@ -33,9 +33,11 @@ COLUMNS = 480
 """Into so many columns an axis is divided, more than there are pixels: a page can be enlarged."""
 BEYOND = 4.0
 """Values are cut off that lie so many times further out than all others."""
-TICKS = 4
+TICKS = 5
 TIPS = 40
-"""If there are more marks, none says what it is: the list does."""
+"""If there are more marks they are short, and none says what it is: the list does."""
+SHORT = 9.0
+"""Pixels of a short mark."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def chart(
         beyond = at(value) + 3 * len(words) > WIDTH
         x = WIDTH - 2 if beyond else at(value)
         canvas.text(x, foot + 16, words, anchor="end" if beyond else "middle", css_class="s")
-    for css_class, begin in (("restart", TOP), ("skipped", foot - 12)):
+    for css_class, begin, end in (("restart", TOP, TOP + SHORT), ("skipped", foot - SHORT, foot)):
         own = [one for one in marks if one.css_class == css_class]
         # Of marks in the same pixel one is enough.
         places = {round(at(one.x)): one for one in own if across.low <= one.x <= across.high}
@@ -183,7 +185,7 @@ def chart(
             for mark in places.values():
                 canvas.line(at(mark.x), begin, at(mark.x), foot, css_class=css_class, tip=mark.tip)
         else:
-            canvas.strokes(sorted(places), begin, foot, css_class=css_class)
+            canvas.strokes(sorted(places), begin, end, css_class=css_class)
     for curve in curves:
         for piece in thinned(curve, across.low, across.high, columns):
             points = ((at(x), above(y)) for x, y in zip(piece.x, piece.y, strict=True))

@@ -31,6 +31,7 @@ STYLE = f"""{curves.STYLE}
 figure {{ margin: 0 }} figure svg {{ width: 100% }}
 figcaption {{ font-size: 14px }} figcaption span {{ display: block }}
 .restart {{ stroke: var(--soft); stroke-dasharray: 3 3 }}
+path.restart {{ stroke-dasharray: none }}
 .skipped {{ stroke: var(--bad); stroke-width: 2 }}
 details {{ margin-top: 14px }} summary {{ cursor: pointer }}
 td.error, td.fault, td.gap, td.skip, td.rollback {{ color: var(--bad) }}
@@ -191,8 +192,8 @@ def _charts(summaries: Sequence[Summary], budget: int) -> Iterator[str]:
     marks = (
         ""
         if several
-        else "Dashed lines are restarts and returns to a checkpoint, red marks at the foot are "
-        "steps that were left out. "
+        else "Dashed lines, or marks at the top, are restarts and returns to a checkpoint; red "
+        "marks at the foot are steps that were left out. "
     )
     yield page.paragraph(f"{marks}Values far beyond all others are drawn at the edge.")
 
