@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed import flight_recorder
 from megatron_llama.distributed.comm.store import host_named, open_store
 from megatron_llama.distributed.comm.watch import Watch
 from megatron_llama.distributed.launcher import Place, place_from_environment
@@ -251,6 +252,7 @@ def join_group(
         # Only now and then a value of the host crosses this group, so a socket for each pair of
         # ranks, 16,000 in every process of a job of 16,000, would mostly stay unused.
         os.environ.setdefault(GLOO_LAZY, "1")
+    flight_recorder.turn_on(os.environ)
     dist.init_process_group(
         devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
     )

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from megatron_llama.distributed import flight_recorder
 from megatron_llama.distributed.comm.store import connect
 from megatron_llama.distributed.hang_report import grouped, hang_report, named, waiting
 from megatron_llama.distributed.launcher import Place
@@ -41,6 +42,8 @@ keep from running."""
 LEAVE_SECONDS = 10.0
 """How long a rank that heard the alarm has to leave by itself before its watch ends it, and how
 long rank 0, at its end, waits for the others to come to theirs."""
+READ_SECONDS = 2.0
+"""How long the flight recorder may take, so that its notes are there when the answers are read."""
 ASK_SECONDS = 0.01
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
 """How long a rank waits for the store itself, whose host may be the process that was stopped."""
@@ -74,10 +77,15 @@ class Diagnosis:
 
 
 def diagnose(
-    caller: int, stuck: bool, silent: Sequence[int], positions: Mapping[int, Position]
+    caller: int,
+    stuck: bool,
+    silent: Sequence[int],
+    positions: Mapping[int, Position],
+    collectives: Sequence[str] = (),
 ) -> Diagnosis:
     """Put the answers into words. ``caller`` is the rank that set the alarm. ``positions`` has, by
-    rank, where each one is; for silent ranks, where they were when they last wrote it."""
+    rank, where each one is; for silent ranks, where they were when they last wrote it.
+    ``collectives`` are sentences about those that do not end."""
     gone = {rank: positions[rank].place for rank in silent if rank in positions}
     never = [rank for rank in silent if rank not in positions]
     present = {rank: position for rank, position in positions.items() if rank not in silent}
@@ -101,6 +109,7 @@ def diagnose(
         *([f"{named(never)} never came"] if never else []),
         *grouped(gone, "was last seen", "were last seen"),
         *grouped(others, "is", "are"),
+        *collectives,
     ]
     return Diagnosis(
         reason,
@@ -248,6 +257,9 @@ class Watch:
                 if not store.check([ALARM]):
                     continue
                 store.set(_answer(self._place.rank), "here")
+                if _is_of_stuck(store):
+                    notes = flight_recorder.read_within(READ_SECONDS, LEAVE_SECONDS)
+                    store.set(_flight(self._place.rank), flight_recorder.encode(notes))
             except RuntimeError:
                 pass  # the host of the store is gone, which every rank notices
             if self._over.wait(ANSWER_SECONDS):
@@ -288,6 +300,10 @@ class Watch:
         deadline = time.monotonic() + ANSWER_SECONDS
         for rank in range(self._place.world_size):
             _appears(store, (_answer(rank), _left(rank)), deadline)
+        if _is_of_stuck(store):
+            for rank in range(self._place.world_size):
+                if store.check([_answer(rank)]):
+                    _appears(store, (_flight(rank), _left(rank)), deadline)
         return self._read_answers(store)
 
     def _read_answers(self, store: Store) -> Diagnosis:
@@ -312,11 +328,19 @@ class Watch:
                 kind == STUCK,
                 silent,
                 {rank: Position(*json.loads(text)) for rank, text in posted},
+                self._read_flights(store),
             )
             store.set(_heard(self._place.rank), "yes")
             return self._diagnosis
         except RuntimeError:
             return self._diagnosis or self._diagnose_lost_store()
+
+    def _read_flights(self, store: Store) -> list[str]:
+        """Sentences about the collectives that do not end, by what the ranks have written down."""
+        ranks = [rank for rank in range(self._place.world_size) if store.check([_flight(rank)])]
+        texts = store.multi_get([_flight(rank) for rank in ranks]) if ranks else []
+        notes = zip(ranks, map(flight_recorder.decode, texts), strict=True)
+        return flight_recorder.stuck_collectives(dict(notes))
 
     def diagnose(self) -> Diagnosis | None:
         """Set the alarm, unless it is set, and wait for the answers; None before the start. Rank 0
@@ -375,6 +399,11 @@ def _appears(store: Store, keys: Sequence[str], deadline: float) -> None:
         time.sleep(ASK_SECONDS)
 
 
+def _is_of_stuck(store: Store) -> bool:
+    """Whether the alarm, which is set, says that a rank is stuck, and not that one has failed."""
+    return bool(store.get(ALARM).decode().startswith(STUCK))
+
+
 def _answer(rank: int) -> str:
     return f"{ALARM}/{rank}"
 
@@ -385,6 +414,10 @@ def _heard(rank: int) -> str:
 
 def _left(rank: int) -> str:
     return f"left/{rank}"
+
+
+def _flight(rank: int) -> str:
+    return f"flight/{rank}"
 
 
 def _where(rank: int) -> str:

@@ -26,6 +26,7 @@ from megatron_llama.api.common.watched import watched
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm.store import open_store
 from megatron_llama.distributed.comm.watch import Diagnosis, Position, diagnose
+from megatron_llama.distributed.flight_recorder import BUFFER_SIZE, turn_on
 from megatron_llama.distributed.hang_report import grouped, hang_report, named
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh, join
@@ -53,6 +54,7 @@ def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
         except UserError:
             os._exit(1)
         return
+    turn_on(os.environ)
     store = open_store(place, timedelta(minutes=1), hosts=place.rank == 0)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(minutes=10))
     try:
@@ -154,6 +156,17 @@ def test_a_rank_that_is_alive_but_stuck_is_named_by_all(tmp_path: Path) -> None:
         assert "rank 3 stopped in forward 0 of stage 1 (iteration 2)" in words.splitlines()[-1], (rank, words)
         assert "rank 2 is in backward 0 of stage 1 (iteration 2), waiting for gradients (reduce_scatter " in words, (rank, words)
         assert "(--distributed-timeout-minutes)" in words and "Traceback" not in words, (rank, words)
+
+
+def test_the_collective_that_a_stuck_rank_has_not_begun_is_named_by_all(tmp_path: Path) -> None:
+    """By torch's flight recorder: of two that do not end the one first in which nobody is missing but the rank that stopped."""
+    codes, said = last_words(tmp_path, HangsInAStep(Layout(tp=2, dp=2, microbatches=2), 3), 3)
+    assert codes == [1] * RANKS, said
+    stuck = r"; collective (\d+) of tp does not end: rank 2 in all_reduce of Float 32x2x64, not rank 3 \(last: all_reduce (\d+)\)"
+    after = r"; collective \d+ of world does not end: ranks 0, 1 in all_reduce of Double 1, not ranks 2, 3 \(last: all_reduce \d+\)"
+    for rank, words in enumerate(said):
+        found = re.search(stuck + after, words)
+        assert found is not None and int(found[1]) == int(found[2]) + 1, (rank, words)
 
 
 def test_ranks_that_all_stop_in_a_launch_are_ended(tmp_path: Path) -> None:
@@ -360,6 +373,7 @@ class DiesAtTheStart:
             if place.rank == 2 and not self.connected:
                 watch.start = lambda attempt: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
             world, device = join(ParallelConfig(), place, watch)
+            assert int(os.environ[BUFFER_SIZE]) > 0
             if place.rank == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             build_mesh(Config(), rank=place.rank, world_size=place.world_size, device=device, recorder=world.recorder)
