@@ -7,9 +7,7 @@ measured. gloo's messages between two ranks are not in it.
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +24,6 @@ _OLDER_NAME = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _ENTRIES = "2000"
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """torch's functions that print it: NCCL's, in builds for GPUs, and that of all other backends."""
-_STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -77,28 +74,6 @@ def read() -> list[GroupNotes]:
             for found in summarize(json.loads(dump(True, False)), ranks_of):
                 notes[found.group] = found
     return list(notes.values())
-
-
-def read_within(seconds: float, then_end: float) -> list[GroupNotes]:
-    """``read`` in a thread of its own; empty if it takes more than ``seconds``, or fails. Reading
-    asks the device which collectives are done, and a device that stands still may not answer. Where
-    torch keeps the interpreter meanwhile, no thread of Python can go on, and this process is ended
-    after ``then_end`` seconds."""
-    found: list[GroupNotes] = []
-
-    def work() -> None:
-        try:
-            found.extend(read())
-        except Exception:
-            return  # the hang is reported without it
-
-    # The timer is a thread of faulthandler's that needs no interpreter.
-    faulthandler.dump_traceback_later(then_end, exit=True, file=_STDERR)
-    reading = threading.Thread(target=work, name="flight recorder", daemon=True)
-    reading.start()
-    reading.join(seconds)
-    faulthandler.cancel_dump_traceback_later()
-    return list(found)
 
 
 def summarize(dump: Mapping[str, Any], ranks_of: Mapping[str, tuple[int, ...]]) -> list[GroupNotes]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama.distributed import flight_recorder
-from megatron_llama.distributed.flight_recorder import GroupNotes, Issued, decode, encode, read_within, stuck_collectives, summarize
+from megatron_llama.distributed.comm.watch import read_within
+from megatron_llama.distributed.flight_recorder import GroupNotes, Issued, decode, encode, stuck_collectives, summarize
 from megatron_llama.distributed.launcher import Place
 
 from tests.harness import Cluster
@@ -94,7 +95,7 @@ def test_a_recorder_that_does_not_answer_is_left_alone(monkeypatch: pytest.Monke
 
 HOLDS_THE_INTERPRETER = """
 import ctypes, torch, torch.distributed as dist
-from megatron_llama.distributed.flight_recorder import read_within
+from megatron_llama.distributed.comm.watch import read_within
 libc = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter while it calls
 torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: libc.sleep(600)
 read_within(0.1, 1.0)
@@ -103,4 +104,4 @@ read_within(0.1, 1.0)
 
 def test_a_recorder_that_keeps_the_interpreter_ends_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", HOLDS_THE_INTERPRETER], timeout=120, capture_output=True, text=True)
-    assert ended.returncode == 1 and "Timeout (0:00:01)!" in ended.stderr and "flight_recorder.py" in ended.stderr
+    assert ended.returncode == 1 and "Timeout (0:00:01)!" in ended.stderr and "in read_within" in ended.stderr

@@ -17,6 +17,7 @@ rank does for the first time, when kernels are compiled: one of the ranks then s
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron_llama.distributed import flight_recorder
 from megatron_llama.distributed.comm.store import connect
+from megatron_llama.distributed.flight_recorder import GroupNotes
 from megatron_llama.distributed.hang_report import grouped, hang_report, named, waiting
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.recorder import Recorder
@@ -45,6 +47,7 @@ long rank 0, at its end, waits for the others to come to theirs."""
 READ_SECONDS = 2.0
 """How long the flight recorder may take, so that its notes are there when the answers are read."""
 ASK_SECONDS = 0.01
+STDERR = 2
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
 """How long a rank waits for the store itself, whose host may be the process that was stopped."""
 ALARM = "alarm"
@@ -258,7 +261,7 @@ class Watch:
                     continue
                 store.set(_answer(self._place.rank), "here")
                 if _is_of_stuck(store):
-                    notes = flight_recorder.read_within(READ_SECONDS, LEAVE_SECONDS)
+                    notes = read_within(READ_SECONDS, LEAVE_SECONDS)
                     store.set(_flight(self._place.rank), flight_recorder.encode(notes))
             except RuntimeError:
                 pass  # the host of the store is gone, which every rank notices
@@ -389,6 +392,28 @@ class Watch:
             stuck=False,
             places=f"; {here}",
         )
+
+
+def read_within(seconds: float, then_end: float) -> list[GroupNotes]:
+    """Return what the flight recorder has; nothing if reading it takes more than ``seconds``, or
+    fails. Reading asks the device which collectives are done, and a device that stands still may
+    not answer. Where torch keeps the interpreter meanwhile, no thread of Python can go on, and this
+    process is ended after ``then_end`` seconds."""
+    found: list[GroupNotes] = []
+
+    def work() -> None:
+        try:
+            found.extend(flight_recorder.read())
+        except Exception:
+            return  # the hang is reported without it
+
+    # The timer is a thread of faulthandler's that needs no interpreter.
+    faulthandler.dump_traceback_later(then_end, exit=True, file=STDERR)
+    reading = threading.Thread(target=work, name="flight recorder", daemon=True)
+    reading.start()
+    reading.join(seconds)
+    faulthandler.cancel_dump_traceback_later()
+    return list(found)
 
 
 def _appears(store: Store, keys: Sequence[str], deadline: float) -> None:
