@@ -194,7 +194,7 @@ new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resol
   }
   const room = document.documentElement.clientWidth;
   const wide = document.documentElement.scrollWidth > innerWidth ? [document.documentElement.scrollWidth, innerWidth] : [];
-  const scrolls = (element) => element && (["auto", "scroll", "hidden"].includes(getComputedStyle(element).overflowX) || scrolls(element.parentElement));
+  const scrolls = (element) => element && (["auto", "scroll"].includes(getComputedStyle(element).overflowX) || scrolls(element.parentElement));
   const out = [...document.querySelectorAll("article *")]
     .filter((element) => element.getBoundingClientRect().right > room + 1 && !scrolls(element.parentElement) && element.checkVisibility())
     .map((element) => element.tagName + " " + element.textContent.slice(0, 40));
