@@ -19,10 +19,14 @@ from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.text_stream import text_streams
-from megatron_llama.distributed.comm.object_collectives import broadcast_object, raise_on_all_ranks
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.comm.object_collectives import (
+    all_gather_object,
+    broadcast_object,
+    raise_on_all_ranks,
+)
+from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
-from megatron_llama.errors import TrainingError
+from megatron_llama.errors import CheckpointError, TrainingError
 from megatron_llama.loop.callbacks import Evaluation
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, weights_of
@@ -148,6 +152,7 @@ def load_or_init(
         with raise_on_all_ranks(mesh.world):
             weights = start.weights(config.model, config.training.seed)
     elif options.init_from_hf is not None:
+        _require_one_commit(options.init_from_hf, mesh.world)
         with raise_on_all_ranks(mesh.world):
             folder = HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
             weights = weights_of(folder, config.model, config.training.seed)
@@ -155,6 +160,21 @@ def load_or_init(
         weights = InitialWeights.of(config)
     optimizer.load_weights(WithAdapters(weights, config.training.seed))
     return TrainState(0, 0)
+
+
+def _require_one_commit(folder: str, world: Axis) -> None:
+    """Raise CheckpointError if a name on the hub is another commit on some ranks: each machine has
+    asked for itself, and the branch may have moved in between. Collective."""
+    path = Path(folder)
+    own = path.name if path.parent.name == "snapshots" else ""
+    commits = sorted(set(all_gather_object(own, world)))
+    if len(commits) > 1:
+        raise CheckpointError(
+            "--init-from-hf",
+            got=f"{len(commits)} snapshots, {' and '.join(map(repr, commits))}",
+            expected="the same one on all machines",
+            do="give a commit: org/name@COMMIT",
+        )
 
 
 def roll_back(

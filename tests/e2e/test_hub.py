@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from tests.e2e.product import TP2, Product, exact_curve, words
 from tests.hub_server import Hub, hub
-from tests.launch import Finished
+from tests.launch import Finished, free_port, torchrun
 
 PICKLE = b"no test may fetch this"
 SHAPE = ("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups")
@@ -120,3 +123,36 @@ def test_a_path_wins_over_a_name(product: Product, folder: Path, served: Hub, tm
         said = product.launcher.run(["evaluate", *words({**options, "init_from_hf": model})], environ=where, cwd=tmp_path)
         assert said.codes == (code,), said.err
     assert not served.asked
+
+
+@pytest.mark.long
+def test_names_in_the_api(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
+    """``load`` and ``save_hf`` take them where they take paths."""
+    code = """
+import sys, torch, megatron_llama as ml
+named, local = ml.load("org/tiny"), ml.load(sys.argv[1])
+assert named.keys() == local.keys() and all(torch.equal(named[name], local[name]) for name in local)
+ml.save_hf(named, "out", config=sys.argv[1], tokenizer_model="org/tiny")
+assert ml.load("out", "trained", device="cpu").tokenizer.vocab_size
+"""
+    where = {**os.environ, **environ(served, tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=tmp_path, env=where, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert served.fetched["model.safetensors"] == 1
+
+
+@pytest.mark.long
+def test_machines_that_saw_a_branch_at_two_times(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
+    """Ranks with caches of their own, and two commits in them: refused, as some of the weights would be the other model's."""
+    commits = []
+    for rank in range(2):
+        commits.append(served.add("org/moving", {path.name: path.read_bytes() + b"\n" * (rank if path.name == "config.json" else 0) for path in folder.iterdir()}))
+        assert evaluated(product, environ(served, tmp_path / f"home{rank}"), "org/moving").codes == (0,)
+    ranks = torchrun(2, free_port())
+    argv = product.command(init_from_hf="org/moving", **dict.fromkeys(SHAPE))
+    said = product.launcher.run(
+        argv, 2, environ={"HF_HUB_OFFLINE": "1"}, place=lambda rank: {**ranks(rank), **environ(served, tmp_path / f"home{rank}")}
+    )
+    assert set(said.codes) == {1}
+    first, second = sorted(commits)
+    assert f"--init-from-hf: got 2 snapshots, '{first}' and '{second}', expected the same one on all machines; " in said.err
