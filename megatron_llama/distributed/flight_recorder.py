@@ -79,13 +79,16 @@ def read() -> list[GroupNotes]:
 def summarize(dump: Mapping[str, Any], ranks_of: Mapping[str, tuple[int, ...]]) -> list[GroupNotes]:
     """The notes of a dump. ``ranks_of`` has the ranks of groups by name."""
     entries: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in dump.get("entries", ()):
+    for entry in sorted(dump.get("entries", ()), key=lambda entry: entry["record_id"]):
         if not entry["is_p2p"]:
             backend = entry["profiling_name"].partition(":")[0]
-            entries.setdefault(f"{entry['process_group'][0]} {backend}", []).append(entry)
+            issued = entries.setdefault(f"{entry['process_group'][0]} {backend}", [])
+            # Names are numbers that begin anew when torch.distributed is initialized again.
+            if issued and issued[-1]["pg_id"] != entry["pg_id"]:
+                issued.clear()
+            issued.append(entry)
     notes = []
     for group, issued in entries.items():
-        issued.sort(key=lambda entry: entry["collective_seq_id"])
         # gloo leaves `state` at "scheduled" for ever; NCCL's watchdog sets `retired` a moment after
         # `state`.
         done = [entry for entry in issued if entry["retired"] or entry["state"] == "completed"]

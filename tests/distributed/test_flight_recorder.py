@@ -44,11 +44,11 @@ def test_a_user_may_turn_it_off(given: dict[str, str]) -> None:
     assert environ == given
 
 
-def entry(number: int, state: str, *, retired: bool, operation: str = "nccl:all_gather", is_p2p: bool = False) -> dict[str, Any]:
+def entry(number: int, state: str, *, retired: bool, operation: str = "nccl:all_gather", is_p2p: bool = False, pg_id: int = 3) -> dict[str, Any]:
     """As NCCL writes them: several inputs may travel together."""
     sizes = {"input_sizes": [[8], [4]], "input_dtypes": ["Float", "Float"], "output_sizes": [[16]], "output_dtypes": ["Float"]}
-    place = {"collective_seq_id": number, "is_p2p": is_p2p, "process_group": ["7", "dp"], "profiling_name": operation}
-    return {**sizes, **place, "state": state, "retired": retired}
+    place = {"collective_seq_id": number, "is_p2p": is_p2p, "process_group": ["7", "dp"], "profiling_name": operation, "pg_id": pg_id}
+    return {**sizes, **place, "record_id": number, "state": state, "retired": retired}
 
 
 def test_what_is_done_and_what_is_not() -> None:
@@ -63,10 +63,18 @@ def test_what_is_done_and_what_is_not() -> None:
     ]
     sizes = "Float 8 and others to Float 16"
     assert summarize({"entries": entries}, {"7": (0, 1)}) == [
-        GroupNotes("7 nccl", "dp", (0, 1), Issued(3, "all_gather", sizes), Issued(4, "all_gather", sizes)),
         GroupNotes("7 gloo", "dp", (0, 1), Issued(1, "all_reduce", sizes), None),
+        GroupNotes("7 nccl", "dp", (0, 1), Issued(3, "all_gather", sizes), Issued(4, "all_gather", sizes)),
     ]
     assert summarize({}, {}) == []  # a build without NCCL, or a recorder that is turned off
+
+
+def test_a_group_is_not_taken_for_an_older_one_of_its_name() -> None:
+    """Names are numbers that begin anew when torch.distributed is initialized again; what is recorded stays."""
+    older = [entry(number, "scheduled", retired=number < 3, pg_id=2) | {"record_id": number} for number in (1, 2, 3)]
+    newer = [entry(1, "scheduled", retired=True, pg_id=5) | {"record_id": 4}]
+    [notes] = summarize({"entries": [*newer, *older]}, {"7": (0, 1)})
+    assert notes.done is not None and (notes.done.number, notes.pending) == (1, None)
 
 
 def on(group: str, done: int, pending: int | None, operation: str = "all_reduce", ranks: tuple[int, ...] = (0, 1, 2, 3)) -> GroupNotes:

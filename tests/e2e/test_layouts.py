@@ -45,7 +45,8 @@ VALIDATION = re.compile(
 )
 STEP_KEYS = (
     "iteration lm_loss grad_norm loss_scale skipped_iterations learning_rate consumed_samples tokens_per_second "
-    "tokens_per_second_per_gpu tflops_per_gpu mfu exposed_comm_ms elapsed_ms peak_memory_bytes global_batch_size eta_seconds time"
+    "tokens_per_second_per_gpu tflops_per_gpu mfu exposed_comm_ms elapsed_ms peak_memory_bytes data_parallel_bytes global_batch_size "
+    "eta_seconds time"
 )
 
 

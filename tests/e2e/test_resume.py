@@ -119,10 +119,15 @@ def test_resuming_under_other_layouts(product: Product, straight: Callable[[str]
 
 @pytest.mark.long
 def test_resuming_a_finished_run_changes_nothing(product: Product, tmp_path: Path) -> None:
+    """But the list of what happened to the run, which says that it was started again."""
     product.train(save=tmp_path, train_iters=2, **EVALUATED)
     before = {name: content for name, (_, content) in contents(tmp_path).items()}
     again = product.train(save=tmp_path, load=tmp_path, train_iters=2, **EVALUATED)
-    assert {name: content for name, (_, content) in contents(tmp_path).items()} == before
+    after = {name: content for name, (_, content) in contents(tmp_path).items()}
+    [events] = [name for name in after if after[name] != before[name]]
+    assert after.keys() == before.keys() and Path(events).name == "events.jsonl"
+    happened = [json.loads(line)["event"] for line in (tmp_path / events).read_text().splitlines()]
+    assert happened == ["start", "saved", "end", "start", "end"]
     assert "saved" not in again.out
 
 
