@@ -116,12 +116,17 @@ def torchs(layout: MuonLayout, found: Sequence[Mapping[str, Tensor]]) -> Mapping
 
 
 LAYOUTS = [
-    *(MuonLayout(dp=2, strategy=strategy, fp64=True) for strategy in STRATEGIES),
     MuonLayout(fp64=True, nesterov=False, adjust="original", clip=0.0, early=True),
     MuonLayout(tp=2, dp=2, strategy="optim_grads_params", slots="2", fp64=True, microbatches=2),
-    MuonLayout(tp=4, kv_heads=2, fp64=True),
-    MuonLayout(pp=2, dp=2, fp64=True, microbatches=2, tied=True),
     MuonLayout(cp=2, dp=2, shard_size=2, strategy="optim_grads", fp64=True, bucket=10**9),
+    *(
+        pytest.param(layout, marks=pytest.mark.long)
+        for layout in (
+            *(MuonLayout(dp=2, strategy=strategy, fp64=True) for strategy in STRATEGIES),
+            MuonLayout(tp=4, kv_heads=2, fp64=True),
+            MuonLayout(pp=2, dp=2, fp64=True, microbatches=2, tied=True),
+        )
+    ),
 ]
 
 
