@@ -28,7 +28,11 @@ from megatron_llama.data.corpus import write_corpus
 from megatron_llama.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIMIZERS: Mapping[str, tuple[str, ...]] = {"adamw": (), "muon": ("--optimizer", "muon")}
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
+    "adamw": (),
+    "adamw-bf16": ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    "muon": ("--optimizer", "muon"),
+}
 """The options that make each."""
 
 

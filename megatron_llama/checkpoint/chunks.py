@@ -176,7 +176,10 @@ class RegionLoadPlanner(DefaultLoadPlanner):
             return describe(name, got="no such tensor", expected=f"shape {part.shape}", do=do)
         if tuple(saved.size) != part.shape:
             return describe(name, got=f"shape {tuple(saved.size)}", expected=part.shape, do=do)
-        if saved.properties.dtype != part.tensor.dtype and not any_dtype:
+        dtypes = {saved.properties.dtype, part.tensor.dtype}
+        # A moment that is kept in bf16 is the rounded one, whenever it is rounded.
+        converted = is_state(part.key) and dtypes <= {torch.float32, torch.bfloat16}
+        if len(dtypes) > 1 and not any_dtype and not converted:
             return describe(
                 name,
                 got=saved.properties.dtype,

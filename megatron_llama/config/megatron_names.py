@@ -177,6 +177,13 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             "DDP_impl distributed_backend local_rank",
             Alias(convert=anything, help="the device and the environment decide" + _UNCHANGED),
         ),
+        "use_precision_aware_optimizer": Alias(
+            value="true", help="--exp-avg-dtype and --exp-avg-sq-dtype decide" + _UNCHANGED
+        ),
+        **_all_alike(
+            "main_grads_dtype main_params_dtype",
+            Alias(convert=only("fp32"), help="master weights and gradients are fp32"),
+        ),
         "calculate_per_token_loss": Alias(
             value="true", help="the loss is always the mean over tokens" + _UNCHANGED
         ),

@@ -337,6 +337,12 @@ class OptimizerConfig:
     """Decay of the second moment."""
     adam_eps: float = 1e-8
     """Added to the square root of the second moment."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which AdamW's first moment is kept. An update computes in fp32, and rounds what
+    it keeps."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """The same of the second moment. With bf16 both take 4 bytes of each parameter in the place of
+    8; --adam-beta2 is at most 0.996, or what is kept would never fall."""
     muon_momentum: float = 0.95
     """Decay of Muon's momentum."""
     muon_nesterov: bool = True

@@ -55,15 +55,16 @@ def _adamw(
         correction2 = tl.load(corrections + 1)
         g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) / tl.load(scale)
         p = tl.load(master + place, mask=inside, other=0.0)
-        m = tl.load(average + place, mask=inside, other=0.0)
-        v = tl.load(square + place, mask=inside, other=0.0)
+        m = tl.load(average + place, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(square + place, mask=inside, other=0.0).to(tl.float32)
         p -= lr * DECAY * p
         m += REST1 * (g - m)
         v += REST2 * (g * g - v)
         p -= lr / correction1 * m / (tl.sqrt_rn(v) / correction2 + EPS)
         tl.store(master + place, p, mask=inside)
-        tl.store(average + place, m, mask=inside)
-        tl.store(square + place, v, mask=inside)
+        # The master has seen them before they are rounded.
+        tl.store(average + place, m.to(average.dtype.element_ty), mask=inside)
+        tl.store(square + place, v.to(square.dtype.element_ty), mask=inside)
         if COPIES:
             tl.store(copy + place, p.to(copy.dtype.element_ty), mask=inside)
 
@@ -84,8 +85,8 @@ def adamw(
     decay: float,
     eps: float,
 ) -> None:
-    """Make one AdamW step with ``grad / scale`` on [n], in place. Master and moments are fp32;
-    ``copy``, in the compute dtype, gets the new master.
+    """Make one AdamW step with ``grad / scale`` on [n], in place. The master is fp32, each moment
+    fp32 or bf16; ``copy``, in the compute dtype, gets the new master.
 
     ``step``, ``scale`` and ``skip`` are 0-dim fp32 tensors on the device. If ``skip`` is not 0
     nothing changes, ``step`` included."""

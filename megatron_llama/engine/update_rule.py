@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,7 +22,15 @@ from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.buckets import BucketKind, Segment
+from megatron_llama.plans.itemsize import BF16
+from megatron_llama.plans.memory import ROUNDED_PIECE
 from megatron_llama.plans.params import ParamSpec
+
+MOMENT_DTYPES: Mapping[str, torch.dtype | None] = MappingProxyType(
+    {"fp32": None, BF16: torch.bfloat16}
+)
+"""The dtypes that --exp-avg-dtype and --exp-avg-sq-dtype name. None: that of the master, which is
+wider with --fp64."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +207,39 @@ def adamw_step(
         step.sub_(skip)
 
 
+def rounded_adamw_step(
+    master: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    *,
+    decay: float,
+    scale: Tensor,
+    skip: Tensor,
+    lr: float,
+) -> None:
+    """Make the step of ``adamw_step`` where moments are kept in fewer bits: in the master's dtype,
+    from what is kept, and rounded to the nearest when it is put back.
+
+    It goes in pieces, so that few moments exist in both at once. A skipped step changes no bit."""
+    moments = ("exp_avg", "exp_avg_sq")
+    count = state["step"].clone()
+    for start in range(0, max(1, master.numel()), ROUNDED_PIECE):
+        piece = slice(start, start + ROUNDED_PIECE)
+        kept = {name: state[name][piece] for name in moments}
+        wide = {name: tensor.to(master.dtype) for name, tensor in kept.items()}
+        # Every piece is of the same step.
+        state["step"].copy_(count)
+        wide["step"] = state["step"]
+        adamw_step(
+            master[piece], grad[piece], wide, config, decay=decay, scale=scale, skip=skip, lr=lr
+        )
+        for name, tensor in kept.items():
+            # What was not narrower has been updated in place.
+            if tensor.dtype != master.dtype:
+                tensor.copy_(wide[name])
+
+
 class AdamW(UpdateRule):
     """AdamW on the device that has the shards: one fused call for each bucket."""
 
@@ -216,11 +258,12 @@ class AdamW(UpdateRule):
             if param_shard.dtype == shard.master_dtype
             else torch.zeros_like(param_shard, dtype=shard.master_dtype)
         )
+        options = self._groups[shard.kind.group]
         self._shards[shard.bucket] = shard
         self._masters[shard.bucket] = master
         self._states[shard.bucket] = {
-            "exp_avg": torch.zeros_like(master),
-            "exp_avg_sq": torch.zeros_like(master),
+            "exp_avg": torch.zeros_like(master, dtype=MOMENT_DTYPES[options.exp_avg_dtype]),
+            "exp_avg_sq": torch.zeros_like(master, dtype=MOMENT_DTYPES[options.exp_avg_sq_dtype]),
             "step": torch.zeros((), dtype=torch.float32, device=master.device),
         }
         return master
@@ -232,7 +275,9 @@ class AdamW(UpdateRule):
         state = self._states[bucket]
         decay = c.weight_decay if shard.kind.decay else 0.0
         if not runs_kernels(master.device, master.dtype):
-            adamw_step(master, grad, state, c, decay=decay, scale=scale, skip=skip, lr=lr)
+            alike = all(tensor.dtype == master.dtype for tensor in state.values() if tensor.dim())
+            update = adamw_step if alike else rounded_adamw_step
+            update(master, grad, state, c, decay=decay, scale=scale, skip=skip, lr=lr)
             self.refresh(bucket)
             return CompletedFuture()
         # Triton exists on GPUs only. Its kernel writes the shard in the compute dtype as well.

@@ -48,9 +48,9 @@ from megatron_llama.loop.start import (
     damaged,
     data_changes,
     find_start,
-    group_changes,
     order_changes,
     sample_changes,
+    update_changes,
 )
 from megatron_llama.loop.take_over import sample_lines, update_lines
 from megatron_llama.loop.text_inputs import text_samples
@@ -324,7 +324,7 @@ def _first_state(
     others = (
         *data_changes(meta.config, config),
         *order_changes(meta, config),
-        *group_changes(meta.config, config),
+        *update_changes(meta.config, config),
     )
     lines += [f"warning: {text}" for text in others]
     return identity, start, meta.state, lines

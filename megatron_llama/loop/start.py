@@ -288,9 +288,18 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
                 )
 
 
-def group_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Say that a resumed run has other --param-group than the run that saved the checkpoint."""
-    before = tuple(saved.get("optimizer", {}).get("param_group", ()))
+def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Say that a resumed run has other --param-group than the run that saved the checkpoint, or
+    keeps its moments in another precision."""
+    optimizer = saved.get("optimizer", {})
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if config.checkpoint.load_optim else ():
+        then = optimizer.get(name, "fp32")
+        if then != getattr(config.optimizer, name):
+            yield (
+                f"--{name.replace('_', '-')} was {then} when the checkpoint was saved and is "
+                f"{getattr(config.optimizer, name)}: the moments are converted"
+            )
+    before = tuple(optimizer.get("param_group", ()))
     now = config.optimizer.param_group
     if before != now:
         yield (

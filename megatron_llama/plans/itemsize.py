@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from megatron_llama.config.schema import Config
 
+BF16 = "bf16"
+"""A value of --exp-avg-dtype and --exp-avg-sq-dtype."""
+
 
 def compute_itemsize(config: Config) -> int:
     """Bytes of a parameter or activation in the dtype that a run computes in."""
@@ -19,3 +22,13 @@ def fp32_itemsize(config: Config) -> int:
 def reduce_itemsize(config: Config) -> int:
     """Bytes of a gradient while it travels between data-parallel ranks."""
     return 2 if config.parallel.grad_reduce_in_bf16 else fp32_itemsize(config)
+
+
+def moment_itemsizes(config: Config) -> tuple[int, int]:
+    """Bytes of AdamW's first and of its second moment."""
+    optimizer = config.optimizer
+    first, second = (
+        2 if name == BF16 else fp32_itemsize(config)
+        for name in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    )
+    return first, second

@@ -20,7 +20,12 @@ from megatron_llama.plans.buckets import (
     rank_bucket_plan,
     strategy_named,
 )
-from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize, reduce_itemsize
+from megatron_llama.plans.itemsize import (
+    compute_itemsize,
+    fp32_itemsize,
+    moment_itemsizes,
+    reduce_itemsize,
+)
 from megatron_llama.plans.muon import MuonPlan, muon_plan
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
 from megatron_llama.plans.params import MUON, partition_of
@@ -34,6 +39,9 @@ SCALARS_OF_A_BUCKET = 8
 """Bytes of a bucket's squared norm, in fp64."""
 STEP_COUNT = 4
 """Bytes of the count of a bucket's updates, in fp32."""
+ROUNDED_PIECE = 1 << 20
+"""Elements that an update takes at a time where moments are kept in bf16, outside kernels. It
+cuts no SIMD vector."""
 USABLE = 0.9
 """The share of a device's memory that ``auto`` fills. The rest is for the driver's context,
 communicators and the gaps between allocations."""
@@ -73,7 +81,8 @@ def state_bytes(
         # In fp32 the shard itself is the master copy.
         "master weights": updated * fp32 if itemsize != fp32 else 0,
         # Muon has one, AdamW two.
-        "moments": (2 * updated - (muon.shard_numel if muon is not None else 0)) * fp32,
+        "moments": sum(moment_itemsizes(config)) * updated
+        - (muon.shard_numel * fp32 if muon is not None else 0),
         "scalars": SCALARS + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets) + STEP_COUNT * counted,
         **(
             {"hot columns": offload.on_device, "column numbers": offload.column_numbers}
@@ -330,7 +339,21 @@ class MemoryPlan:
             self.between(rank, granularity, recomputing)
             + self._working(rank, granularity, recomputing),
             0 if muon is None else muon.working_bytes,
+            self._rounded_moments(rank),
         )
+
+    def _rounded_moments(self, rank: int) -> int:
+        """What an update has in fp32 of the moments that are kept in fewer bits. Triton's kernel,
+        on a GPU, needs none of it."""
+        fp32 = fp32_itemsize(self.config)
+        rounded = sum(size != fp32 for size in moment_itemsizes(self.config))
+        bucket_plan = self.bucket_plans[rank]
+        shards = (
+            bucket_plan.shard_numel(bucket.index)
+            for bucket in bucket_plan.buckets
+            if bucket.kind.trainable
+        )
+        return rounded * fp32 * min(ROUNDED_PIECE, max(shards, default=0))
 
     def between(self, rank: int, granularity: Granularity, recomputing: int) -> int:
         """The most that exists between two actions besides the state: what autograd and the runtime

@@ -145,6 +145,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             ("optimizer", "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr"),
             "prove holds updates against AdamW's",
         ),
+        **dict.fromkeys(
+            ("exp_avg_dtype", "exp_avg_sq_dtype"), "prove holds updates against AdamW's in fp32"
+        ),
         "param_group": "prove holds updates against AdamW's with one learning rate",
         "async_save": "prove saves every step in the foreground",
         **dict.fromkeys(("train_iters", "exit_interval", "exit_duration_in_mins"), _LENGTH),

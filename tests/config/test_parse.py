@@ -37,7 +37,7 @@ NAMES = """
     check_weight_hash_across_dp_replicas_interval clip_grad compile context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path deterministic_mode distributed_timeout_minutes
     early_stop_patience embedding_multiplier eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes
-    exit_duration_in_mins exit_interval exit_zero_on_signal export_hf
+    exit_duration_in_mins exit_interval exit_zero_on_signal exp_avg_dtype exp_avg_sq_dtype export_hf
     final_logit_softcapping finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size high_priority_stream_groups hysteresis

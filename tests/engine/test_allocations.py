@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.test_any_module import GROUPS, units
+from tests.engine.test_moments import MomentLayout
 from tests.engine.test_muon import MuonLayout
 from tests.engine.test_param_groups import GroupLayout
 from tests.parallel.cases import STRATEGIES, Layout, Strategy
@@ -169,6 +170,14 @@ def test_muon(layout: MuonLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(layout.world_size):
         found = check(layout.sized(), layout.world_size, rank, monkeypatch)
         assert found.components["matrices"] > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kept", [("bf16", "bf16"), ("fp32", "bf16")], ids=" ".join)
+def test_moments_in_bf16(strategy: Strategy, kept: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = MomentLayout(dp=2, strategy=strategy, bf16=True, kept=kept)
+    found = check(layout.sized(), layout.world_size, 0, monkeypatch)
+    assert found.components["moments"] * 4 == found.components["master weights"] * sum({"fp32": 4, "bf16": 2}[name] for name in kept)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -47,6 +47,28 @@ def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, 
             assert torch.equal(copy, ours[0].to(narrow))
 
 
+@pytest.mark.parametrize("narrow", [(True, True), (False, True)], ids=str)
+def test_moments_in_bf16_are_rounded_when_they_are_kept(narrow: tuple[bool, bool], device: torch.device) -> None:
+    """The master sees them before. A skipped step changes no bit."""
+    from megatron_llama.engine.adamw_kernel import adamw
+
+    dtypes = [torch.bfloat16 if each else torch.float32 for each in narrow]
+    master, one = draw(3000, seed=1, device=device), torch.ones((), device=device)
+    ours = [master.clone(), *(torch.zeros_like(master, dtype=dtype) for dtype in dtypes), torch.zeros((), device=device)]
+    exact = [tensor.clone() for tensor in ours]
+    for number in range(3):
+        grad = draw(3000, seed=10 + number, device=device)
+        # From what is kept, in fp32.
+        wide = [exact[0], *(tensor.float() for tensor in exact[1:3]), exact[3]]
+        for tensors in (ours, wide):
+            adamw(*tensors[:1], grad, *tensors[1:], None, scale=one, skip=one - 1, decay=0.1, **(NUMBERS | {"beta2": 0.95}))
+        exact = [wide[0], *(tensor.to(dtype) for tensor, dtype in zip(wide[1:3], dtypes, strict=True)), wide[3]]
+        before = [tensor.clone() for tensor in ours]
+        adamw(*ours[:1], grad, *ours[1:], None, scale=one, skip=one, decay=0.1, **NUMBERS)
+        for found, expected, same in zip(ours, exact, before, strict=True):
+            assert torch.equal(found, expected) and torch.equal(found, same)
+
+
 def test_the_first_moment_may_have_no_memory(device: torch.device) -> None:
     from megatron_llama.engine.adamw_kernel import adamw
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
-from megatron_llama.config.schema import OptimizerConfig, TrainingConfig
+from megatron_llama.config.schema import Config, OptimizerConfig, TrainingConfig
 from megatron_llama.errors import describe
+from megatron_llama.plans.itemsize import BF16
+from megatron_llama.plans.params import MUON
+
+LEAST_BF16 = 2.0**-8
+"""The least share by which a number in bf16 can fall, whatever it is."""
 
 
 def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
@@ -75,3 +80,29 @@ def _decay_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Ite
     if optimizer.lr_decay_style != "constant" and 0 < whole <= warmup:
         wanted = f"less than lr_decay_{unit} {whole}, which includes the warm-up"
         yield describe(f"--lr-warmup-{unit}", got=warmup, expected=wanted, do="shorten the warm-up")
+
+
+def moment_problems(config: Config) -> Iterator[str]:
+    """Yield what moments in bf16 cannot be used with."""
+    optimizer = config.optimizer
+    offload = config.offload.optimizer_offload
+    for name, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
+        if getattr(optimizer, name) != BF16:
+            continue
+        where = f"{flag(name)} {BF16}"
+        if 0 <= 1 - getattr(optimizer, beta) < LEAST_BF16:
+            yield describe(
+                where,
+                got=f"{flag(beta)} {getattr(optimizer, beta)}",
+                expected=f"at most {1 - LEAST_BF16:.3f}: a step that takes less of a moment is "
+                "rounded back",
+                do=f"lower {flag(beta)} (0.95 is usual), or keep this moment in fp32",
+            )
+        refused = [
+            (f"--optimizer-offload {offload}", offload != "none", "none: the host has it in fp32"),
+            ("--optimizer muon", optimizer.optimizer == MUON, "adam: Muon's momentum is in fp32"),
+            ("--fp64", config.training.fp64, "training in fp32, bf16 or fp16"),
+        ]
+        for got, given, expected in refused:
+            if given:
+                yield describe(where, got=got, expected=expected, do="leave one of them out")
