@@ -228,11 +228,13 @@ def test_what_is_killed_starts_again(
 ) -> None:
     """A rank that dies is started again by torchrun, a machine by the platform."""
     folder = tmp_path / "run"
+    # Checkpoints are written behind the steps: on a busy machine this one is complete long after step 16.
+    second = folder / "iter_0000016"
     machines = Machines(platform(), words({**SMALL, "data_path": product.data, "save": folder}), tmp_path)
     deadline, killed = time.monotonic() + TIMEOUT, False
     try:
         while not machines.keep() and time.monotonic() < deadline:
-            if not killed and len(steps(folder)) >= 20:
+            if not killed and second.is_dir() and len(steps(folder)) >= 20:
                 os.kill(machines.rank(1), signal.SIGKILL) if victim == "rank" else end(machines.nodes[1])
                 killed = True
             time.sleep(0.01)

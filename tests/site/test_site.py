@@ -241,6 +241,16 @@ new Promise((resolve) => {
 """
 
 
+OPEN = """
+new Promise((resolve) => {
+  const locked = () => document.body.hasAttribute("data-md-scrolllock") && resolve();
+  new MutationObserver(locked).observe(document.body, { attributes: true });
+  document.querySelector("[data-md-toggle=search]").click();
+})
+"""
+"""The panel covers a small screen and slides in; then the theme locks the page behind it, of which nothing is beside it any more."""
+
+
 @pytest.mark.parametrize(("place", "word", "page"), [("files", "zenflow", "offload.html"), ("server", "resume", "guide/05-resume.html")])
 def test_the_search_finds_a_word(place: str, word: str, page: str, site: Path, address: str, shown: Browser) -> None:
     """From a server and from files, where browsers start no workers."""
@@ -248,7 +258,7 @@ def test_the_search_finds_a_word(place: str, word: str, page: str, site: Path, a
     shown.scheme("light")
     base = f"file://{site}" if place == "files" else address
     shown.open(f"{base}/guide/03-pretrain.html")
-    shown.run("document.querySelector('[data-md-toggle=search]').click()")
+    shown.run(OPEN)
     found = shown.run(SEARCH % word)
     assert any(page in link and word in text.lower() for link, text in found), found
     for scheme in ("light", "dark"):

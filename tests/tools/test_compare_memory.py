@@ -27,7 +27,11 @@ def test_ours_is_what_the_engine_allocates(strategy: str, slots: int, monkeypatc
     with without_devices(monkeypatch):
         mesh = replace(build_mesh(config, rank=3, world_size=RANKS, device=torch.device("cpu")), device=META)
         with Made() as made:
-            engine = build_engine(config, plan, mesh, attach=lambda placed, view, handle: None, grad_divisor=float(RANKS))
+            # What decays and what does not: two groups, as shard() makes of torch's AdamW.
+            groups = [config.optimizer, replace(config.optimizer, weight_decay=0.0)]
+            engine = build_engine(
+                config, plan, mesh, attach=lambda placed, view, handle: None, groups=groups, grad_divisor=float(RANKS)
+            )
     assert engine.bucket_plan is plan
     row = ours("", RANKS, 32, strategy=strategy, param_slots=slots)
     assert made.storages.live == row.total == sum(row.parts) > 2e10
