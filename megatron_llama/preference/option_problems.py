@@ -49,14 +49,23 @@ OF_SFT: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Options of ``sft`` that have no meaning here: what is expected of them, and what to do."""
 
+BESIDE_THE_STEP = (
+    "--method kto: a forward pass over as many mismatched answers precedes each step; "
+    "what is said of a step's messages, time and MFU leaves it out"
+)
+"""The plan of a step has a schedule of its own, without the passes that estimate the divergence."""
+
 
 def valid_options(parsed: Parsed, *, needs_files: bool = True) -> Parsed:
-    """Return the options of a run of ``align``: those of a reward model say that it is one.
-    ``needs_files``: the run reads --train-data. Raises ConfigError with everything that is
-    wrong."""
+    """Return the options of a run of ``align``: those of a reward model say that it is one, those
+    of ``kto`` what no plan counts. ``needs_files``: the run reads --train-data. Raises ConfigError
+    with everything that is wrong."""
     missing = missing_data(parsed.get(SFTConfig)) if needs_files else ()
     refuse([*align_problems(parsed), *missing])
-    if parsed.get(AlignConfig).method != "reward":
+    method = parsed.get(AlignConfig).method
+    if method == "kto":
+        return replace(parsed, notes=(*parsed.notes, BESIDE_THE_STEP))
+    if method != "reward":
         return parsed
     model = replace(parsed.get(ModelConfig), num_labels=1)
     return replace(

@@ -273,6 +273,7 @@ def test_preferences_carry_over_to_texts_that_nobody_has_seen(product: Product, 
 
 def test_a_dry_run_plans_without_files(align: Align, tmp_path: Path) -> None:
     planned = align(dry_run="yes").ok()
+    assert "leaves it out" not in planned.out and "precedes each step" in align(dry_run="yes", method="kto").ok().out
     assert planned.out.endswith("valid for 1 process\n") and "method dpo; chat template: " in planned.out
     planned = align(dry_run="yes", train_data=None, init_from_hf=None, model="llama2-7b", bf16=True, world_size=2).ok()
     assert "--train-data is not given: the run itself needs it" in planned.out
