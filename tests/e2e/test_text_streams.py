@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tools.range_server import serving
 
-from tests.e2e.product import DP2, ONE, TP2, Layout, Product, Refuse, assert_same_state, column
+from tests.e2e.product import CP2_RING, DP2, HYBRID, INTERLEAVED, ONE, TP2, ZB_V, Layout, Product, Refuse, assert_same_state, column
 
 STREAM = {"split": None, "seq_length": 32, "stream_lanes": 4, "stream_window": 16, "micro_batch_size": 1}
 
@@ -35,7 +35,14 @@ def places(checkpoint: Path) -> list:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(DP2, ONE), pytest.param(ONE, DP2, marks=pytest.mark.long), pytest.param(TP2, DP2, marks=pytest.mark.long)]
+    ("first", "second"),
+    [
+        (DP2, ONE),
+        pytest.param(ONE, DP2, marks=pytest.mark.long),
+        pytest.param(TP2, DP2, marks=pytest.mark.long),
+        pytest.param(ZB_V, CP2_RING, marks=pytest.mark.long),
+        pytest.param(HYBRID, INTERLEAVED, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_goes_on_at_another_dp(first: Layout, second: Layout, product: Product, text: Path, tmp_path: Path) -> None:
     """From a slow server, and resumed from the disk: the same samples. In the same layout, the same bits."""
