@@ -4,6 +4,7 @@ as unreliably as one asks for."""
 from __future__ import annotations
 
 import html
+import queue
 import re
 import threading
 import time
@@ -41,6 +42,13 @@ class RangeServer(ThreadingHTTPServer):
         """Bytes of files that were sent."""
         self.failing = 0
         """So many of the next requests for files are answered with status 503."""
+        self.forbidden = False
+        """Whether files are answered with status 403."""
+        self.versions = True
+        """Whether an answer has an ETag, which another version of a file has not."""
+        self.requests: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+        """Of each request for a file its path and the range of bytes [start, stop) that was
+        sent."""
         self.lock = threading.Lock()
         self._free = time.monotonic()
 
@@ -73,6 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._index(path)
         elif not path.is_file():
             self.send_error(404)
+        elif self.server.forbidden:
+            self.send_error(403)
         elif self._fails():
             self.send_error(503)
         else:
@@ -96,13 +106,16 @@ class _Handler(BaseHTTPRequestHandler):
         start, stop = 0, size
         status = 200
         headers = {}
+        if self.server.versions:
+            headers["ETag"] = f'"{path.stat().st_mtime_ns:x}-{size:x}"'
         if asked is not None and self.server.ranges:
             start, stop = int(asked[1]), min(size, int(asked[2]) + 1)
             if start >= size:
-                self._begin(416, 0, {"Content-Range": f"bytes */{size}"})
+                self._begin(416, 0, {**headers, "Content-Range": f"bytes */{size}"})
                 return
             status = 206
-            headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        self.server.requests.put((path.name, start, stop))
         self._begin(status, stop - start, headers)
         with path.open("rb") as file:
             file.seek(start)

@@ -171,13 +171,14 @@ def _verify(path: str) -> None:
 
 
 def _dataset(path: str) -> None:
-    from megatron_llama.data.indexed import IndexedDataset
+    from megatron_llama.config.schema import DataConfig
     from megatron_llama.data.meta import read_meta
+    from megatron_llama.data.remote_indexed import open_dataset
 
     # A shell completes the name of a file, not the prefix of two.
     if path.endswith((".bin", ".idx")) and not Path(f"{path}.idx").exists():
         path = path[:-4]
-    dataset = IndexedDataset(path)
+    dataset = open_dataset(path, DataConfig())
     lengths = dataset.lengths
     _rows(
         {

@@ -194,7 +194,7 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             "no_mmap_bin_files mmap_warmup", Alias(value="true", help=_MAPPED + _UNCHANGED)
         ),
         **_all_alike(
-            "num_workers num_dataset_builder_threads data_cache_path",
+            "num_workers num_dataset_builder_threads",
             Alias(convert=anything, help=_MAPPED + _UNCHANGED),
         ),
         **_all_alike(

@@ -454,7 +454,13 @@ class DataConfig:
     """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix. Or several, each
     after its weight, in a blend: `0.7 web 0.3 code` takes seven samples of web to three of code,
     however large they are. Without weights each contributes what it has. Or text that is tokenized
-    while the run trains on it: a folder, a pattern or a URL of `.jsonl` or `.parquet` files."""
+    while the run trains on it: a folder, a pattern or a URL of `.jsonl` or `.parquet` files. PREFIX
+    may be a URL, too, such as `s3://bucket/docs`: then the blocks are read that samples need."""
+    data_cache_path: str | None = None
+    """Folder on a disk of this machine that keeps blocks of datasets behind a URL. Runs share it.
+    Default: `megatron_llama/data` in `$XDG_CACHE_HOME`, or else in `~/.cache`."""
+    data_cache_gib: float = 64.0
+    """GiB that this folder holds at most: what was not used for longest goes."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test, in file order. `100,0,0` means no
     evaluation."""

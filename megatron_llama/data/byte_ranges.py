@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from email.message import Message
 from functools import partial
 from html.parser import HTMLParser
 from http.client import HTTPException, HTTPResponse
@@ -33,6 +34,11 @@ TIMEOUT = 60.0
 """Seconds without a byte after which a request has failed."""
 _FINAL = (400, 401, 403, 404, 405, 410, 416)
 """Answers of an HTTP server that do not change when the question is repeated."""
+_VERSIONS = (
+    *("ETag", "etag", "generation", "md5Hash", "checksum", "blob_id"),
+    *("LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created"),
+)
+"""What the stores of fsspec call that by which versions of a file differ, the best first."""
 Found = TypeVar("Found")
 
 
@@ -44,6 +50,9 @@ class SourceFile:
     """A path, or a URL."""
     size: int
     """Bytes."""
+    version: str = ""
+    """What another version of a remote file has not: its ETag, or else its time. Empty: only the
+    size is compared."""
 
 
 def is_url(name: str) -> bool:
@@ -115,9 +124,7 @@ def _reason(error: Exception) -> str:
 def _http_range(file: SourceFile, start: int, stop: int) -> bytes:
     with _request(file.path, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
         _require_ranges(file.path, answer)
-        size = _size(answer)
-        if size != file.size:
-            raise _ChangedError(f"a file of {size} bytes instead of {file.size}")
+        _require_same(file, SourceFile(file.path, _size(answer), _http_version(answer.headers)))
         content = answer.read()
     if len(content) != stop - start:
         raise HTTPException(f"{len(content)} bytes instead of {stop - start}")
@@ -146,15 +153,58 @@ def _size(answer: HTTPResponse) -> int:
     return int(whole[1])
 
 
-def _http_size(url: str) -> int:
+def _require_same(file: SourceFile, now: SourceFile | None) -> None:
+    if now is None:
+        raise _ChangedError("no file")
+    if now.size != file.size:
+        raise _ChangedError(f"a file of {now.size} bytes instead of {file.size}")
+    if file.version and now.version != file.version:
+        got = now.version or "without version"
+        raise _ChangedError(f"another file of {file.size} bytes ({got}, it was {file.version})")
+
+
+def _http_version(headers: Message) -> str:
+    named = ((name, headers.get(name)) for name in ("ETag", "Last-Modified"))
+    return next((f"{name} {value}" for name, value in named if value), "")
+
+
+def find_file(url: str) -> SourceFile | None:
+    """Return a remote file with its version; None if there is none of that name. Raises DataError
+    if that cannot be found out."""
+    return _tried(url, partial(_http_file if _is_http(url) else _fsspec_file, url))
+
+
+def _http_file(url: str) -> SourceFile | None:
     try:
         with _request(url, {"Range": "bytes=0-0"}) as answer:
             _require_ranges(url, answer)
-            return _size(answer)
+            return SourceFile(url, _size(answer), _http_version(answer.headers))
     except urllib.error.HTTPError as error:
         if error.code == 416 and error.headers.get("Content-Range") == "bytes */0":
-            return 0
+            return SourceFile(url, 0, _http_version(error.headers))
+        if error.code in (404, 410):
+            return None
         raise
+
+
+def _fsspec_file(url: str) -> SourceFile | None:
+    system, path = _file_system(url)
+    system.invalidate_cache()  # a listing may be older than the file
+    try:
+        info = system.info(path)
+    except FileNotFoundError:
+        return None
+    if info["type"] != "file":
+        return None
+    version = next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), "")
+    return SourceFile(url, int(info["size"]), version)
+
+
+def _http_size(url: str) -> int:
+    found = _http_file(url)
+    if found is None:
+        raise urllib.error.HTTPError(url, 404, "Not Found", Message(), None)
+    return found.size
 
 
 def _fsspec_range(file: SourceFile, start: int, stop: int) -> bytes:
@@ -162,6 +212,10 @@ def _fsspec_range(file: SourceFile, start: int, stop: int) -> bytes:
     content: bytes = system.cat_file(path, start=start, end=stop)
     if len(content) != stop - start:
         raise _ChangedError(f"{len(content)} bytes, the file of {file.size} bytes ends there")
+    if file.version:
+        # A store answers without the version. If it is the same behind the answer, the answer is
+        # of it.
+        _require_same(file, _fsspec_file(file.path))
     return content
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -153,6 +153,9 @@ class IndexedDatasetWriter:
 class IndexedDataset:
     """The documents of PREFIX.bin as one token stream, memory-mapped."""
 
+    is_remote = False
+    """Whether tokens come from a server."""
+
     def __init__(self, prefix: str | Path) -> None:
         """Open the files. Raises DataError if one is missing or damaged."""
         self.prefix = str(prefix)
@@ -164,20 +167,27 @@ class IndexedDataset:
                 raise DataError(
                     path, got="no such file", expected="PREFIX.bin and PREFIX.idx", do=do
                 )
-        self.dtype, sequences, documents = _read_header(idx)
-        raw = np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
-        at = _HEADER.size
-        self._lengths = raw[at : (at := at + 4 * sequences)].view(np.int32)
-        self._pointers = raw[at : (at := at + 8 * sequences)].view(np.int64)
-        self._documents = raw[at : at + 8 * documents].view(np.int64)
         bin_size = os.path.getsize(bin)
-        self.num_tokens = int(self._lengths.sum(dtype=np.int64))
-        self.num_documents = documents - 1
-        self._check(idx, bin, bin_size)
+        self._open_index(Path(idx), bin_size)
         # A plain view, since slicing an np.memmap runs Python code.
         self._tokens: Tokens = np.memmap(
             bin, mode="r", dtype=self.dtype, shape=(bin_size // self.dtype.itemsize,)
         ).view(np.ndarray)
+
+    def _open_index(self, path: Path, bin_size: int) -> None:
+        """Take the index from a file. Raises DataError if it is damaged, or does not fit a .bin of
+        so many bytes."""
+        idx = self.prefix + ".idx"
+        bin = self.prefix + ".bin"
+        self.dtype, sequences, documents = _read_header(path, idx)
+        raw = np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)
+        at = _HEADER.size
+        self._lengths = raw[at : (at := at + 4 * sequences)].view(np.int32)
+        self._pointers = raw[at : (at := at + 8 * sequences)].view(np.int64)
+        self._documents = raw[at : at + 8 * documents].view(np.int64)
+        self.num_tokens = int(self._lengths.sum(dtype=np.int64))
+        self.num_documents = documents - 1
+        self._check(idx, bin, bin_size)
         steps = np.multiply(self._lengths[:-1], self.dtype.itemsize, dtype=np.int64)
         self._contiguous = bool(
             self._pointers[0] == 0 and np.array_equal(np.diff(self._pointers), steps)
@@ -217,14 +227,29 @@ class IndexedDataset:
         return bisect_right(range(self.num_documents), position, key=self.document_start) - 1
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Return tokens [start, stop) of the stream in the file's dtype. Where the .bin is
-        contiguous they are read-only and not copied."""
+        """Return tokens [start, stop) of the stream in the file's dtype. Where the .bin is on the
+        disk and contiguous they are read-only and not copied. Raises DataError if a remote .bin
+        cannot be read."""
         assert 0 <= start <= stop <= self.num_tokens, (
             f"[{start}, {stop}) is outside the stream of {self.num_tokens} tokens"
         )
         if self._contiguous:
-            return self._tokens[start:stop]
-        pieces = []
+            return self._read(start, stop)
+        pieces = [self._read(first, last) for first, last in self._pieces(start, stop)]
+        return np.concatenate(pieces) if pieces else self._read(0, 0)
+
+    def fetch(self, start: int, stop: int) -> None:
+        """Begin to read tokens that ``tokens`` is about to be asked for."""
+
+    def _read(self, start: int, stop: int) -> Tokens:
+        """Return the tokens at the places [start, stop) of the .bin."""
+        return self._tokens[start:stop]
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the places (first, last) in the .bin of the tokens [start, stop) of the stream."""
+        if self._contiguous:
+            yield start, stop
+            return
         sequence = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
             end = min(stop, int(self._starts[sequence + 1]))
@@ -233,10 +258,9 @@ class IndexedDataset:
                 + start
                 - int(self._starts[sequence])
             )
-            pieces.append(self._tokens[first : first + end - start])
+            yield first, first + end - start
             start = end
             sequence = sequence + 1
-        return np.concatenate(pieces) if pieces else self._tokens[:0]
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -286,11 +310,11 @@ class IndexedDataset:
             )
 
 
-def _read_header(idx: str) -> tuple[np.dtype[Any], int, int]:
-    """Return (dtype, number of sequences, number of document indices) of an index. Raises DataError
-    if its header is damaged or does not fit its size."""
-    size = os.path.getsize(idx)
-    with open(idx, "rb") as stream:
+def _read_header(path: Path, idx: str) -> tuple[np.dtype[Any], int, int]:
+    """Return (dtype, number of sequences, number of document indices) of an index, which errors
+    call ``idx``. Raises DataError if its header is damaged or does not fit its size."""
+    size = path.stat().st_size
+    with open(path, "rb") as stream:
         header = stream.read(_HEADER.size)
     if header[:9] != MAGIC[: len(header)]:
         do = "give the prefix of a Megatron indexed dataset"

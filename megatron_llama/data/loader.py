@@ -15,9 +15,14 @@ from torch import Tensor
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.order import BlendedOrder, mixed
+from megatron_llama.data.stream import TokenStream
 from megatron_llama.distributed.device import is_host
 from megatron_llama.errors import DataError
 from megatron_llama.nn.attention import Documents
+
+STEPS_AHEAD = 2
+"""Samples of a remote dataset are asked for so many steps before they are read: a server then has
+the time of two steps to answer."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,30 @@ class AskedAhead(Protocol):
         """Begin to read these samples. Raises DataError."""
 
 
+@runtime_checkable
+class FetchedAhead(Protocol):
+    """Samples that may come from a server, and then are asked for steps ahead."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether some do."""
+
+    def fetch(self, indices: Sequence[int]) -> None:
+        """Begin to read these samples. It does not wait, and what goes wrong shows when they are
+        read."""
+
+
+def reads_remotely(samples: Samples) -> bool:
+    """Return whether samples come from a server and can be asked for ahead."""
+    return isinstance(samples, FetchedAhead) and samples.is_remote
+
+
+def fetch(samples: Samples, indices: Sequence[int]) -> None:
+    """Begin to read samples, if they come from a server."""
+    if isinstance(samples, FetchedAhead) and samples.is_remote:
+        samples.fetch(indices)
+
+
 class TokenSamples(Protocol):
     """Samples as tokens: those of a ``TokenStream``, or of a ``TextStream``."""
 
@@ -175,6 +204,7 @@ class StreamSamples:
                 do=do,
             )
         self._stream = stream
+        self._remote = stream if isinstance(stream, TokenStream) and stream.is_remote else None
         self._data = data
         self._eod = eod
 
@@ -183,6 +213,16 @@ class StreamSamples:
 
     def identity(self) -> dict[str, Any]:
         return self._stream.identity()
+
+    @property
+    def is_remote(self) -> bool:
+        return self._remote is not None
+
+    def fetch(self, indices: Sequence[int]) -> None:
+        """Begin to read these samples, if they come from a server."""
+        if self._remote is not None:
+            for index in indices:
+                self._remote.fetch(index)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return these samples as a batch, a tail padded behind its end, where no label counts.
@@ -227,14 +267,25 @@ class BlendedSamples:
             for name, value in part.items()
         }
 
+    @property
+    def is_remote(self) -> bool:
+        return any(reads_remotely(part) for part in self.parts)
+
+    def fetch(self, indices: Sequence[int]) -> None:
+        """Begin to read these samples, as far as they come from a server."""
+        for part, index in map(self._place, indices):
+            fetch(self.parts[part], [index])
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return these samples as a batch; ``indices`` count over all parts."""
-        places = [bisect_right(self.order.starts, index) - 1 for index in indices]
-        one_by_one = [
-            self.parts[part].batch([index - self.order.starts[part]])
-            for part, index in zip(places, indices, strict=True)
-        ]
-        return side_by_side(one_by_one)
+        return side_by_side(
+            [self.parts[part].batch([index]) for part, index in map(self._place, indices)]
+        )
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the part of a sample, and its number there."""
+        part = bisect_right(self.order.starts, index) - 1
+        return part, index - self.order.starts[part]
 
 
 class BatchLoader:
@@ -286,14 +337,14 @@ class BatchLoader:
         size = self._micro_batch_size
         places = self._sizes.places(consumed_samples)
         samples = self._sizes.at(consumed_samples)
-        starts = [
-            consumed_samples + (m * self._dp_size + self._dp_rank) * size
-            for m in range(places // (size * self._dp_size))
-        ]
+        starts = self._starts(consumed_samples)
         if isinstance(self.samples, AskedAhead):
-            self.samples.ask(
-                [self._index(start + place) for start in starts for place in range(size)]
-            )
+            self.samples.ask(self._indices(starts))
+        if reads_remotely(self.samples):
+            first = consumed_samples
+            for _ in range(1 + STEPS_AHEAD):
+                fetch(self.samples, self._indices(self._starts(first)))
+                first += self._sizes.at(first)
         batches = [self._batch(range(start, start + size)) for start in starts]
         if samples == places:
             return batches
@@ -301,6 +352,19 @@ class BatchLoader:
         # mask.
         counts = [consumed_samples + samples - start for start in starts]
         return [_counting(batch, count) for batch, count in zip(batches, counts, strict=True)]
+
+    def _starts(self, consumed_samples: int) -> list[int]:
+        """Return the first position of each of this rank's microbatches."""
+        size = self._micro_batch_size
+        return [
+            consumed_samples + (m * self._dp_size + self._dp_rank) * size
+            for m in range(self._sizes.places(consumed_samples) // (size * self._dp_size))
+        ]
+
+    def _indices(self, starts: Sequence[int]) -> list[int]:
+        """Return the samples of microbatches that begin at these positions."""
+        places = range(self._micro_batch_size)
+        return [self._index(start + place) for start in starts for place in places]
 
     def _index(self, position: int) -> int:
         return self._order.index(position, self._seed, self._shuffled)

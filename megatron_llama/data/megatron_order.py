@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_llama.config.blend import Blend
-from megatron_llama.data.loader import Batch, Samples, side_by_side
+from megatron_llama.data.loader import Batch, Samples, fetch, reads_remotely, side_by_side
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.errors import DataError
 
@@ -117,9 +117,9 @@ class MegatronStream(TokenStream):
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "samples in Megatron's order": len(self)}
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens of the sample that Megatron reads at a position, int64 [seq_length +
-        1]. Raises DataError if an id is outside [0, vocab_size)."""
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        """Return the places [start, stop) in the dataset's stream of the tokens of the sample that
+        Megatron reads at a position."""
         assert 0 <= index < len(self), f"sample {index} of {len(self)}"
         position = int(self._samples[index]) * self.seq_length
         stop = position + self.seq_length + 1
@@ -134,10 +134,10 @@ class MegatronStream(TokenStream):
             taken = min(stop, end) - position
             if taken > 0:
                 start = behind - (end - position)
-                pieces.append(self._checked(start, start + taken))
+                pieces.append((start, start + taken))
             position = position + taken
             place = place + 1
-        return np.concatenate(pieces)
+        return pieces
 
 
 def blended_places(weights: Sequence[float], samples: int) -> NDArray[np.int16]:
@@ -205,6 +205,15 @@ class MegatronBlend:
             for name, value in part.items()
         }
         return {**found, "samples in Megatron's order": len(self)}
+
+    @property
+    def is_remote(self) -> bool:
+        return any(reads_remotely(part) for part in self._parts)
+
+    def fetch(self, indices: Sequence[int]) -> None:
+        """Begin to read the samples at these positions."""
+        for index in indices:
+            fetch(self._parts[int(self._places[index])], [int(self._numbers[index])])
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples at these positions as a batch. Raises DataError."""

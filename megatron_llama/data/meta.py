@@ -3,9 +3,12 @@ vocabulary."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.data.byte_ranges import find_file, is_url, read_range
+from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.fingerprint import Fingerprint
 
@@ -37,13 +40,33 @@ def write_meta(
 
 
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
-    """Return tokenizer (an absolute path), fingerprint, vocab_size, eod, documents and tokens of a
-    dataset, or None if it has no such file, as Megatron's datasets. Raises DataError if the file is
-    damaged."""
+    """Return tokenizer (an absolute path, or a URL), fingerprint, vocab_size, eod, documents and
+    tokens of a dataset, or None if it has no such file, as Megatron's datasets. Raises DataError if
+    the file is damaged, or cannot be read from its server."""
+    if is_url(str(prefix)):
+        return _remote_meta(str(prefix))
     path = Path(f"{prefix}.meta.json")
     if not path.exists():
         return None
     values = read_json_object(path)
     if "tokenizer" in values:
         values["tokenizer"] = str(path.absolute().parent / values["tokenizer"])
+    return values
+
+
+def _remote_meta(prefix: str) -> dict[str, Any] | None:
+    file = find_file(f"{prefix}.meta.json")
+    if file is None:
+        return None
+    try:
+        values = json.loads(read_range(file, 0, file.size))
+    except ValueError as error:
+        raise DataError(
+            file.path, got=error, expected="a JSON file", do="restore the file"
+        ) from error
+    if not isinstance(values, dict):
+        got = f"a JSON {type(values).__name__}"
+        raise DataError(file.path, got=got, expected="a JSON object", do="restore the file")
+    if not Path(values.get("tokenizer", "/")).is_absolute():
+        values["tokenizer"] = f"{prefix.rpartition('/')[0]}/{values['tokenizer']}"
     return values

@@ -13,8 +13,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlparse
 
-from megatron_llama.data.byte_ranges import SourceFile, is_url, local_file, remote_files
+from megatron_llama.data.byte_ranges import SourceFile, find_file, is_url, local_file, remote_files
 from megatron_llama.data.documents import files_below
 from megatron_llama.data.readers import COMPRESSED, JSON_LINES, PARQUET, kind
 from megatron_llama.errors import DataError
@@ -60,9 +61,14 @@ class Piece:
 
 def is_stream(word: str) -> bool:
     """Return whether a word of --data-path names text, and not the prefix of an indexed dataset: a
-    URL, a pattern, a folder, or a file of text."""
+    URL, a pattern, a folder, or a file of text. A URL that may be either is asked for its .idx.
+    Raises DataError if the server does not say."""
     if is_url(word):
-        return True
+        place = urlparse(word)
+        patterned = _WILD.search(place.path) is not None or bool(place.query)
+        host = place.scheme in ("http", "https") and place.path in ("", "/")
+        sure = host or patterned or word.endswith("/") or _is_text(word)
+        return sure or find_file(f"{word}.idx") is None
     if Path(f"{word}.idx").is_file():
         return False
     return (

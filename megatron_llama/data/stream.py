@@ -104,9 +104,24 @@ class TokenStream:
     def sample(self, index: int) -> NDArray[np.int64]:
         """Return the tokens of one sample, int64 [seq_length + 1]; a tail has fewer, 2 at least.
         Raises DataError if an id is outside [0, vocab_size)."""
+        pieces = [self._checked(*range) for range in self.ranges(index)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        """Return the places [start, stop) in the dataset's stream of the tokens of a sample."""
         assert 0 <= index < len(self), f"sample {index} of {len(self)}"
         start = self._start + index * self.seq_length
-        return self._checked(start, min(start + self.seq_length + 1, self._start + self.num_tokens))
+        return [(start, min(start + self.seq_length + 1, self._start + self.num_tokens))]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the dataset is behind a URL."""
+        return self.dataset.is_remote
+
+    def fetch(self, index: int) -> None:
+        """Begin to read a sample of a remote dataset, which ``sample`` is about to be asked for."""
+        for start, stop in self.ranges(index):
+            self.dataset.fetch(start, stop)
 
     def _checked(self, start: int, stop: int) -> NDArray[np.int64]:
         tokens = self.dataset.tokens(start, stop).astype(np.int64)

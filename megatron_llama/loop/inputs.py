@@ -25,7 +25,6 @@ from megatron_llama.config.schema import CheckpointConfig, Config, LoraConfig, T
 from megatron_llama.conversion.export import weight_folders
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import require_export
-from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.megatron_order import (
     MegatronBlend,
@@ -34,6 +33,7 @@ from megatron_llama.data.megatron_order import (
     samples_of_blend,
     samples_of_parts,
 )
+from megatron_llama.data.remote_indexed import open_dataset
 from megatron_llama.data.shards import is_stream
 from megatron_llama.data.stream import TokenStream, split_documents
 from megatron_llama.data.text_stream import fits, seek, text_streams
@@ -107,8 +107,9 @@ def open_stream(
 ) -> TokenStream:
     """Open the training or the validation split of a dataset. Where the ``tokenizer`` has tokens
     that the model does not have, this rank's ``share`` (r, n) of the split is searched for them:
-    else a run would stop when it meets the first, maybe after days. Raises DataError."""
-    dataset = IndexedDataset(prefix)
+    else a run would stop when it meets the first, maybe after days. A remote dataset is not
+    searched: that would read all of it. Raises DataError."""
+    dataset = open_dataset(prefix, config.data)
     split = megatron_split if config.data.megatron_data_order else split_documents
     documents = split(config.data.split, dataset.num_documents)[part]
     stream = TokenStream(
@@ -120,7 +121,8 @@ def open_stream(
         tokenizer=tokenizer,
     )
     stream.require_samples(("training", "validation")[part])
-    if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
+    unknown = tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size
+    if unknown and not dataset.is_remote:
         stream.require_ids(share)
     return stream
 

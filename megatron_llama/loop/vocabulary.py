@@ -12,6 +12,7 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
+from megatron_llama.data.byte_ranges import is_url
 from megatron_llama.data.meta import read_meta
 from megatron_llama.data.shards import is_stream
 from megatron_llama.errors import ConfigError, DataError, describe, listing
@@ -53,7 +54,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
     warnings: list[str] = []
     if tokenizer is None:
         # A plan for other machines has no dataset here, and nothing to say of its tokenizer.
-        if any(Path(f"{prefix}.idx").is_file() for prefix in prefixes):
+        if any(is_url(prefix) or Path(f"{prefix}.idx").is_file() for prefix in prefixes):
             warnings += _without_tokenizer(config.checkpoint, metas)
     else:
         if folder is not None and path != beside:
@@ -232,7 +233,9 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
         absent = [
             path
             for prefix in prefixes
-            if not is_stream(prefix) and not Path(path := f"{prefix}.idx").is_file()
+            if not is_url(prefix)
+            and not is_stream(prefix)
+            and not Path(path := f"{prefix}.idx").is_file()
         ]
         if absent:
             do = "give --data-path the common prefix of the .bin and .idx files, without suffix"

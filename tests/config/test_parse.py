@@ -35,7 +35,7 @@ NAMES = """
     apply_layernorm_1p async_save attention_backend attention_bias attn_logit_softcapping
     bf16 bos_token_id
     check_weight_hash_across_dp_replicas_interval clip_grad compile context_parallel_size cp_comm_type
-    data_order data_parallel_shard_size data_parallel_sharding_strategy data_path deterministic_mode distributed_timeout_minutes
+    data_cache_gib data_cache_path data_order data_parallel_shard_size data_parallel_sharding_strategy data_path deterministic_mode distributed_timeout_minutes
     early_stop_patience embedding_multiplier eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes
     exit_duration_in_mins exit_interval exit_zero_on_signal exp_avg_dtype exp_avg_sq_dtype export_hf
     final_logit_softcapping finetune fp16 fp64 freeze
@@ -505,7 +505,7 @@ def test_flags_of_megatron_lm_that_are_not_needed() -> None:
         "--use-mcore-models --transformer-impl transformer_engine --attention-softmax-in-fp32 "
         "--no-masked-softmax-fusion --no-rope-fusion --cross-entropy-loss-fusion --calculate-per-token-loss --empty-unused-memory-level 1 "
         "--no-async-tensor-model-parallel-allreduce --overlap-grad-reduce --overlap-param-gather --distributed-backend nccl "
-        "--use-contiguous-parameters-in-local-ddp --data-cache-path /cache --no-create-attention-mask-in-dataloader --no-mmap-bin-files "
+        "--use-contiguous-parameters-in-local-ddp --no-create-attention-mask-in-dataloader --no-mmap-bin-files "
         "--ckpt-format torch_dist --no-save-rng --no-load-rng --exit-on-missing-checkpoint --use-pytorch-profiler "
         "--recompute-method block --rerun-mode disabled --timing-log-level 2 --log-params-norm --exit-signal-handler --local-rank 0"
     )

@@ -58,6 +58,8 @@ ELSEWHERE: Mapping[str, str] = {
     "fp64": "e2e/test_use.py::test_fp64_is_closer_to_the_truth_than_fp32",
     "megatron_data_order": "data/test_megatron_order.py::test_the_samples_are_megatrons",
     "data_order": "e2e/test_layouts.py::test_data_order",
+    "data_cache_path": "data/test_remote_indexed.py::test_options_of_the_cache",
+    "data_cache_gib": "data/test_remote_indexed.py::test_options_of_the_cache",
     "stream_key": "data/test_text_stream.py::test_columns_are_named",
     "stream_lanes": "data/test_text_stream.py::test_the_identity_tells_streams_apart",
     "stream_window": "data/test_text_stream.py::test_what_a_rank_holds_is_bounded",

@@ -157,7 +157,7 @@ def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
         paths += [
             ("data_path", prefix + suffix)
             for prefix in prefixes
-            if not is_stream(prefix)
+            if "://" not in prefix and not is_stream(prefix)
             for suffix in (".bin", ".idx")
         ]
         if not data.data_path:

@@ -1,0 +1,280 @@
+"""A folder on this machine that keeps blocks of remote files, for all processes that share it.
+
+A block is a file of its own, which is written under another name and then renamed: whatever is
+killed at any moment leaves no half a block behind. The folder of a file's blocks is named by its
+URL, size and version, so that blocks of an older version are never read again. What was not used
+for longest is removed when the folder has grown beyond its bound.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import queue
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_llama.data.byte_ranges import SourceFile, is_url, read_range
+from megatron_llama.distributed import device as devices
+from megatron_llama.errors import ConfigError, DataError
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of one request. A request costs the latency of the store and a share of its bandwidth;
+where they cost the same, half of the time is lost to neither: 20 ms at 50 MB/s are 1 MB. Shuffled
+samples of a few KiB each touch another block at first, so larger blocks would read much that
+nobody needs soon."""
+WHOLE_BYTES = 8 << 20
+"""Bytes of one request for a file that is read whole."""
+THREADS = 8
+"""Requests at a time."""
+_LOCKS = 64
+_SCANNED_AFTER = 64 << 20
+"""The folder is looked through after each process has written so many bytes."""
+_ABANDONED = 3600.0
+"""Seconds after which a file that nobody has renamed belongs to a process that was killed."""
+_TEMPORARY = ".tmp-"
+
+
+def cache_folder(path: str | None) -> Path:
+    """Return the folder of --data-cache-path, or the default one. Raises ConfigError for a URL."""
+    if path is None:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / (
+            "megatron_llama/data"
+        )
+    if is_url(path):
+        raise ConfigError(
+            "--data-cache-path",
+            got=path,
+            expected="a folder on a disk of this machine",
+            do="give a path, such as /scratch/data-cache",
+        )
+    return Path(path).expanduser()
+
+
+class BlockCache:
+    """Reads remote files by blocks, and keeps these in a folder. Several threads and processes may
+    read at the same time; of those that miss the same block one asks the server for it."""
+
+    def __init__(self, folder: Path, limit: int, *, block_bytes: int = BLOCK_BYTES) -> None:
+        """``limit``: bytes that the folder is to hold at most. Processes that share it may exceed
+        that together by 64 MiB, or a sixteenth of it, each. Raises DataError if the folder cannot
+        be written."""
+        self.folder = folder
+        self._limit = limit
+        self._block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[SourceFile, int], Future[bytes]] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._interval = min(_SCANNED_AFTER, limit // 16)
+        self._unscanned = self._interval  # the first block finds out what is there
+        with _writing(folder):
+            (folder / "locks").mkdir(parents=True, exist_ok=True)
+        weakref.finalize(self, _end, self._work)
+
+    def fetch(self, file: SourceFile, start: int, stop: int) -> None:
+        """Begin to read the blocks with the bytes [start, stop) of a file. What goes wrong shows
+        when they are read."""
+        for number in self._numbers(start, stop):
+            try:
+                _mark_used(self._path(file, number))  # it is needed soon: not to be removed before
+            except OSError:
+                self._ask(file, number)
+
+    def read(self, file: SourceFile, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop) of a file. Raises DataError if they cannot be read, or if
+        the file has changed."""
+        pieces = []
+        for number in self._numbers(start, stop):
+            begin = number * self._block_bytes
+            first = max(start - begin, 0)
+            last = min(stop - begin, self._block_bytes)
+            found = self._stored(file, number, first, last)
+            if found is None:
+                found = self._ask(file, number).result()[first:last]
+            pieces.append(found)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def whole(self, file: SourceFile) -> Path:
+        """Return a copy of a whole file on the disk. Raises DataError if it cannot be read. The
+        copy may be removed later on: it has to be opened at once."""
+        path = self._folder(file) / "whole"
+        with self._claimed(file, 0):
+            with suppress(OSError):
+                if path.stat().st_size == file.size:
+                    _mark_used(path)
+                    return path
+            starts = range(0, file.size, WHOLE_BYTES)
+            self._write(
+                path, (read_range(file, at, min(at + WHOLE_BYTES, file.size)) for at in starts)
+            )
+        return path
+
+    def _numbers(self, start: int, stop: int) -> range:
+        return range(start // self._block_bytes, -(-stop // self._block_bytes))
+
+    def _folder(self, file: SourceFile) -> Path:
+        named = f"{file.path}\n{file.size}\n{file.version}"
+        return self.folder / hashlib.sha256(named.encode()).hexdigest()[:32]
+
+    def _path(self, file: SourceFile, number: int) -> Path:
+        start, stop = self._ends(file, number)
+        return self._folder(file) / f"{start}-{stop}"
+
+    def _ends(self, file: SourceFile, number: int) -> tuple[int, int]:
+        start = number * self._block_bytes
+        return start, min(start + self._block_bytes, file.size)
+
+    def _stored(self, file: SourceFile, number: int, first: int, last: int) -> bytes | None:
+        """Return the bytes [first, last) of a block; None if it is not in the folder."""
+        start, stop = self._ends(file, number)
+        path = self._path(file, number)
+        try:
+            with open(path, "rb", buffering=0) as block:
+                if os.fstat(block.fileno()).st_size != stop - start:
+                    return None  # a disk that was full, or that lost power
+                content = os.pread(block.fileno(), last - first, first)
+            _mark_used(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _unusable(path, error) from error
+        return content if len(content) == last - first else None
+
+    def _ask(self, file: SourceFile, number: int) -> Future[bytes]:
+        """Have a thread read a block, unless one does already."""
+        with self._lock:
+            found = self._pending.get((file, number))
+            if found is not None:
+                return found
+            future = self._pending[file, number] = Future()
+            if self._threads < THREADS:
+                self._threads += 1
+                devices.start_thread(_work, self._work, name="data cache")
+        self._work.put(lambda: self._answer(file, number, future))
+        return future
+
+    def _answer(self, file: SourceFile, number: int, future: Future[bytes]) -> None:
+        try:
+            content = self._block(file, number)
+        except BaseException as error:
+            self._pending.pop((file, number))
+            future.set_exception(error)
+        else:
+            self._pending.pop((file, number))
+            future.set_result(content)
+
+    def _block(self, file: SourceFile, number: int) -> bytes:
+        start, stop = self._ends(file, number)
+        with self._claimed(file, number):
+            # Another process may have had it meanwhile.
+            found = self._stored(file, number, 0, stop - start)
+            if found is None:
+                found = read_range(file, start, stop)
+                self._write(self._path(file, number), iter((found,)))
+        return found
+
+    @contextmanager
+    def _claimed(self, file: SourceFile, number: int) -> Iterator[None]:
+        """A section in which no other process or thread reads this block from the server. The
+        kernel ends it when a process dies. Where the file system has no locks, several may read
+        the same."""
+        name = f"{(int(self._folder(file).name, 16) + number) % _LOCKS:02}"
+        try:
+            lock = os.open(self.folder / "locks" / name, os.O_CREAT | os.O_RDWR, 0o666)
+        except OSError:
+            yield
+            return
+        try:
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def _write(self, path: Path, pieces: Iterator[bytes]) -> None:
+        temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex}")
+        size = 0
+        try:
+            with _writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(temporary, "xb") as file:
+                    for piece in pieces:
+                        size += file.write(piece)
+                _mark_used(temporary)
+                os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._unscanned += size
+            if self._unscanned < self._interval:
+                return
+            self._unscanned = 0
+        with _writing(self.folder):
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Remove what was not used for longest, if there is more than the bound."""
+        files = []
+        for folder in self.folder.iterdir():
+            if folder.name == "locks":
+                continue
+            # Another process may remove files, too.
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        seen = entry.stat()
+                        files.append((seen.st_mtime_ns, seen.st_size, entry.path))
+        before = time.time_ns() - int(_ABANDONED * 1e9)
+        held = sum(size for _, size, _ in files)
+        for used, size, path in sorted(files):
+            temporary = _TEMPORARY in path
+            # Down to less than the bound: else every block that comes had to look again.
+            over = held > self._limit - self._interval
+            if (used < before) if temporary else over:
+                with suppress(OSError):
+                    os.unlink(path)
+                held -= size
+
+
+def _mark_used(path: Path) -> None:
+    # The kernel's own time of a change is too coarse to order what is used in the same step.
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        path,
+        got=error.strerror or str(error),
+        expected="a folder that keeps blocks of remote files",
+        do="give another --data-cache-path, or a smaller --data-cache-gib",
+    )
+
+
+def _work(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := work.get()) is not None:
+        task()
+        del task  # it holds the cache, which ends its threads when nobody else does
+
+
+def _end(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    for _ in range(THREADS):
+        work.put(None)

@@ -1,0 +1,349 @@
+"""Indexed datasets behind a URL: the samples of the file, by the blocks that they touch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+
+import fsspec
+import numpy as np
+import pytest
+from megatron_llama.config.schema import DataConfig
+from megatron_llama.data import block_cache, byte_ranges
+from megatron_llama.data.block_cache import BlockCache, cache_folder
+from megatron_llama.data.byte_ranges import SourceFile, find_file
+from megatron_llama.data.indexed import MAGIC, IndexedDataset, IndexedDatasetWriter
+from megatron_llama.data.loader import STEPS_AHEAD, BatchLoader, BlendedSamples, Samples, StreamSamples
+from megatron_llama.data.megatron_order import MegatronStream
+from megatron_llama.data.meta import read_meta
+from megatron_llama.data.remote_indexed import RemoteIndexedDataset, open_dataset
+from megatron_llama.data.shards import is_stream
+from megatron_llama.data.stream import TokenStream
+from megatron_llama.errors import ConfigError, DataError
+from tools.range_server import RangeServer, serving
+
+from tests.data.conftest import VOCAB_SIZE
+
+BLOCK = 4096
+SEQ_LENGTH = 64
+
+
+@pytest.fixture
+def server(dataset: IndexedDataset) -> Iterator[RangeServer]:
+    with serving(Path(dataset.prefix).parent) as found:
+        yield found
+
+
+@pytest.fixture
+def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_ranges, "FIRST_PAUSE", 0.001)
+
+
+def remote(prefix: str, folder: Path, limit: int = 1 << 30) -> RemoteIndexedDataset:
+    return RemoteIndexedDataset(prefix, BlockCache(folder, limit, block_bytes=BLOCK))
+
+
+def stream(dataset: IndexedDataset) -> TokenStream:
+    return TokenStream(dataset, (0, dataset.num_documents), SEQ_LENGTH, VOCAB_SIZE)
+
+
+def asked(server: RangeServer, name: str = "corpus.bin") -> list[tuple[int, int]]:
+    """The ranges of a file that were asked for since the last call, without the first byte that says its size."""
+    found = []
+    try:
+        while True:
+            path, start, stop = server.requests.get_nowait()
+            found += [(start, stop)] * (path == name and (start, stop) != (0, 1))
+    except Empty:
+        return found
+
+
+def blocks_of(samples: TokenStream, indices: range | list[int]) -> set[tuple[int, int]]:
+    size, item = os.path.getsize(f"{samples.dataset.prefix}.bin"), samples.dataset.dtype.itemsize
+    numbers = {
+        number
+        for index in indices
+        for first, last in samples.ranges(index)
+        for number in range(first * item // BLOCK, (last * item - 1) // BLOCK + 1)
+    }
+    return {(number * BLOCK, min((number + 1) * BLOCK, size)) for number in numbers}
+
+
+def finished(samples: RemoteIndexedDataset) -> None:
+    """Wait for the blocks that were asked for ahead."""
+    for future in list(samples._cache._pending.values()):
+        future.result()
+
+
+@pytest.mark.parametrize("store", ["http", "file", "memory"])
+def test_the_samples_are_those_of_the_file(store: str, dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    place = {"http": f"{server.url}/corpus", "file": f"file://{dataset.prefix}", "memory": "memory://bucket/corpus"}[store]
+    if store == "memory":
+        for suffix in (".bin", ".idx"):
+            fsspec.filesystem("memory").pipe_file(f"/bucket/corpus{suffix}", Path(dataset.prefix + suffix).read_bytes())
+    assert not is_stream(place) and is_stream(place + "/") and is_stream(f"{place}.jsonl") and is_stream(place + "-none")
+    found = remote(place, tmp_path)
+    ours, theirs = stream(found), stream(dataset)
+    assert ours.identity() == theirs.identity() and len(ours) == len(theirs) > 1000
+    assert all(np.array_equal(ours.sample(index), theirs.sample(index)) for index in range(len(theirs)))
+    ordered = [MegatronStream(each, seed=3, num_samples=300) for each in (ours, theirs)]
+    for index in range(300):
+        ordered[0].fetch(index)
+        assert np.array_equal(ordered[0].sample(index), ordered[1].sample(index))
+
+
+def test_documents_that_do_not_lie_end_to_end(tmp_path: Path) -> None:
+    """As in a .bin whose index was filtered: pieces are joined as in the file on the disk."""
+    tokens = np.arange(30000, dtype=np.uint16) % VOCAB_SIZE
+    (tmp_path / "gaps.bin").write_bytes(tokens.tobytes())
+    lengths, starts = np.full(90, 300, np.int32), np.arange(90, dtype=np.int64) * 2 * 330
+    header = struct.pack("<9sQBQQ", MAGIC, 1, 8, 90, 91)
+    (tmp_path / "gaps.idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + np.arange(91, dtype=np.int64).tobytes())
+    found, there = remote(f"file://{tmp_path}/gaps", tmp_path / "cache"), IndexedDataset(tmp_path / "gaps")
+    found.fetch(100, 5000)
+    for start, stop in ((0, 0), (0, 27000), (100, 5000), (299, 301), (26000, 27000)):
+        assert np.array_equal(found.tokens(start, stop), there.tokens(start, stop))
+
+
+def test_only_touched_blocks_are_read_and_only_once(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    chosen = [3, 40, 41, 400, 1001]
+    for restart in range(2):
+        ours = stream(remote(f"{server.url}/corpus", tmp_path))
+        for _ in range(2):
+            for index in chosen:
+                assert np.array_equal(ours.sample(index), stream(dataset).sample(index))
+        ranges = asked(server)
+        assert sorted(ranges) == ([] if restart else sorted(blocks_of(stream(dataset), chosen)))
+    remote(f"{server.url}/corpus", tmp_path / "other")
+    assert asked(server, "corpus.idx") == [(0, os.path.getsize(dataset.prefix + ".idx"))], "the index is read whole"
+    remote(f"{server.url}/corpus", tmp_path / "other")
+    assert asked(server, "corpus.idx") == [], "and once"
+
+
+def loader(samples: Samples, rank: int, size: int) -> BatchLoader:
+    return BatchLoader(samples, shuffled=True, micro_batch_size=2, global_batch_size=8, seed=7, dp_rank=rank, dp_size=size)
+
+
+def test_every_layout_reads_the_samples_of_the_file(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    """Of a blend of a remote and a local dataset, too; dp changes on the way."""
+
+    def samples(first: IndexedDataset) -> Samples:
+        return BlendedSamples([StreamSamples(stream(each), DataConfig(), None) for each in (first, dataset)], (3, 1))
+
+    for rank, size, steps in ((0, 1, range(0, 3)), (1, 2, range(3, 6)), (3, 4, range(6, 9))):
+        ours = loader(samples(remote(f"{server.url}/corpus", tmp_path)), rank, size)
+        theirs = loader(samples(dataset), rank, size)
+        for step in steps:
+            for mine, other in zip(ours.microbatches(step * 8), theirs.microbatches(step * 8), strict=True):
+                assert (mine.tokens == other.tokens).all() and (mine.labels == other.labels).all()
+
+
+def test_steps_are_asked_for_ahead(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    """The next steps come from the folder while the server is away, and a rank asks for its own samples alone."""
+    found = remote(f"{server.url}/corpus", tmp_path)
+    ours, local = (
+        loader(StreamSamples(stream(found), DataConfig(), None), 1, 2),
+        loader(StreamSamples(stream(dataset), DataConfig(), None), 1, 2),
+    )
+    ours.microbatches(0)
+    finished(found)
+    steps = range(0, 8 * (1 + STEPS_AHEAD), 8)
+    touched = blocks_of(stream(dataset), [index for step in steps for index in local._indices(local._starts(step))])
+    assert Counter(asked(server)) == Counter(touched)
+    server.forbidden = True
+    for step in steps[1:]:
+        for mine, other in zip(ours.microbatches(step), local.microbatches(step), strict=True):
+            assert (mine.tokens == other.tokens).all()
+
+
+def held(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.parent.name != "locks"
+    }
+
+
+def test_the_folder_is_bounded_and_the_oldest_go(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    limit = 32 * BLOCK
+    cache = BlockCache(tmp_path, limit, block_bytes=BLOCK)
+    file = find_file(f"{server.url}/corpus.bin")
+    assert file is not None and file.size > 2 * limit
+    whole = Path(dataset.prefix + ".bin").read_bytes()
+    for start in range(0, file.size - BLOCK, BLOCK):
+        assert cache.read(file, start, start + BLOCK) == whole[start : start + BLOCK]
+        assert cache.read(file, 0, 8) == whole[:8]  # it stays in use
+        assert sum(held(tmp_path).values()) <= limit
+    first = asked(server)
+    assert first.count((0, BLOCK)) == 1, "what is used stays"
+    assert len(held(tmp_path)) > 24, "no more goes than has to"
+    cache.read(file, BLOCK, 2 * BLOCK)
+    assert asked(server) == [(BLOCK, 2 * BLOCK)], "what was not used is gone"
+    # A process that was killed left this long ago, one that runs has just begun that.
+    folder = next(path for path in tmp_path.iterdir() if path.name != "locks")
+    for name, age in (("0-4096.tmp-a", 2 * block_cache._ABANDONED), ("0-4096.tmp-b", 0.0)):
+        (folder / name).write_bytes(b"x")
+        then = (folder / name).stat().st_mtime - age
+        os.utime(folder / name, (then, then))
+    cache._make_room()
+    assert [path.name for path in folder.glob("*.tmp-*")] == ["0-4096.tmp-b"]
+
+
+READER = """
+import sys
+from pathlib import Path
+from megatron_llama.data.block_cache import BlockCache
+from megatron_llama.data.byte_ranges import find_file
+url, folder, whole = sys.argv[1:]
+cache, file = BlockCache(Path(folder), 1 << 30, block_bytes=4096), find_file(url)
+content = cache.whole(file).read_bytes() if whole == "whole" else b"".join(
+    cache.read(file, at, min(at + 4096, file.size)) for at in range(0, file.size, 4096))
+sys.stdout.buffer.write(content)
+"""
+
+
+def reader(url: str, folder: Path, what: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", READER, url, str(folder), what], stdout=subprocess.PIPE)
+
+
+def test_two_processes_share_a_folder(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    """Both read all, and the server is asked once for each block."""
+    whole = Path(dataset.prefix + ".bin").read_bytes()
+    both = [reader(f"{server.url}/corpus.bin", tmp_path, "blocks") for _ in range(2)]
+    assert [each.communicate()[0] == whole for each in both] == [True, True]
+    assert sorted(asked(server)) == [(at, min(at + BLOCK, len(whole))) for at in range(0, len(whole), BLOCK)]
+    assert all("tmp" not in name for name in held(tmp_path))
+
+
+def test_a_process_that_is_killed_in_a_download_is_in_nobodys_way(dataset: IndexedDataset, tmp_path: Path) -> None:
+    whole = Path(dataset.prefix + ".bin").read_bytes()
+    with serving(Path(dataset.prefix).parent, bytes_per_second=2e5) as server:
+        killed = reader(f"{server.url}/corpus.bin", tmp_path, "whole")
+        while server.requests.get(timeout=60)[2] == 1:
+            pass
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.communicate()
+    left = held(tmp_path)
+    assert len(left) == 1 and "whole.tmp-" in next(iter(left)), "it was killed before its end"
+    with serving(Path(dataset.prefix).parent) as server:
+        file = find_file(f"{server.url}/corpus.bin")
+        assert file is not None
+        again = BlockCache(tmp_path, 1 << 30, block_bytes=BLOCK)
+        assert again.whole(file).read_bytes() == whole
+        assert again.read(file, 10, 20000) == whole[10:20000]
+        # A disk that was full, or lost power, may leave less than was written.
+        again._path(file, 0).write_bytes(b"half")
+        assert again.read(file, 10, 20000) == whole[10:20000]
+
+
+@pytest.mark.parametrize("store", ["http", "file"])
+def test_a_file_that_changes_is_refused_and_its_blocks_are_not_used(store: str, tmp_path: Path, fast_retries: None) -> None:
+    def write(id: int) -> None:
+        with IndexedDatasetWriter(tmp_path / "there" / "docs", np.uint16) as writer:
+            for _ in range(30):
+                writer.add(np.full(300, id, np.uint16))
+
+    write(5)
+    with serving(tmp_path / "there") as server:
+        prefix = f"{server.url}/docs" if store == "http" else f"file://{tmp_path}/there/docs"
+        found = remote(prefix, tmp_path / "cache")
+        assert set(found.tokens(0, 100)) == {5}
+        write(6)
+        with pytest.raises(DataError, match=rf"{prefix}.bin: bytes 4096 to 8192: got another file of 18000 bytes \(.*it was .*begin a run"):
+            found.tokens(2100, 2200)
+        assert set(remote(prefix, tmp_path / "cache").tokens(0, 9000)) == {6}
+        (tmp_path / "there" / "docs.bin").write_bytes(b"")
+        with pytest.raises(DataError, match=rf"{prefix}.bin: .*a file of 0 bytes instead of 18000|ends there"):
+            found.tokens(4200, 4300)
+
+
+def test_a_server_that_fails_for_a_while(dataset: IndexedDataset, server: RangeServer, tmp_path: Path, fast_retries: None) -> None:
+    server.failing = 2
+    found = remote(f"{server.url}/corpus", tmp_path)
+    server.failing = 2
+    assert np.array_equal(found.tokens(0, 9000), dataset.tokens(0, 9000)) and server.failing == 0
+    server.failing = 1000
+    with pytest.raises(DataError, match=r"corpus.bin: bytes 1\d+ to \d+: got HTTP status 503 .* after 8 tries"):
+        found.tokens(60000, 60010)
+    server.failing = 0
+    assert np.array_equal(found.tokens(60000, 60010), dataset.tokens(60000, 60010)), "an error is not kept"
+
+
+def test_files_that_cannot_be_used(dataset: IndexedDataset, tmp_path: Path, fast_retries: None) -> None:
+    good = {suffix: Path(dataset.prefix + suffix).read_bytes() for suffix in (".bin", ".idx")}
+    for name, files in {
+        "alone": {".idx": good[".idx"]},
+        "short": {**good, ".bin": good[".bin"][:-2]},
+        "text": {**good, ".idx": b"no index at all" * 9},
+        "cut": {**good, ".idx": good[".idx"][:-8]},
+    }.items():
+        for suffix, content in files.items():
+            (tmp_path / (name + suffix)).write_bytes(content)
+    with serving(tmp_path) as server:
+        for name, message in {
+            "none": r"none\.idx: got no such file, expected PREFIX\.bin and PREFIX\.idx; give the common URL",
+            "alone": r"alone\.bin: got no such file",
+            "short": rf"short\.bin: got {len(good['.bin']) - 2} bytes, expected {len(good['.bin'])} bytes, as {server.url}/short\.idx says",
+            "text": rf"{server.url}/text\.idx: got the first bytes b'no index ', expected b'MMIDIDX",
+            "cut": rf"{server.url}/cut\.idx: got \d+ bytes, expected \d+ bytes for its \d+ sequences",
+        }.items():
+            with pytest.raises(DataError, match=message):
+                remote(f"{server.url}/{name}", tmp_path / "cache")
+        server.versions = False
+        with pytest.raises(DataError, match=r"short\.idx: got a file without version.*expected one of them"):
+            remote(f"{server.url}/short", tmp_path / "cache")
+        server.forbidden = True
+        with pytest.raises(DataError, match=r"short\.idx: got HTTP status 403 .*check the URL, the server and your rights"):
+            is_stream(f"{server.url}/short")
+    with pytest.raises(DataError, match=r"expected packages that read such a URL; pip install"):
+        is_stream("s3://bucket/docs")
+    with serving(tmp_path, ranges=False) as server, pytest.raises(DataError, match="the server sends whole files only"):
+        remote(f"{server.url}/short", tmp_path / "cache")
+
+
+def test_options_of_the_cache(dataset: IndexedDataset, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{server.url}/corpus"
+    data = DataConfig(data_cache_path=str(tmp_path / "here"), data_cache_gib=0.5)
+    found = open_dataset(url, data)
+    assert isinstance(found, RemoteIndexedDataset) and found._cache._limit == 1 << 29
+    assert np.array_equal(found.tokens(0, 5000), dataset.tokens(0, 5000)) and held(tmp_path / "here")
+    assert type(open_dataset(dataset.prefix, data)) is IndexedDataset
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert cache_folder(None) == tmp_path / "home/megatron_llama/data"
+    with pytest.raises(ConfigError, match="--data-cache-gib: got 0, expected more than 0 GiB"):
+        open_dataset(url, DataConfig(data_cache_gib=0.0))
+    with pytest.raises(ConfigError, match="--data-cache-path: got s3://bucket/cache, expected a folder on a disk"):
+        open_dataset(url, DataConfig(data_cache_path="s3://bucket/cache"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        DataError, match=r"file: got .*, expected a folder that keeps blocks of remote files; give another --data-cache-path"
+    ):
+        open_dataset(url, DataConfig(data_cache_path=str(tmp_path / "file")))
+
+
+def test_what_was_not_said_of_a_remote_tokenizer(tmp_path: Path) -> None:
+    """PREFIX.meta.json is read from its server; the tokenizer beside it has a URL."""
+    with serving(tmp_path) as server:
+        assert read_meta(f"{server.url}/docs") is None
+        (tmp_path / "docs.meta.json").write_text('{"tokenizer": "docs-tokenizer", "vocab_size": 300}')
+        assert read_meta(f"{server.url}/docs") == {"tokenizer": f"{server.url}/docs-tokenizer", "vocab_size": 300}
+        (tmp_path / "docs.meta.json").write_text("[]")
+        with pytest.raises(DataError, match=re.escape(f"{server.url}/docs.meta.json: got a JSON list, expected a JSON object")):
+            read_meta(f"{server.url}/docs")
+
+
+def test_versions_of_a_file_have_folders_of_their_own(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, 1 << 30)
+    files = [
+        SourceFile("http://a/b", 10, "1"),
+        SourceFile("http://a/b", 10, "2"),
+        SourceFile("http://a/b", 11, "1"),
+        SourceFile("http://a/c", 10, "1"),
+    ]
+    assert len({cache._folder(file) for file in files}) == 4
