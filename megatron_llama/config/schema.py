@@ -458,7 +458,7 @@ class DataConfig:
     may be a URL, too, such as `s3://bucket/docs`: then the blocks are read that samples need."""
     data_cache_path: str | None = None
     """Folder on a disk of this machine that keeps blocks of datasets behind a URL. Runs share it.
-    Default: `megatron_llama/data` in `$XDG_CACHE_HOME`, or else in `~/.cache`."""
+    Default: `~/.cache/megatron_llama/data`."""
     data_cache_gib: float = 64.0
     """GiB that this folder holds at most: what was not used for longest goes."""
     split: str = "969,30,1"

@@ -45,9 +45,7 @@ _TEMPORARY = ".tmp-"
 def cache_folder(path: str | None) -> Path:
     """Return the folder of --data-cache-path, or the default one. Raises ConfigError for a URL."""
     if path is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / (
-            "megatron_llama/data"
-        )
+        return Path("~/.cache/megatron_llama/data").expanduser()
     if is_url(path):
         raise ConfigError(
             "--data-cache-path",

@@ -122,10 +122,16 @@ def _reason(error: Exception) -> str:
 
 
 def _http_range(file: SourceFile, start: int, stop: int) -> bytes:
-    with _request(file.path, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
-        _require_ranges(file.path, answer)
-        _require_same(file, SourceFile(file.path, _size(answer), _http_version(answer.headers)))
-        content = answer.read()
+    try:
+        with _request(file.path, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
+            _require_ranges(file.path, answer)
+            _require_same(file, SourceFile(file.path, _size(answer), _http_version(answer.headers)))
+            content = answer.read()
+    except urllib.error.HTTPError as error:
+        if error.code == 416:
+            got = f"a file that ends before byte {start} instead of {file.size} bytes"
+            raise _ChangedError(got) from error
+        raise
     if len(content) != stop - start:
         raise HTTPException(f"{len(content)} bytes instead of {stop - start}")
     return content

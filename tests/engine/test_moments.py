@@ -126,14 +126,7 @@ def test_an_update_in_pieces_is_the_update_of_all() -> None:
         state = {name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in MOMENTS} | {"step": torch.zeros(())}
         for skip in (0.0, 0.0, *[1.0] * skips):
             rounded_adamw_step(
-                weight,
-                grad[of] * (1.0 if not skip else torch.nan),
-                state,
-                config,
-                decay=0.1,
-                scale=torch.ones(()),
-                skip=torch.tensor(skip),
-                lr=1e-2,
+                weight, grad[of] * (1.0 if not skip else torch.nan), state, config, decay=0.1, scale=torch.ones(()), skip=torch.tensor(skip), lr=1e-2
             )
         return weight, state
 
