@@ -144,7 +144,9 @@ class Launcher:
     _received: bytes = b""
 
     def __enter__(self) -> Self:
-        environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS} | {"OMP_NUM_THREADS": "1"}
+        environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+        # What runs keep in their user's folder is this launcher's own.
+        environ |= {"OMP_NUM_THREADS": "1", "HOME": str(self.folder / "home")}
         command = [sys.executable, "-m", "tests.launch"]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environ, bufsize=0)
         self._environ = environ

@@ -457,10 +457,10 @@ class DataConfig:
     while the run trains on it: a folder, a pattern or a URL of `.jsonl` or `.parquet` files. PREFIX
     may be a URL, too, such as `s3://bucket/docs`: then the blocks are read that samples need."""
     data_cache_path: str | None = None
-    """Folder on a disk of this machine that keeps blocks of datasets behind a URL. Runs share it.
-    Default: `~/.cache/megatron_llama/data`."""
+    """Folder on a disk of this machine that keeps the tokens of examples, and blocks of datasets
+    behind a URL. Runs share it. Default: `~/.cache/megatron_llama/data`."""
     data_cache_gib: float = 64.0
-    """GiB that this folder holds at most: what was not used for longest goes."""
+    """GiB of blocks that this folder holds at most: what was not used for longest goes."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test, in file order. `100,0,0` means no
     evaluation."""

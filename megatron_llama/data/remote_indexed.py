@@ -67,5 +67,5 @@ def open_dataset(prefix: str, data: DataConfig) -> IndexedDataset:
             expected="more than 0 GiB",
             do="change it",
         )
-    folder = cache_folder(data.data_cache_path)
+    folder = cache_folder(data.data_cache_path) / "blocks"
     return RemoteIndexedDataset(prefix, BlockCache(folder, int(data.data_cache_gib * 2**30)))

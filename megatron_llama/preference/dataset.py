@@ -1,14 +1,13 @@
-"""Pairs of completions as tokens in memory, and the samples of a run that are made of them."""
+"""Pairs of completions as tokens, and the samples of a run that are made of them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +28,16 @@ from megatron_llama.preference.pairs import (
     unpaired,
 )
 from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.dataset import RENDERED, parsed_records, refuse_beyond
+from megatron_llama.sft.dataset import (
+    RENDERED,
+    Examples,
+    parsed_records,
+    refuse_beyond,
+    reordered,
+    rounds,
+)
 from megatron_llama.sft.packing import best_fit
-from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
+from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.sft_config import SFTConfig
 
 Likelihood = Literal["completion", "whole"]
@@ -48,101 +54,65 @@ def likelihood_of(align: AlignConfig) -> Likelihood | None:
 
 
 @dataclass
-class Pairs:
+class Pairs(Examples):
     """The examples of some files that can be used, and what became of the others.
 
-    An example is a pair, or one completion that was judged alone. The completions of example k are
-    those at ``per_example`` * k and the following: of a pair first the chosen one."""
+    An example is a pair, or one completion that was judged alone. The texts of an example are its
+    completions, each with its prompt in front: of a pair first the chosen one. ``loss_mask`` has
+    the tokens of the completion. ``lengths`` counts completions."""
 
     per_example: int = 2
     """Completions of an example: 2, or 1 where they are judged alone."""
-    ids: list[NDArray[np.int32]] = field(default_factory=list)
-    """The tokens of each completion, with those of its prompt in front."""
-    loss_mask: list[NDArray[np.bool_]] = field(default_factory=list)
-    """Whether each token is one of the completion."""
-    prompts: list[int] = field(default_factory=list)
+    prompts: Sequence[int] = field(default_factory=list)
     """How many tokens of each completion are the prompt's."""
-    kinds: list[int] = field(default_factory=list)
+    kinds: Sequence[int] = field(default_factory=list)
     """CHOSEN or REJECTED, of each completion."""
-    numbers: list[int] = field(default_factory=list)
-    """The position of each example among all records of the files, by which the shares of several
-    ranks are put in order."""
-    formats: dict[str, str] = field(default_factory=dict)
-    """Format by file."""
-    problems: list[Problem] = field(default_factory=list)
-    lengths: Counter[int] = field(default_factory=Counter)
-    """How many completions have a given number of tokens, prompt included, before anything is
-    cut."""
-    truncated: int = 0
-    dropped: int = 0
-    """Examples that were too long."""
     merged: int = 0
     """Examples of which the tokenizer joins the end of the prompt with the completion."""
-    repairs: Counter[str] = field(default_factory=Counter)
-    """How many of the examples that can be used were mended in each way."""
+    repaired: ClassVar[str] = "prompts"
 
-    def __len__(self) -> int:
-        """The number of examples that can be used."""
-        return len(self.numbers)
+    def reorder(self, parts: Sequence[Self], order: Sequence[int]) -> None:
+        super().reorder(parts, order)
+        self.prompts = reordered([part.prompts for part in parts], order)
+        self.kinds = reordered([part.kinds for part in parts], order)
 
-    def merge(self, others: Iterable[Pairs]) -> None:
-        """Add the shares of other ranks, and restore the order of the files."""
-        for other in others:
-            assert other.per_example == self.per_example
-            self.ids += other.ids
-            self.loss_mask += other.loss_mask
-            self.prompts += other.prompts
-            self.kinds += other.kinds
-            self.numbers += other.numbers
-            self.formats |= other.formats
-            self.problems += other.problems
-            self.lengths += other.lengths
-            self.truncated += other.truncated
-            self.dropped += other.dropped
-            self.merged += other.merged
-            self.repairs += other.repairs
-        # The sort is stable: both completions of a pair that kto reads stay in their order.
-        examples = sorted(range(len(self)), key=self.numbers.__getitem__)
-        order = [i for k in examples for i in self.completions_of(k)]
-        self.ids = [self.ids[i] for i in order]
-        self.loss_mask = [self.loss_mask[i] for i in order]
-        self.prompts = [self.prompts[i] for i in order]
-        self.kinds = [self.kinds[i] for i in order]
-        self.numbers = [self.numbers[k] for k in examples]
-        self.problems.sort(key=lambda problem: problem.number)
+    def count(self, other: Self) -> None:
+        assert other.per_example == self.per_example
+        super().count(other)
+        self.merged += other.merged
 
-    def completions_of(self, example: int) -> range:
-        """The indices of an example's completions."""
-        return range(self.per_example * example, self.per_example * (example + 1))
+    def columns(self) -> dict[str, NDArray[Any]]:
+        return super().columns() | {
+            "prompts": np.array(self.prompts, np.int32),
+            "kinds": np.array(self.kinds, np.uint8),
+        }
 
-    def report(self, most: int | None = LISTED) -> Iterator[str]:
-        """Yield lines that say what was read and what was left out, with the first ``most``
-        problems; None: all of them."""
-        for file, name in self.formats.items():
-            yield f"{file}: format {name}"
-        tokens = sum(map(len, self.ids))
-        counted = sum(int(mask.sum()) for mask in self.loss_mask)
-        share = f" ({counted / tokens:.0%})" if tokens else ""
-        good = self.kinds.count(CHOSEN)
+    def take(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        super().take(columns)
+        # Their elements are Python's integers.
+        self.prompts = columns["prompts"].data
+        self.kinds = columns["kinds"].data
+
+    def about(self) -> dict[str, Any]:
+        return super().about() | {"merged": self.merged}
+
+    def recall(self, about: Mapping[str, Any]) -> None:
+        super().recall(about)
+        self.merged = about["merged"]
+
+    def summary(self, tokens: int, counted: str, share: str) -> Iterator[str]:
+        good = sum(kind == CHOSEN for kind in self.kinds)
         what = (
             f"{len(self):,} pairs"
             if self.per_example == 2
             else f"{len(self):,} completions, {good:,} good and {len(self.kinds) - good:,} bad"
         )
-        yield f"{what}, {tokens:,} tokens, {counted:,} of them in completions{share}"
+        yield f"{what}, {tokens:,} tokens, {counted} of them in completions{share}"
         if self.merged:
             yield (
                 f"in {self.merged:,} examples the tokenizer joins the end of the prompt with the "
                 "completion; that token counts as one of the completion"
             )
-        if self.truncated or self.dropped:
-            yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped"
-        if self.repairs:
-            counts = ", ".join(f"{name} {many:,}" for name, many in sorted(self.repairs.items()))
-            yield f"repaired prompts: {counts}"
-        if self.problems:
-            yield f"unusable: {len(self.problems):,} examples"
-            yield from (f"  {line}" for line in problem_lines(self.problems, most))
 
 
 def read_pairs(
@@ -152,29 +122,59 @@ def read_pairs(
     align: AlignConfig,
     seq_length: int,
     *,
-    share: tuple[int, int] = (0, 1),
     vocab_size: int | None = None,
 ) -> Pairs:
-    """Read every n-th record of the files from the r-th on, for ``share`` (r, n). Records that
-    cannot be used are in ``problems``, for a model of ``vocab_size`` also those with a token that
-    it has no row for. Raises DataError if a file cannot be read at all."""
-    pairs = Pairs(1 if align.method == "kto" else 2)
-    for number, (where, found) in enumerate(
-        parsed_preferences(files, options, align, pairs.formats)
-    ):
-        if number % share[1] != share[0]:
-            continue
-        try:
-            if isinstance(found, UnusableError):
-                raise found
-            encoded, kinds, repairs = encode_preference(tokenizer, found, align.method)
-            for completion in encoded:
-                refuse_beyond(completion.ids, vocab_size or tokenizer.vocab_size, tokenizer)
-            _add(pairs, number, encoded, kinds, options.on_long_sample, seq_length, align.method)
-            pairs.repairs.update(repairs)
-        except UnusableError as problem:
-            pairs.problems.append(problem.at(where, number))
+    """Read all records of the files. Records that cannot be used are in ``problems``, for a model
+    of ``vocab_size`` also those with a token that it has no row for. Raises DataError if a file
+    cannot be read at all."""
+    pairs = no_pairs(align)
+    pairs.merge([*pair_rounds(files, tokenizer, options, align, seq_length, vocab_size=vocab_size)])
     return pairs
+
+
+def no_pairs(align: AlignConfig) -> Pairs:
+    """Return no examples, of the kind that the method reads."""
+    return Pairs(1 if align.method == "kto" else 2)
+
+
+def pair_rounds(
+    files: Sequence[Path],
+    tokenizer: ChatTokenizer,
+    options: SFTConfig,
+    align: AlignConfig,
+    seq_length: int,
+    *,
+    share: tuple[int, int] = (0, 1),
+    vocab_size: int | None = None,
+) -> Iterator[Pairs]:
+    """Read as ``read_pairs`` does, of ROUND records after another every n-th from the r-th on, for
+    ``share`` (r, n)."""
+    formats: dict[str, str] = {}
+    for batch in rounds(parsed_preferences(files, options, align, formats)):
+        pairs = no_pairs(align)
+        pairs.formats = formats
+        kept = []
+        for number, (where, found) in batch:
+            if number % share[1] != share[0]:
+                continue
+            try:
+                if isinstance(found, UnusableError):
+                    raise found
+                encoded, kinds, repairs = encode_preference(tokenizer, found, align.method)
+                for completion in encoded:
+                    refuse_beyond(completion.ids, vocab_size or tokenizer.vocab_size, tokenizer)
+                kept += _kept(
+                    pairs, number, encoded, kinds, options.on_long_sample, seq_length, align.method
+                )
+                pairs.repairs.update(repairs)
+            except UnusableError as problem:
+                pairs.problems.append(problem.at(where, number))
+        pairs.ids = [np.array(one.ids, np.int32) for one in kept]
+        pairs.loss_mask = [np.array(one.loss_mask) for one in kept]
+        pairs.prompts = [one.prompt for one in kept]
+        pairs.kinds = [one.kind for one in kept]
+        pairs.numbers = [one.number for one in kept[:: pairs.per_example]]
+        yield pairs
 
 
 def parsed_preferences(
@@ -219,7 +219,18 @@ def most_tokens(lengths: Sequence[int], seq_length: int, method: Method) -> int:
     return max(room // 2, room - min(lengths))
 
 
-def _add(
+class _Kept(NamedTuple):
+    """A completion that can be used."""
+
+    ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    prompt: int
+    kind: int
+    number: int
+    """The position of its record."""
+
+
+def _kept(
     pairs: Pairs,
     number: int,
     encoded: Sequence[EncodedCompletion],
@@ -227,9 +238,9 @@ def _add(
     on_long_sample: str,
     seq_length: int,
     method: Method,
-) -> None:
-    """Add the examples of a record, cut or left out as --on-long-sample says. Raises UnusableError,
-    before anything is added, if one is too long for that."""
+) -> list[_Kept]:
+    """Return the completions of a record, cut or left out as --on-long-sample says. Raises
+    UnusableError if an example of it is too long for that."""
     size = pairs.per_example
     examples = [range(start, start + size) for start in range(0, len(encoded), size)]
     pairs.lengths.update(len(completion.ids) for completion in encoded)
@@ -244,15 +255,19 @@ def _add(
         if on_long_sample == "truncate":
             kept.append((example, longest))
     pairs.dropped += len(examples) - len(kept)
-    for example, longest_kept in kept:
-        for i in example:
-            pairs.ids.append(np.array(encoded[i].ids[:longest_kept], np.int32))
-            pairs.loss_mask.append(np.array(encoded[i].loss_mask[:longest_kept]))
-            pairs.prompts.append(encoded[i].prompt)
-            pairs.kinds.append(kinds[i])
-        pairs.numbers.append(number)
-        pairs.truncated += longest_kept is not None
-        pairs.merged += encoded[example[0]].merged > 0
+    pairs.truncated += sum(longest_kept is not None for _, longest_kept in kept)
+    pairs.merged += sum(encoded[example[0]].merged > 0 for example, _ in kept)
+    return [
+        _Kept(
+            encoded[i].ids[:longest_kept],
+            encoded[i].loss_mask[:longest_kept],
+            encoded[i].prompt,
+            kinds[i],
+            number,
+        )
+        for example, longest_kept in kept
+        for i in example
+    ]
 
 
 def _refuse_long(
@@ -331,7 +346,7 @@ class PairSamples:
         self._objective = objective
         self._logps: NDArray[np.float64] | None = None
         self._kl_logps: NDArray[np.float64] | None = None
-        self._completions = [i for k in chosen for i in pairs.completions_of(k)]
+        self._completions = [i for k in chosen for i in pairs.texts_of(k)]
         self.shift = self._distance() if method == "kto" else 0
         """For kto: how many places before an example the one stands whose completion its prompt
         has in the mismatched sample."""
@@ -349,7 +364,7 @@ class PairSamples:
         """The share of all places that completions and their prompts take; the rest is padding."""
 
     def _numbers_of(self, place: int) -> range:
-        return self._pairs.completions_of(place)
+        return self._pairs.texts_of(place)
 
     def _places(self, number: int) -> int:
         """Places of a completion; for kto those that it and its mismatched twin both fit into."""

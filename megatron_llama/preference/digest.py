@@ -49,11 +49,6 @@ def model_digest(
     return whole.hexdigest()
 
 
-def text_digest(*parts: object) -> str:
-    """Return a digest of values for JSON, hexadecimal."""
-    return hashlib.blake2b(_json(parts), digest_size=BYTES).hexdigest()
-
-
 def blocks(model: ModelConfig) -> Iterator[Rectangle]:
     """Yield all weights of a model in blocks of rows, in the order of the tensors' names."""
     for name, shape in sorted(hf_shapes(model).items()):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.preference.dataset import Pairs, PairSamples, likelihood_of, read_pairs
+from megatron_llama.preference.dataset import (
+    Pairs,
+    PairSamples,
+    likelihood_of,
+    no_pairs,
+    pair_rounds,
+)
 from megatron_llama.preference.option_problems import objective_fields
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.run import FileData
@@ -29,14 +36,17 @@ class PairData(FileData[Pairs, PairSamples]):
     ) -> None:
         """``rendered``: the day that the template writes into the texts, if it does."""
         self._align = align
-        self._tokenizer = tokenizer
-        self._rendered = rendered
-        super().__init__(options, config, world)
+        super().__init__(options, config, world, tokenizer, rendered)
 
-    def read(self, files: Sequence[Path], config: Config, share: tuple[int, int]) -> Pairs:
-        return read_pairs(
+    def none(self) -> Pairs:
+        return no_pairs(self._align)
+
+    def rounds(
+        self, files: Sequence[Path], config: Config, share: tuple[int, int]
+    ) -> Iterator[Pairs]:
+        return pair_rounds(
             files,
-            self._tokenizer,
+            self.tokenizer,
             self.options,
             self._align,
             config.training.seq_length,
@@ -44,8 +54,8 @@ class PairData(FileData[Pairs, PairSamples]):
             vocab_size=config.model.vocab_size,
         )
 
-    def none(self) -> Pairs:
-        return Pairs(1 if self._align.method == "kto" else 2)
+    def reading(self) -> dict[str, Any]:
+        return {"method": self._align.method, "format": self._align.preference_format}
 
     def fill(self, examples: Pairs, chosen: range, config: Config, part: int) -> PairSamples:
         return PairSamples(
@@ -55,6 +65,6 @@ class PairData(FileData[Pairs, PairSamples]):
             packing=self.options.packing,
             method=self._align.method,
             likelihood=likelihood_of(self._align),
-            rendered=self._rendered,
+            rendered=self.rendered,
             objective=objective_fields(self._align),
         )

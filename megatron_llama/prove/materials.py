@@ -154,7 +154,10 @@ def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
     built_in = template in BUILT_IN
     render = _renderer(tokenizer_folder, template) if built_in and template else None
     talks = writer.talks("train.jsonl", sft, render, valid=False)
-    options |= {"train_data": (str(folder / "train.jsonl"),)}
+    options |= {
+        "train_data": (str(folder / "train.jsonl"),),
+        "data_cache_path": str(folder / "cache"),
+    }
     options |= {"chat_template": template if built_in else None}
     valid: tuple[Talk, ...] = ()
     if sft.valid_data:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
@@ -72,6 +72,14 @@ class ChatTokenizer:
                     do="use another tokenizer",
                 )
             )
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that the tokens of examples depend on here, for JSON, but for the day
+        that a template may write into the text."""
+        return {
+            "the tokenizer": [self._reader.identity(), self.bos_id, self.eos_id, self.vocab_size],
+            "the chat template": [self.template.name, self.template.source],
+        }
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)

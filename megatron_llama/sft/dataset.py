@@ -1,4 +1,4 @@
-"""Examples as tokens in memory, and the samples of a run that are made of them."""
+"""Examples as tokens, and the samples of a run that are made of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,55 +22,113 @@ from megatron_llama.sft.packing import best_fit
 from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
 from megatron_llama.sft.records import records
 from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.sft.token_store import Ragged
 
 Content = TypeVar("Content")
+Value = TypeVar("Value")
+ROUND = 1024
+"""Records that are read before the ranks exchange what they have encoded: with 4,096 tokens each
+they are 20 MiB."""
 RENDERED = "rendered"
 """The key of a day in the identity that a checkpoint keeps: some templates write the day into the
 text, and a run that is resumed on another day has to render the same texts."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Examples:
-    """The examples of some files that can be used, and what became of the others."""
+    """The examples of some files that can be used, and what became of the others.
 
-    ids: list[NDArray[np.int32]] = field(default_factory=list)
-    loss_mask: list[NDArray[np.bool_]] = field(default_factory=list)
-    """Whether each token of an example is in the loss."""
-    numbers: list[int] = field(default_factory=list)
+    An example is one text here; a pair (``preference/dataset.py``) is two, one behind the other."""
+
+    ids: Sequence[NDArray[np.int32]] = field(default_factory=list)
+    """The tokens of each text."""
+    loss_mask: Sequence[NDArray[np.bool_]] = field(default_factory=list)
+    """Whether each of these tokens is in the loss."""
+    numbers: Sequence[int] = field(default_factory=list)
     """The position of each example among all examples of the files, by which the shares of several
-    ranks are put in order."""
+    ranks are put in order. Examples that a store has kept are in order, and have none."""
     formats: dict[str, str] = field(default_factory=dict)
     """Format by file."""
     problems: list[Problem] = field(default_factory=list)
     lengths: Counter[int] = field(default_factory=Counter)
-    """How many examples have a given number of tokens, before anything is cut."""
+    """How many texts have a given number of tokens, before anything is cut."""
     truncated: int = 0
     dropped: int = 0
     """Examples that were too long."""
     repairs: Counter[str] = field(default_factory=Counter)
     """How many of the examples that can be used were mended in each way."""
 
+    per_example: int = 1
+    """The texts of an example."""
+    repaired: ClassVar[str] = "conversations"
+    """What repairs mend."""
+
     def __len__(self) -> int:
         """The number of examples that can be used."""
-        return len(self.ids)
+        return len(self.ids) // self.per_example
 
-    def merge(self, others: Iterable[Examples]) -> None:
+    def texts_of(self, example: int) -> range:
+        """Return the indices of an example's texts."""
+        return range(self.per_example * example, self.per_example * (example + 1))
+
+    def merge(self, others: Sequence[Self]) -> None:
         """Add the shares of other ranks, and restore the order of the files."""
+        parts = [self, *others]
+        numbers = [number for part in parts for number in part.numbers]
+        # The sort is stable: what comes of one record stays in its order.
+        examples = sorted(range(len(numbers)), key=numbers.__getitem__)
+        self.numbers = [numbers[example] for example in examples]
+        self.reorder(parts, [text for example in examples for text in self.texts_of(example)])
         for other in others:
-            self.ids += other.ids
-            self.loss_mask += other.loss_mask
-            self.numbers += other.numbers
-            self.formats |= other.formats
-            self.problems += other.problems
-            self.lengths += other.lengths
-            self.truncated += other.truncated
-            self.dropped += other.dropped
-            self.repairs += other.repairs
-        order = sorted(range(len(self)), key=self.numbers.__getitem__)
-        self.ids = [self.ids[i] for i in order]
-        self.loss_mask = [self.loss_mask[i] for i in order]
-        self.numbers = [self.numbers[i] for i in order]
+            self.count(other)
         self.problems.sort(key=lambda problem: problem.number)
+
+    def reorder(self, parts: Sequence[Self], order: Sequence[int]) -> None:
+        """Take the texts of all ``parts``, end to end, in this order."""
+        self.ids = reordered([part.ids for part in parts], order)
+        self.loss_mask = reordered([part.loss_mask for part in parts], order)
+
+    def count(self, other: Self) -> None:
+        """Add what ``other`` says of its examples, without the examples themselves."""
+        self.formats |= other.formats
+        self.problems += other.problems
+        self.lengths += other.lengths
+        self.truncated += other.truncated
+        self.dropped += other.dropped
+        self.repairs += other.repairs
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Return the examples as columns of a ``TokenStore``."""
+        return {
+            "lengths": np.array([len(text) for text in self.ids], np.int32),
+            "ids": np.concatenate([np.empty(0, np.int32), *self.ids]),
+            "loss_mask": np.concatenate([np.empty(0, np.bool_), *self.loss_mask]),
+        }
+
+    def take(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Take the examples that columns of a ``TokenStore`` have, and leave them there."""
+        self.ids = Ragged(columns["ids"], columns["lengths"])
+        self.loss_mask = Ragged(columns["loss_mask"], columns["lengths"])
+
+    def about(self) -> dict[str, Any]:
+        """Return what there is to say of the examples, for JSON."""
+        return {
+            "formats": self.formats,
+            "problems": [asdict(problem) for problem in self.problems],
+            "lengths": sorted(self.lengths.items()),
+            "truncated": self.truncated,
+            "dropped": self.dropped,
+            "repairs": self.repairs,
+        }
+
+    def recall(self, about: Mapping[str, Any]) -> None:
+        """Take up what ``about`` has returned."""
+        self.formats = dict(about["formats"])
+        self.problems = [Problem(**problem) for problem in about["problems"]]
+        self.lengths = Counter(dict(about["lengths"]))
+        self.truncated = about["truncated"]
+        self.dropped = about["dropped"]
+        self.repairs = Counter(about["repairs"])
 
     def report(self, most: int | None = LISTED) -> Iterator[str]:
         """Yield lines that say what was read and what was left out, with the first ``most``
@@ -79,15 +138,25 @@ class Examples:
         tokens = sum(map(len, self.ids))
         counted = sum(int(mask.sum()) for mask in self.loss_mask)
         share = f" ({counted / tokens:.0%})" if tokens else ""
-        yield f"{len(self):,} examples, {tokens:,} tokens, {counted:,} of them in the loss{share}"
+        yield from self.summary(tokens, f"{counted:,}", share)
         if self.truncated or self.dropped:
             yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped"
         if self.repairs:
             counts = ", ".join(f"{name} {many:,}" for name, many in sorted(self.repairs.items()))
-            yield f"repaired conversations: {counts}"
+            yield f"repaired {self.repaired}: {counts}"
         if self.problems:
             yield f"unusable: {len(self.problems):,} examples"
             yield from (f"  {line}" for line in problem_lines(self.problems, most))
+
+    def summary(self, tokens: int, counted: str, share: str) -> Iterator[str]:
+        """Yield how many examples and tokens there are."""
+        yield f"{len(self):,} examples, {tokens:,} tokens, {counted} of them in the loss{share}"
+
+
+def reordered(parts: Sequence[Sequence[Value]], order: Sequence[int]) -> list[Value]:
+    """Return the values of all parts, end to end, in this order."""
+    values = [value for part in parts for value in part]
+    return [values[index] for index in order]
 
 
 def read_examples(
@@ -96,27 +165,57 @@ def read_examples(
     options: SFTConfig,
     seq_length: int,
     *,
-    share: tuple[int, int] = (0, 1),
     vocab_size: int | None = None,
 ) -> Examples:
-    """Read every n-th example of the files from the r-th on, for ``share`` (r, n). Examples that
-    cannot be used are in ``problems``, for a model of ``vocab_size`` also those with a token that
-    it has no row for. Raises DataError if a file cannot be read at all."""
+    """Read all examples of the files. Examples that cannot be used are in ``problems``, for a model
+    of ``vocab_size`` also those with a token that it has no row for. Raises DataError if a file
+    cannot be read at all."""
     examples = Examples()
-    for number, (where, found) in enumerate(parsed_examples(files, options, examples.formats)):
-        if number % share[1] != share[0]:
-            continue
-        try:
-            if isinstance(found, UnusableError):
-                raise found
-            encoded = tokenizer.read(found, options.loss_on)
-            refuse_beyond(encoded.ids, vocab_size or tokenizer.vocab_size, tokenizer)
-            _add(examples, number, encoded, options.on_long_sample, seq_length)
-            if isinstance(found, Conversation):
-                examples.repairs.update(found.repairs)
-        except UnusableError as problem:
-            examples.problems.append(problem.at(where, number))
+    examples.merge([*example_rounds(files, tokenizer, options, seq_length, vocab_size=vocab_size)])
     return examples
+
+
+def example_rounds(
+    files: Sequence[Path],
+    tokenizer: ChatTokenizer,
+    options: SFTConfig,
+    seq_length: int,
+    *,
+    share: tuple[int, int] = (0, 1),
+    vocab_size: int | None = None,
+) -> Iterator[Examples]:
+    """Read as ``read_examples`` does, of ROUND records after another every n-th from the r-th on,
+    for ``share`` (r, n)."""
+    formats: dict[str, str] = {}
+    for batch in rounds(parsed_examples(files, options, formats)):
+        examples = Examples(formats=formats)
+        ids, loss_mask, numbers = [], [], []
+        for number, (where, found) in batch:
+            if number % share[1] != share[0]:
+                continue
+            try:
+                if isinstance(found, UnusableError):
+                    raise found
+                encoded = tokenizer.read(found, options.loss_on)
+                refuse_beyond(encoded.ids, vocab_size or tokenizer.vocab_size, tokenizer)
+                kept = _kept(examples, encoded, options.on_long_sample, seq_length)
+                if kept is not None:
+                    ids.append(np.array(encoded.ids[:kept], np.int32))
+                    loss_mask.append(np.array(encoded.loss_mask[:kept]))
+                    numbers.append(number)
+                if isinstance(found, Conversation):
+                    examples.repairs.update(found.repairs)
+            except UnusableError as problem:
+                examples.problems.append(problem.at(where, number))
+        examples.ids, examples.loss_mask, examples.numbers = ids, loss_mask, numbers
+        yield examples
+
+
+def rounds(found: Iterable[Value]) -> Iterator[list[tuple[int, Value]]]:
+    """Number what was found, and yield ROUND of it after another."""
+    numbered = enumerate(found)
+    while batch := list(islice(numbered, ROUND)):
+        yield batch
 
 
 def refuse_beyond(ids: Sequence[int], vocab_size: int, tokenizer: ChatTokenizer) -> None:
@@ -165,48 +264,31 @@ def parsed_records(
                 yield record.where, problem
 
 
-def _add(
-    examples: Examples, number: int, encoded: Encoded, on_long_sample: str, seq_length: int
-) -> None:
-    """Add an example, cut or left out as --on-long-sample says. Raises UnusableError if it is too
-    long for that."""
+def _kept(examples: Examples, encoded: Encoded, on_long_sample: str, seq_length: int) -> int | None:
+    """Return how many tokens of an example are kept, as --on-long-sample says; None if it is left
+    out. Raises UnusableError if it is too long for that."""
     count = len(encoded.ids)
     longest = seq_length + 1
-    ids = np.array(encoded.ids, np.int32)
-    loss_mask = np.array(encoded.loss_mask)
     examples.lengths[count] += 1
-    if count > longest:
-        expected = f"at most {longest} (seq_length + 1)"
-        do = "raise --seq-length, or give --on-long-sample drop"
-        if on_long_sample == "stop":
-            raise UnusableError("too long", got=f"{count} tokens", expected=expected, do=do)
-        if on_long_sample == "drop":
-            examples.dropped += 1
-            return
-        ids = ids[:longest]
-        loss_mask = loss_mask[:longest]
-        if not loss_mask[1:].any():
-            got = f"{count} tokens, none of an answer among the first {longest}"
-            raise UnusableError(
-                "zero target tokens after truncation", got=got, expected=expected, do=do
-            )
-        examples.truncated += 1
-    examples.ids.append(ids)
-    examples.loss_mask.append(loss_mask)
-    examples.numbers.append(number)
+    if count <= longest:
+        return count
+    expected = f"at most {longest} (seq_length + 1)"
+    do = "raise --seq-length, or give --on-long-sample drop"
+    if on_long_sample == "stop":
+        raise UnusableError("too long", got=f"{count} tokens", expected=expected, do=do)
+    if on_long_sample == "drop":
+        examples.dropped += 1
+        return None
+    if not any(encoded.loss_mask[1:longest]):
+        got = f"{count} tokens, none of an answer among the first {longest}"
+        raise UnusableError(
+            "zero target tokens after truncation", got=got, expected=expected, do=do
+        )
+    examples.truncated += 1
+    return longest
 
 
-class ReadExamples(Protocol):
-    """What was read from files: examples that can be used, and those that cannot."""
-
-    problems: list[Problem]
-    dropped: int
-
-    def __len__(self) -> int:
-        """Return the number of examples that can be used."""
-
-
-def refuse_problems(examples: ReadExamples, files: Sequence[Path], options: SFTConfig) -> None:
+def refuse_problems(examples: Examples, files: Sequence[Path], options: SFTConfig) -> None:
     """Raise DataError if there are examples that cannot be used and --on-bad-sample is not
     ``drop``, or if no example is left."""
     if examples.problems and options.on_bad_sample == "stop":

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_llama.config.schema import Config
+from megatron_llama.data.block_cache import cache_folder
 from megatron_llama.data.loader import Samples
 from megatron_llama.data.stream import split_documents
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.network import machine_name
 from megatron_llama.errors import DataError, describe
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import (
     Examples,
     ExampleSamples,
     Noise,
-    ReadExamples,
-    read_examples,
+    example_rounds,
     refuse_problems,
 )
+from megatron_llama.sft.fingerprint import code_digest, differences, file_digests, text_digest
 from megatron_llama.sft.records import example_files
 from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.sft.token_store import FORMAT_VERSION, TokenStore
 
 PARTS = ("training", "validation")
+STORE = "examples"
+"""The folder of tokens in that of --data-cache-path."""
+NOT_READ = (
+    "train_data",
+    "valid_data",
+    "on_bad_sample",
+    "on_changed_data",
+    "packing",
+    "neftune_noise_alpha",
+)
+"""The fields of SFTConfig that no token of an example depends on."""
 
 
-class MergedExamples(ReadExamples, Protocol):
-    """Examples of which each rank reads a share."""
-
-    def merge(self, others: Iterable[Self]) -> None:
-        """Add the shares of other ranks, and restore the order of the files."""
-
-    def report(self) -> Iterator[str]:
-        """Yield lines that say what was read and what was left out."""
+_State = tuple[int, int] | None
+"""Size in bytes and time of the last change; None: there is no such file."""
 
 
 class FilledSamples(Samples, Protocol):
@@ -45,20 +55,38 @@ class FilledSamples(Samples, Protocol):
     """The share of all places that examples take."""
 
 
-Read = TypeVar("Read", bound=MergedExamples)
+Read = TypeVar("Read", bound=Examples)
 Made = TypeVar("Made", bound=FilledSamples)
 
 
 class FileData(ABC, Generic[Read, Made]):
-    """Training and validation examples of files. Each rank encodes its share of every file and
-    receives the rest from the others.
+    """Training and validation examples of files, as tokens in a ``TokenStore``.
+
+    The first rank of each machine looks whether the tokens are there. If they are not, each rank
+    encodes its share of every file, and these first ranks write all shares to the disk, a round
+    after another: so nobody has more of the tokens in memory than those of a round.
 
     Creating it is collective. Raises DataError, on every rank, for examples that cannot be used
-    (unless they are to be dropped), or if there are too few."""
+    (unless they are to be dropped), if there are too few, or if machines have different files."""
 
-    def __init__(self, options: SFTConfig, config: Config, world: Axis) -> None:
+    def __init__(
+        self,
+        options: SFTConfig,
+        config: Config,
+        world: Axis,
+        tokenizer: ChatTokenizer,
+        rendered: str | None = None,
+    ) -> None:
+        """``rendered``: the day that the template writes into the texts, if it does."""
         self.options = options
+        self.tokenizer = tokenizer
+        self.rendered = rendered
         self._made: dict[int, Made] = {}
+        self._lines: list[str] = []
+        machines = all_gather_object(machine_name(), world)
+        self._leads = machines.index(machines[world.rank]) == world.rank
+        with raise_on_all_ranks(world):
+            self._store = TokenStore(cache_folder(config.data.data_cache_path) / STORE)
         self._read = [
             self._read_all(paths, config, world)
             for paths in (options.train_data, options.valid_data)
@@ -66,30 +94,126 @@ class FileData(ABC, Generic[Read, Made]):
         ]
 
     @abstractmethod
-    def read(self, files: Sequence[Path], config: Config, share: tuple[int, int]) -> Read:
-        """Read the examples of a share (r, n): every n-th from the r-th on."""
+    def none(self) -> Read:
+        """Return no examples, to which others are added."""
 
     @abstractmethod
-    def none(self) -> Read:
-        """Return no examples, to which shares are added."""
+    def rounds(
+        self, files: Sequence[Path], config: Config, share: tuple[int, int]
+    ) -> Iterator[Read]:
+        """Read the examples of a share (r, n): of a round of records after another every n-th from
+        the r-th on."""
 
     @abstractmethod
     def fill(self, examples: Read, chosen: range, config: Config, part: int) -> Made:
         """Make samples of the ``chosen`` examples, for training (part 0) or validation (1)."""
 
+    def reading(self) -> dict[str, Any]:
+        """Return what else the tokens depend on, for JSON."""
+        return {}
+
     def _read_all(self, paths: tuple[str, ...], config: Config, world: Axis) -> Read:
+        files: list[Path] = []
+        parts: dict[str, Any] = {}
         with raise_on_all_ranks(world):
             files = example_files(paths)
-            share = self.read(files, config, (world.rank, world.size))
-        examples = self.none()
-        examples.merge(all_gather_object(share, world))
+            before = _states(files)
+            if self._leads:
+                parts = self._parts(files, config)
+        leaders = [one for one in all_gather_object(parts, world) if one]
+        if found := differences(leaders):
+            raise DataError(
+                describe(
+                    ", ".join(paths),
+                    got=f"machines that differ in {' and '.join(found)}",
+                    expected="the same examples and tokens on all of them",
+                    do="copy the files to all machines, or to a folder that they share, and "
+                    "install the same versions",
+                )
+            )
+        key = text_digest(leaders[0])
+        whole = True
         with raise_on_all_ranks(world):
+            if self._leads:
+                whole = self._store.is_whole(key)
+        known = all(all_gather_object(whole, world))
+        if not known:
+            self._write(key, files, before, config, world, missing=not whole)
+        examples = self.none()
+        with raise_on_all_ranks(world):
+            columns, about = self._store.read(key)
+            examples.take(columns)
+            examples.recall(about)
             refuse_problems(examples, files, self.options)
+        self._lines.append(
+            f"tokens of {', '.join(paths)}: "
+            f"{'from an earlier start, in' if known else 'kept in'} {self._store.path(key)}"
+        )
         return examples
+
+    def _parts(self, files: Sequence[Path], config: Config) -> dict[str, Any]:
+        """Return everything that the tokens depend on, by its name, as digests."""
+        options = asdict(self.options)
+        for name in NOT_READ:
+            del options[name]
+        parts = {
+            "files": file_digests(files),
+            **self.tokenizer.identity(),
+            "the day that the template writes": self.rendered,
+            "options": [options, self.reading()],
+            "seq_length and vocab_size": [config.training.seq_length, config.model.vocab_size],
+            "versions": [FORMAT_VERSION, code_digest()],
+        }
+        return {name: text_digest(value) for name, value in parts.items()}
+
+    def _write(
+        self,
+        key: str,
+        files: Sequence[Path],
+        before: Sequence[_State],
+        config: Config,
+        world: Axis,
+        *,
+        missing: bool,
+    ) -> None:
+        """Encode all examples, each rank its share, and write them where they are ``missing``.
+        ``before``: the states of the files before they were hashed."""
+        with ExitStack() as stack:
+            with raise_on_all_ranks(world):
+                writes = self._leads and missing
+                writer = stack.enter_context(self._store.writing(key)) if writes else None
+            shares = self.rounds(files, config, (world.rank, world.size))
+            seen = self.none()
+            more = True
+            while more:
+                share = None
+                with raise_on_all_ranks(world):
+                    share = next(shares, None)
+                found = all_gather_object(share, world)
+                others = [one for one in found if one is not None]
+                more = len(others) == len(found)
+                examples = self.none()
+                examples.merge(others)
+                seen.count(examples)
+                with raise_on_all_ranks(world):
+                    if not more and (others or _states(files) != before):
+                        raise DataError(
+                            describe(
+                                ", ".join(map(str, files)),
+                                got="a file that changed while it was read",
+                                expected="files that nobody writes",
+                                do="start again when they are complete",
+                            )
+                        )
+                    if writer is not None and others:
+                        writer.add(examples.columns())
+                    if writer is not None and not more:
+                        writer.publish(seen.about())
 
     def report(self, config: Config) -> Iterator[str]:
         """Yield lines that say what was read, and how it fills samples."""
-        for examples in self._read:
+        for line, examples in zip(self._lines, self._read, strict=True):
+            yield line
             yield from examples.report()
         samples = self.samples(config, 0)
         packed = "packed into" if self.options.packing else "one to each of"
@@ -128,31 +252,31 @@ class FileData(ABC, Generic[Read, Made]):
         return self.fill(examples, chosen, config, part)
 
 
+def _states(files: Sequence[Path]) -> list[_State]:
+    def state(file: Path) -> _State:
+        try:
+            found = file.stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
+    return [*map(state, files)]
+
+
 class ExampleData(FileData[Examples, ExampleSamples]):
     """The examples of ``sft``."""
 
-    def __init__(
-        self,
-        options: SFTConfig,
-        config: Config,
-        world: Axis,
-        tokenizer: ChatTokenizer,
-        rendered: str | None = None,
-    ) -> None:
-        """``rendered``: the day that the template writes into the texts, if it does."""
-        self._tokenizer = tokenizer
-        self._rendered = rendered
-        super().__init__(options, config, world)
-
-    def read(self, files: Sequence[Path], config: Config, share: tuple[int, int]) -> Examples:
-        rows = config.model.vocab_size
-        length = config.training.seq_length
-        return read_examples(
-            files, self._tokenizer, self.options, length, share=share, vocab_size=rows
-        )
-
     def none(self) -> Examples:
         return Examples()
+
+    def rounds(
+        self, files: Sequence[Path], config: Config, share: tuple[int, int]
+    ) -> Iterator[Examples]:
+        rows = config.model.vocab_size
+        length = config.training.seq_length
+        return example_rounds(
+            files, self.tokenizer, self.options, length, share=share, vocab_size=rows
+        )
 
     def fill(self, examples: Examples, chosen: range, config: Config, part: int) -> ExampleSamples:
         noise = None
@@ -164,5 +288,5 @@ class ExampleData(FileData[Examples, ExampleSamples]):
             config.training.seq_length,
             packing=self.options.packing,
             noise=noise,
-            rendered=self._rendered,
+            rendered=self.rendered,
         )

@@ -3,10 +3,12 @@ models."""
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -94,6 +96,12 @@ class HFTokenizer:
         it stands for."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
+
+    def identity(self) -> list[Any]:
+        """Return everything that the ids of a text, and the places of its special tokens, depend
+        on, for JSON."""
+        digest = hashlib.sha256(self._content).hexdigest()
+        return [digest, self.special_names(), self.bos_id, self.eos_id]
 
     @property
     def prefix_id(self) -> int | None:

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.preference.dataset import Pairs, read_pairs
+from megatron_llama.preference.dataset import Pairs, pair_rounds, read_pairs
 from megatron_llama.preference.methods import CHOSEN, REJECTED
 from megatron_llama.preference.pairs import Pair, Unpaired, detect, encode_pair, read_preference
 from megatron_llama.sft.chat import ChatTokenizer
@@ -182,9 +182,11 @@ def test_shares_of_ranks_are_the_whole(tmp_path: Path, chat: ChatTokenizer) -> N
     for method in ("dpo", "kto"):
         whole = read(tmp_path / "a.jsonl", chat, [*records[:2], {"chosen": 1, "rejected": 2}, *records[2:]], method)
         parts = [
-            read_pairs([tmp_path / "a.jsonl"], chat, SFTConfig(), AlignConfig(method=method), 512, share=(rank, 3))  # type: ignore[arg-type]
+            part
             for rank in range(3)
+            for part in pair_rounds([tmp_path / "a.jsonl"], chat, SFTConfig(), AlignConfig(method=method), 512, share=(rank, 3))  # type: ignore[arg-type]
         ]
+        assert len(parts) == 3
         merged = Pairs(whole.per_example)
         merged.merge(parts)
         assert [ids.tolist() for ids in merged.ids] == [ids.tolist() for ids in whole.ids]

@@ -228,8 +228,8 @@ def test_its_tokens_are_ours(twins: Twins, method: str) -> None:
     record = twins.of(Run(method), ALONE)
     pairs = twins.samples[Run(method)]._pairs
     for example, columns in enumerate(record.examples):
-        ids = [pairs.ids[number].tolist() for number in pairs.completions_of(example)]
-        prompts = [pairs.prompts[number] for number in pairs.completions_of(example)]
+        ids = [pairs.ids[number].tolist() for number in pairs.texts_of(example)]
+        prompts = [pairs.prompts[number] for number in pairs.texts_of(example)]
         if method == "kto":
             assert [list(columns["prompt_ids"] + columns["completion_ids"])] == ids and [len(columns["prompt_ids"])] == prompts
             other = record.examples[(example - twins.samples[Run(method)].shift) % EXAMPLES]

@@ -21,11 +21,11 @@ from megatron_llama.loop.references import Reference, open_scores, reference_of,
 from megatron_llama.loop.start import resumed
 from megatron_llama.metrics.log import LossNames
 from megatron_llama.preference.align_config import WITH_REFERENCE, AlignConfig
-from megatron_llama.preference.digest import text_digest
 from megatron_llama.preference.objective import Preferences
 from megatron_llama.preference.option_problems import OBJECTIVE, objective_changes
 from megatron_llama.preference.reference import ReferencedSamples
 from megatron_llama.preference.run import PairData
+from megatron_llama.sft.fingerprint import text_digest
 from megatron_llama.sft.records import example_files
 from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.sft.template import ChatTemplate

@@ -3,10 +3,8 @@ processors."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,6 +13,7 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.network import machine_name
 from megatron_llama.engine.muon import Muon
 from megatron_llama.engine.offload.copies import Copies, open_copies
 from megatron_llama.engine.offload.exact import ExactOffload
@@ -78,7 +77,9 @@ def build_update_rules(
     # Without a device the rest of the training state is in the host's memory as well.
     on_device = state_bytes(config, bucket_plan, find_unused=find_unused)
     needed = plan.held + (sum(on_device.values()) if on_cpu else 0)
-    ranks = all_gather_object(Neighbour(_machine(), devices.physical_cores(), needed), mesh.world)
+    ranks = all_gather_object(
+        Neighbour(machine_name(), devices.physical_cores(), needed), mesh.world
+    )
     here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
     option = config.offload.offload_cores
     with raise_on_all_ranks(mesh.world):
@@ -163,12 +164,6 @@ def place_among(ranks: Sequence[Neighbour], rank: int, *, apart: bool) -> tuple[
         if one.machine == me.machine and (one.cores == me.cores or not apart)
     ]
     return sharing.index(rank), len(sharing)
-
-
-def _machine() -> str:
-    """Returns a text that differs between machines, and between containers on one machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 
 
 def require_memory(needed: int, ranks: int, plan: OffloadPlan) -> None:
