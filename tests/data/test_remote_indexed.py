@@ -322,7 +322,7 @@ def test_options_of_the_cache(dataset: IndexedDataset, server: RangeServer, tmp_
         open_dataset(url, DataConfig(data_cache_path="s3://bucket/cache"))
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        DataError, match=r"file: got .*, expected a folder that keeps blocks of remote files; give another --data-cache-path"
+        DataError, match=r"file/blocks: got .*, expected a folder that keeps blocks of remote files; give another --data-cache-path"
     ):
         open_dataset(url, DataConfig(data_cache_path=str(tmp_path / "file")))
 

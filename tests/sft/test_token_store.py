@@ -40,7 +40,7 @@ from megatron_llama.tokenizer.hf import HFTokenizer
 from tests.harness import Cluster
 from tests.launch import ROOT
 
-SEQ_LENGTH = 64
+SEQ_LENGTH = 256
 COUNT = 90
 ROUND = 8
 """Examples are many rounds."""
@@ -98,10 +98,11 @@ def samples_in_memory(kind: str, file: Path, chat: ChatTokenizer) -> tuple[Examp
 
 def assert_same(found: Batch, expected: Batch) -> None:
     for name, value in vars(expected).items():
+        other = getattr(found, name)
         if isinstance(value, Batch):
-            assert_same(getattr(found, name), value)
+            assert_same(other, value)
         else:
-            assert (value is None and getattr(found, name) is None) or torch.equal(getattr(found, name), value), name
+            assert torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value, name
 
 
 def entries(folder: Path) -> list[Path]:
@@ -123,7 +124,7 @@ def test_samples_are_those_of_examples_in_memory(
 ) -> None:
     """To the bit, from a first start and from a second, which encodes nothing and says the same of the examples."""
     examples, expected = samples_in_memory(kind, file, chat)
-    assert len(examples.problems) == 2 and len(expected) > 10 and examples.truncated > 0
+    assert len(examples.problems) >= 2 and len(expected) > 10 and examples.truncated > 0
     lines = []
     for start in range(2):
         data = opened(kind, file, tmp_path / "cache", chat)
@@ -135,7 +136,8 @@ def test_samples_are_those_of_examples_in_memory(
         first, *rest = data.report(config)
         [entry] = entries(tmp_path / "cache")
         assert first.endswith(f"{'from an earlier start, in' if start else 'kept in'} {entry}")
-        assert rest[: len(lines) or None] == [*examples.report(), *rest[len([*examples.report()]) :]]
+        said = [*examples.report()]
+        assert rest[: len(said)] == said
         lines.append(rest)
         forbid_reading(monkeypatch)
     assert lines[0] == lines[1]
@@ -175,7 +177,9 @@ NOTHING: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "noise": lambda start, folder: start.update(neftune_noise_alpha=5.0),
     "the same content written again": lambda start, folder: Path(start["file"]).write_bytes(Path(start["file"]).read_bytes()),
     "a copy of the tokenizer": lambda start, folder: start.update(
-        chat=ChatTokenizer((start["chat"]._tokenizer.save_hf(folder / "copy"), HFTokenizer(folder / "copy" / "tokenizer.json"))[1], "llama3")
+        chat=ChatTokenizer(
+            (start["chat"]._tokenizer.save_hf(folder / "copy"), HFTokenizer(folder / "copy" / "tokenizer.json"))[1], "llama3"
+        )
     ),
 }
 
@@ -249,7 +253,6 @@ added = TokenWriter.add
 
 def add(writer, columns):
     added(writer, columns)
-    [files] = [writer._files]
     if moment == "in the middle" and writer._columns["lengths"]["count"] > tests.COUNT // 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -307,7 +310,7 @@ def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path, chat: ChatT
 def test_problems_stop_a_second_start_too(file: Path, tmp_path: Path, chat: ChatTokenizer) -> None:
     said = []
     for _ in range(2):
-        with pytest.raises(DataError, match="2 examples cannot be used") as error:
+        with pytest.raises(DataError, match="examples cannot be used") as error:
             opened("dpo", file, tmp_path / "cache", chat, on_bad_sample="stop")
         said.append(str(error.value))
     assert said[0] == said[1]
@@ -325,7 +328,9 @@ def open_in(place: Place, kind: str, files: list[Path], folders: list[Path], tok
         data = opened(kind, files[machine], folders[machine], chat, mesh.world)
     except DataError as error:
         return "", str(error)
-    return data.samples(config_of(folders[machine], chat.vocab_size), 0).identity()["digest"], next(data.report(config_of(folders[machine], chat.vocab_size)))
+    return data.samples(config_of(folders[machine], chat.vocab_size), 0).identity()["digest"], next(
+        data.report(config_of(folders[machine], chat.vocab_size))
+    )
 
 
 @pytest.mark.parametrize("kind", ["sft", "kto"])
@@ -335,7 +340,11 @@ def test_ranks_write_together(kind: str, cluster: Cluster, file: Path, tmp_path:
     opened(kind, file, tmp_path / "one", chat)
     [alone] = entries(tmp_path / "one")
     before = {path.name: path.read_bytes() for path in alone.iterdir()}
-    for folders, said in (([tmp_path / "four"], "kept in"), ([tmp_path / "four", tmp_path / "second"], "kept in"), ([tmp_path / "second"], "earlier")):
+    for folders, said in (
+        ([tmp_path / "four"], "kept in"),
+        ([tmp_path / "four", tmp_path / "second"], "kept in"),
+        ([tmp_path / "second"], "earlier"),
+    ):
         found = cluster.run(4, open_in, kind, [file] * 2, folders, llama3 / "tokenizer.json")
         assert all(digest == expected.identity()["digest"] and said in line for digest, line in found), found
         for folder in folders:
