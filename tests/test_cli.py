@@ -103,7 +103,10 @@ UNKNOWN = "got an unknown flag, expected an option of this command"
         (["pretrian"], f"error: command: got pretrian, {ALL}; did you mean pretrain?\n"),
         (["zzz"], f"error: command: got zzz, {ALL}; see --help\n"),
         (["env", "--all"], f"error: These options cannot be used:\n  - --all: {UNKNOWN}; --help lists the options\n"),
-        (["generate", "--train-iters", "1"], f"--train-iters: {UNKNOWN}; quickstart, pretrain, sft, align, plan and prove have --train-iters\n"),
+        (
+            ["generate", "--train-iters", "1"],
+            f"--train-iters: {UNKNOWN}; quickstart, pretrain, sft, align, plan and prove have --train-iters\n",
+        ),
         (["preprocess", "--num-workers", "4"], f"--num-workers: {UNKNOWN}; --help lists the options\n"),
         (["generate", "--promt", "x"], f"--promt: {UNKNOWN}; did you mean --prompt?\n"),
         (["inspect"], "error: inspect: got nothing, expected one of config, checkpoint, dataset, presets; write inspect KIND PATH\n"),
@@ -132,7 +135,9 @@ def test_what_every_rank_sees_is_said_by_rank_0_alone(launcher: tuple[str, str])
     rank, job = launcher
     waiting = "wait = signal.sigtimedwait; signal.sigtimedwait = lambda *given: print('waits', flush=True) or wait(*given)"
     code = f"import signal, sys; {waiting}; from megatron_llama.cli import main; sys.exit(main(['pretrain', '--lr', 'fast']))"
-    rank3 = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, rank: "3", job: "1"}, stdout=subprocess.PIPE, text=True)
+    rank3 = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, rank: "3", job: "1"}, stdout=subprocess.PIPE, text=True
+    )
     assert rank3.stdout is not None and rank3.stdout.readline() == "waits\n"
     rank0 = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, rank: "0", job: "1"}, capture_output=True, text=True)
     assert (rank0.returncode, rank0.stdout) == (2, "") and "--lr: got fast, expected a number" in rank0.stderr

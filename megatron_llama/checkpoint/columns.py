@@ -27,6 +27,8 @@ from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, ShardPiece
 from megatron_llama.plans.params import Rectangle
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The state of every parameter that AdamW updates, in fp32 or bf16."""
 UPDATES = "updates"
 HOT = "hot"
 WINDOWS = "windows"
@@ -102,7 +104,7 @@ class SavedColumns:
             updates.fill_(step)
         for piece in self._engine.pieces():
             counts = self._foreign.get(piece.rectangle.name)
-            if counts is not None and piece.tensors.keys() >= {"exp_avg", "exp_avg_sq"}:
+            if counts is not None and piece.tensors.keys() >= {*MOMENTS}:
                 _recount(piece, counts, step, config)
         self._engine.resume(step)
 
@@ -127,7 +129,7 @@ def _recount(piece: ShardPiece, counts: Tensor, step: int, config: OptimizerConf
     low = piece.rectangle.offset[1]
     counts = counts[low : low + piece.rectangle.size[1]]
     counts = counts.clamp(min=1)  # without any update the moments are zero
-    moments = (piece.tensors["exp_avg"], piece.tensors["exp_avg_sq"])
+    moments = [piece.tensors[name] for name in MOMENTS]
     before = bias_corrections(counts, config, torch.float64)
     after = bias_corrections(torch.tensor(max(step, 1)), config, torch.float64)
     for moment, power, was, will_be in zip(moments, (1, 2), before, after, strict=True):

@@ -66,6 +66,8 @@ class CheckpointMeta:
     state: TrainState
     optimizer_step: int
     """The update rule's step count: iterations that were not skipped."""
+    weight_sum: float
+    """The sum of the weights of all steps in schedule-free AdamW's average; 0 for others."""
     loss_scale: list[float]
     """Scale, steps without overflow, overflows in a row. It says nothing without --fp16, nor in a
     converted checkpoint: there it is 1, 0, 0."""
@@ -83,9 +85,11 @@ def meta_json(
     loss_scale: list[float],
     config: Config,
     validation_loss: float | None = None,
+    weight_sum: float = 0.0,
 ) -> bytes:
     """Return the content of the file. ``config`` has its derived model fields filled in;
-    ``validation_loss`` was measured at this very iteration."""
+    ``validation_loss`` was measured at this very iteration; ``weight_sum``: see
+    ``CheckpointMeta``."""
     content = {
         "format_version": FORMAT_VERSION,
         "iteration": state.iteration,
@@ -94,6 +98,7 @@ def meta_json(
         "training_data": state.data,
         **({} if state.places is None else {"stream_places": state.places}),
         "optimizer_step": optimizer_step,
+        **({"weight_sum": weight_sum} if weight_sum else {}),
         "loss_scale": loss_scale,
         "validation_loss": validation_loss,
         "seed": config.training.seed,
@@ -140,6 +145,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
                 content.get("stream_places"),
             ),
             optimizer_step=int(content["optimizer_step"]),
+            weight_sum=float(content.get("weight_sum", 0.0)),
             loss_scale=[float(number) for number in content["loss_scale"]],
             model=model_config_from_hf(content["model"], where=f"{path} model"),
             seed=int(content["seed"]),

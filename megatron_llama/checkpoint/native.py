@@ -9,7 +9,7 @@ Tensors have the names and shapes of the HuggingFace model. The saved weight is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -62,7 +62,7 @@ from megatron_llama.checkpoint.storage import (
 from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.distributed.comm.object_collectives import (
-    all_reduce_max,
+    all_gather_float,
     broadcast_object,
     gather_object,
     raise_error_on_all_ranks,
@@ -72,8 +72,13 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.plans.buckets import BucketKind, in_blocks
+from megatron_llama.plans.itemsize import EIGHT_BIT, FP32
+from megatron_llama.plans.memory import keeps_fp32
 from megatron_llama.plans.params import (
     MUON,
+    SCHEDULE_FREE,
+    HFSlice,
     ParamSpec,
     Rectangle,
     adapter_shapes,
@@ -81,11 +86,6 @@ from megatron_llama.plans.params import (
     stage_units,
     whole_model,
 )
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state of every parameter that AdamW updates, by its name in the engine."""
-MOMENTUM = ("momentum_buffer",)
-"""The state of every parameter that Muon updates."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,14 @@ def describe_state(
     """Wait for the engine's last update, and return the content of ``meta.json`` for its state.
     Collective."""
     engine.settle()
-    # A rank without parameters has no step count of its own.
-    own = max((int(count) for count in engine.step_counts()), default=0)
-    updates, agreed = all_reduce_max(own, mesh.world)
-    agreed.wait()
-    return meta_json(state, int(updates), engine.loss_scale.state(), config, validation_loss)
+    # A rank without parameters has no numbers of its own.
+    updates, weight_sum = (
+        max(all_gather_float(max(map(float, found), default=0.0), mesh.world))
+        for found in (engine.step_counts(), engine.weight_sums())
+    )
+    return meta_json(
+        state, int(updates), engine.loss_scale.state(), config, validation_loss, weight_sum
+    )
 
 
 def finish(
@@ -240,6 +243,8 @@ def load(
     updates = meta.optimizer_step if resumes else 0
     for count in engine.step_counts():
         count.fill_(updates)
+    for weight_sum in engine.weight_sums():
+        weight_sum.fill_(meta.weight_sum if resumes else 0.0)
     columns.take_up(updates, meta.config["optimizer"])
     # A run without --fp16 writes a scale of 1, which an fp16 run may also have reached: the scale
     # itself does not tell them apart.
@@ -259,7 +264,6 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
     saved = metadata.state_dict_metadata
     # A converted checkpoint has no optimizer state.
     optimizer = optimizer and any(is_state(key) for key in saved)
-    master_dtype = torch.float64 if config.training.fp64 else torch.float32
     model = config.model
     units = stage_units(
         model,
@@ -270,16 +274,11 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
         muon=config.optimizer.optimizer == MUON,
     )
     wanted = [
-        Region.without_values(
-            state_key(state, part.name),
-            part.shape,
-            # A frozen weight has no master beside what the model computes with.
-            master_dtype if spec.trainable else compute_dtype(config),
-        )
+        region
         for unit in units
         for spec in unit.params
         for part in {part.name: part for part in spec.slices}.values()
-        for state in ("master", *(_states_of(spec) if optimizer and spec.trainable else ()))
+        for region in _whole_tensors(spec, part, config, optimizer=optimizer and spec.trainable)
     ]
     _refuse_other_optimizer(folder, wanted, metadata)
     _refuse_incomplete(
@@ -287,8 +286,30 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
     )
 
 
-def _states_of(spec: ParamSpec) -> tuple[str, ...]:
-    return MOMENTUM if spec.muon else MOMENTS
+def _whole_tensors(
+    spec: ParamSpec, part: HFSlice, config: Config, *, optimizer: bool
+) -> Iterator[Region]:
+    """Yield what a checkpoint has of a tensor, without values; with ``optimizer`` its state too."""
+    options = config.optimizer
+    dtype = torch.float64 if config.training.fp64 else torch.float32
+    # A frozen weight has no master beside what the model computes with.
+    weight = dtype if spec.trainable else compute_dtype(config)
+    yield Region.without_values(part.name, part.shape, weight)
+    if not optimizer:
+        return
+    kept = {"exp_avg": options.exp_avg_dtype, "exp_avg_sq": options.exp_avg_sq_dtype}
+    if options.optimizer == SCHEDULE_FREE:
+        kept = {"z": FP32, "exp_avg_sq": FP32}
+    elif spec.muon:
+        kept = {"momentum_buffer": FP32}
+    for state, precision in kept.items():
+        if precision != EIGHT_BIT or keeps_fp32(BucketKind.of(spec)):
+            yield Region.without_values(state_key(state, part.name), part.shape, dtype)
+            continue
+        blocks = in_blocks(Rectangle(part.name, part.shape, (0, 0), part.shape, 0))
+        codes, scales = (state_key(f"{state}_{what}", part.name) for what in ("codes", "scales"))
+        yield Region.without_values(codes, part.shape, torch.uint8)
+        yield Region.without_values(scales, blocks.shape)
 
 
 def _refuse_other_optimizer(folder: Path, wanted: Sequence[Region], metadata: Metadata) -> None:
@@ -302,7 +323,8 @@ def _refuse_other_optimizer(folder: Path, wanted: Sequence[Region], metadata: Me
                 name,
                 got=f"the optimizer's {' and '.join(sorted(there))}",
                 expected=" and ".join(sorted(states)),
-                do="go on with the --optimizer that saved it, or give --no-load-optim",
+                do="go on with the --optimizer and the precision of moments that saved it, or give "
+                "--no-load-optim",
             )
             refuse(f"{folder} has the state of another optimizer:", [problem])
 

@@ -225,7 +225,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             "torch.distributed.checkpoint.metadata": index,
             "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
             "torch.serialization": ("_get_layout",),
-            "torch": ("Size", "float32", "float64", "bfloat16", "float16"),
+            "torch": ("Size", "float32", "float64", "bfloat16", "float16", "uint8"),
         }
         if name not in known.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong there")

@@ -300,9 +300,10 @@ class TrainingConfig:
 class OptimizerConfig:
     """The update rule, learning-rate schedule, clipping."""
 
-    optimizer: Literal["adam", "muon"] = "adam"
+    optimizer: Literal["adam", "muon", "schedule_free_adamw"] = "adam"
     """adam: AdamW. muon: the weight matrices of the blocks are updated by orthogonalised momentum
-    (torch.optim.Muon), everything else (embedding, head, norms, biases) by AdamW."""
+    (torch.optim.Muon), everything else (embedding, head, norms, biases) by AdamW.
+    schedule_free_adamw: AdamW whose weights are averaged, with --lr-decay-style constant."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -337,12 +338,12 @@ class OptimizerConfig:
     """Decay of the second moment."""
     adam_eps: float = 1e-8
     """Added to the square root of the second moment."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
     """Precision in which AdamW's first moment is kept. An update computes in fp32, and rounds what
-    it keeps."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
-    """The same of the second moment. With bf16 both take 4 bytes of each parameter in the place of
-    8; --adam-beta2 is at most 0.996, or what is kept would never fall."""
+    it keeps. 8bit: a byte for each element and a scale for each 64 of them, in matrices."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """The same of the second moment. Both take 8 bytes of each parameter in fp32, 4 in bf16 (with
+    --adam-beta2 at most 0.996, or what is kept would never fall), and 2.125 in 8 bits."""
     muon_momentum: float = 0.95
     """Decay of Muon's momentum."""
     muon_nesterov: bool = True

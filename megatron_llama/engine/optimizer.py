@@ -34,7 +34,7 @@ from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
-from megatron_llama.plans.buckets import ALIGN, BucketKind, BucketPlan, PlacedParam
+from megatron_llama.plans.buckets import ALIGN, BucketKind, BucketPlan, PlacedParam, in_blocks
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.plans.weight_access import WeightAccess
@@ -70,7 +70,9 @@ class ShardPiece:
 
     rectangle: Rectangle
     tensors: dict[str, Tensor]
-    """``master`` and the update rule's shard-shaped state, as views of the rectangle's size."""
+    """``master`` and the update rule's shard-shaped state, as views of the rectangle's size. What
+    the rule keeps for each block of ALIGN elements of a row is a piece of its own, of a rectangle
+    that counts blocks."""
     primary: bool
     """Whether this rank is the one that writes it, if several ranks hold the same values."""
 
@@ -238,6 +240,13 @@ class OverlappedDistributedOptimizer:
             for bucket in gathered_during_backward(bucket_plan)
             if not rules.by_bucket[bucket].is_async
         )
+        self._averaging = tuple(
+            bucket
+            for bucket in bucket_plan.forward_order
+            if bucket in trained and rules.by_bucket[bucket].averages
+        )
+        self._shows_average = False
+        """Whether the shards of these buckets are those for evaluation."""
         self._attach(attach or _attach_to(stages))
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
@@ -281,7 +290,7 @@ class OverlappedDistributedOptimizer:
             "staging": self.gradients.staging,
             "master weights": self.masters,
             "moments": [tensor for tensor in states if tensor.dim()],
-            "matrices": [tensor for rule in self.rules.distinct for tensor in rule.buffers],
+            "update buffers": [tensor for rule in self.rules.distinct for tensor in rule.buffers],
             "scalars": [
                 *(tensor for tensor in states if not tensor.dim()),
                 *self.loss_scale.memory,
@@ -310,6 +319,7 @@ class OverlappedDistributedOptimizer:
     def publish(self) -> None:
         """The masters were written: gather the parameters, in the order of the next forward
         pass."""
+        self._shows_average = False
         self.parameters.invalidate(self.bucket_plan.forward_order)
         for bucket in self.bucket_plan.forward_order:
             if self.bucket_plan.buckets[bucket].kind.trainable:
@@ -338,6 +348,7 @@ class OverlappedDistributedOptimizer:
         there will be, counting them is open. With ``accesses`` and without ``rounds`` each
         microbatch has the contributions of the bucket plan."""
         self._updated = {}
+        self._show(average=False)
         if rounds is None and accesses is not None:
             self.gradients.begin_step(microbatches)
         else:
@@ -348,12 +359,30 @@ class OverlappedDistributedOptimizer:
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """Start forward passes that no update follows."""
         self._apply_pending()
+        self._show(average=True)
         self.parameters.begin(accesses)
 
     def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
         """Start forward passes that belong to the step that follows, with its weights: updates that
         are put off stay so, and nobody waits for those under way."""
+        self._show(average=False)
         self.parameters.begin(accesses)
+
+    def _show(self, *, average: bool) -> None:
+        """Gather the weights for evaluation, or those for training, where a rule has two kinds and
+        the others are there."""
+        if not self._averaging or average == self._shows_average:
+            return
+        self._shows_average = average
+        self.parameters.settle()  # a shard that is being gathered must not change
+        self.parameters.invalidate(self._averaging)
+        for bucket in self._averaging:
+            rule = self.rules.by_bucket[bucket]
+            if average:
+                rule.show_average(bucket)
+            else:
+                rule.refresh(bucket)
+            self.parameters.publish(bucket)
 
     def access(self, unit: int, backward: bool) -> None:
         """A unit is about to run: gather what it and the next units need, then reduce what was
@@ -601,12 +630,20 @@ class OverlappedDistributedOptimizer:
         ``settle`` first."""
         for bucket in range(len(self.masters)):
             tensors = self._shard_tensors(bucket)
+            of_blocks = self._block_tensors(bucket)
             primary = self._is_primary(bucket)
             for rectangle, place in self.bucket_plan.rectangles(bucket, self._axes.shard.rank):
                 views = {
                     name: tensor[place].view(rectangle.size) for name, tensor in tensors.items()
                 }
                 yield ShardPiece(rectangle, views, primary)
+                if of_blocks:
+                    part = slice(place.start // ALIGN, place.stop // ALIGN)
+                    blocks = in_blocks(rectangle)
+                    views = {
+                        name: tensor[part].view(blocks.size) for name, tensor in of_blocks.items()
+                    }
+                    yield ShardPiece(blocks, views, primary)
 
     def _shard_tensors(self, bucket: int) -> dict[str, Tensor]:
         """Returns the master and all shard-shaped state of a bucket, live."""
@@ -614,7 +651,21 @@ class OverlappedDistributedOptimizer:
         state = self.rules.by_bucket[bucket].state(bucket) if trainable else {}
         return {
             "master": self.masters[bucket],
-            **{name: tensor for name, tensor in state.items() if tensor.dim() == 1},
+            **{
+                name: tensor
+                for name, tensor in state.items()
+                if tensor.dim() and len(tensor) == len(self.masters[bucket])
+            },
+        }
+
+    def _block_tensors(self, bucket: int) -> dict[str, Tensor]:
+        """Returns the state of a bucket that has a number for each ALIGN elements, live."""
+        if not self.bucket_plan.buckets[bucket].kind.trainable:
+            return {}
+        return {
+            name: tensor
+            for name, tensor in self.rules.by_bucket[bucket].state(bucket).items()
+            if tensor.dim() and len(tensor) < len(self.masters[bucket])
         }
 
     def replicated(self) -> Iterator[Replicated]:
@@ -633,10 +684,15 @@ class OverlappedDistributedOptimizer:
             if kind.tied:
                 axes.append(self.mesh.embedding)
             tensors = self._shard_tensors(bucket.index)
+            of_blocks = self._block_tensors(bucket.index)
             for axis in (axis for axis in axes if axis.size > 1):
                 for part in self.bucket_plan.segments(bucket.index, self._axes.shard.rank):
+                    stop = part.in_shard + part.length
                     for what, tensor in tensors.items():
-                        piece = tensor[part.in_shard : part.in_shard + part.length]
+                        piece = tensor[part.in_shard : stop]
+                        yield Replicated(axis, part.spec.name, what, part.in_param, piece)
+                    for what, tensor in of_blocks.items():
+                        piece = tensor[part.in_shard // ALIGN : stop // ALIGN]
                         yield Replicated(axis, part.spec.name, what, part.in_param, piece)
 
     def step_counts(self) -> list[Tensor]:
@@ -645,6 +701,11 @@ class OverlappedDistributedOptimizer:
             self.rules.by_bucket[bucket].state(bucket)["step"]
             for bucket in self.gradients.trainable
         ]
+
+    def weight_sums(self) -> list[Tensor]:
+        """Returns the sum of the weights of all steps in the average of weights (0-dim, live), for
+        every shard that has one. They are equal on every rank."""
+        return [self.rules.by_bucket[b].state(b)["weight_sum"] for b in self._averaging]
 
     def column_state(self) -> list[ColumnState]:
         """Returns what update rules keep for single columns. Call ``settle`` first."""

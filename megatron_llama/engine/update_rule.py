@@ -13,24 +13,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
+from megatron_llama.engine.moments import EightBitMoment, Moment, Tables, open_moment
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.buckets import BucketKind, Segment
-from megatron_llama.plans.itemsize import BF16
-from megatron_llama.plans.memory import ROUNDED_PIECE
+from megatron_llama.plans.itemsize import EIGHT_BIT
+from megatron_llama.plans.memory import UPDATE_PIECE, keeps_fp32
 from megatron_llama.plans.params import ParamSpec
-
-MOMENT_DTYPES: Mapping[str, torch.dtype | None] = MappingProxyType(
-    {"fp32": None, BF16: torch.bfloat16}
-)
-"""The dtypes that --exp-avg-dtype and --exp-avg-sq-dtype name. None: that of the master, which is
-wider with --fp64."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +72,9 @@ class UpdateRule(ABC):
     is_async: bool = False
     """Whether ``step`` only starts work in threads of the rule. The engine then gathers through a
     queue that can wait for sources, and may update a bucket whose slot has other users."""
+    averages: bool = False
+    """Whether the model is evaluated, saved and exported with other weights than it is trained
+    with: with the masters, which ``show_average`` shows, while ``param_shard`` has the others."""
     needs_whole_step: bool = False
     """Whether a bucket may only be updated when every gradient of the step is known to be finite or
     not: because an update needs what other ranks have, a rank cannot leave its shard out."""
@@ -103,17 +100,22 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def refresh(self, bucket: int) -> None:
-        """Copy the master to ``param_shard`` at once: somebody has written master and state while
-        nothing was in flight."""
+        """Write ``param_shard`` at once: somebody has written master and state while nothing was in
+        flight, or an evaluation is over."""
 
     @abstractmethod
     def state(self, bucket: int) -> dict[str, Tensor]:
-        """Returns the live state by name: tensors [n], and 0-dim tensors that are equal on all
-        ranks, ``step`` among them."""
+        """Returns the live state by name: tensors [n]; tensors [n / ALIGN] with a number for each
+        block of a matrix's row; and 0-dim tensors that are equal on all ranks, ``step`` among
+        them."""
 
     @abstractmethod
     def reset(self) -> None:
         """Return to the state before the first step. The masters keep their values."""
+
+    def show_average(self, bucket: int) -> None:
+        """Copy the master to ``param_shard`` at once, for an evaluation; nothing is in flight.
+        Without ``averages`` it is there anyway."""
 
     def on_reduced(self, bucket: int, grad: Tensor, *, speculative_lr: float | None) -> None:
         """The reduced gradient [n] of the step is final, and stays until ``before_grad_reuse``.
@@ -210,7 +212,9 @@ def adamw_step(
 def rounded_adamw_step(
     master: Tensor,
     grad: Tensor,
-    state: Mapping[str, Tensor],
+    first: Moment,
+    second: Moment,
+    step: Tensor,
     config: OptimizerConfig,
     *,
     decay: float,
@@ -219,36 +223,38 @@ def rounded_adamw_step(
     lr: float,
 ) -> None:
     """Make the step of ``adamw_step`` where moments are kept in fewer bits: in the master's dtype,
-    from what is kept, and rounded to the nearest when it is put back.
+    from what is kept. ``step`` counts the updates.
 
     It goes in pieces, so that few moments exist in both at once. A skipped step changes no bit."""
-    moments = ("exp_avg", "exp_avg_sq")
-    count = state["step"].clone()
-    for start in range(0, max(1, master.numel()), ROUNDED_PIECE):
-        piece = slice(start, start + ROUNDED_PIECE)
-        kept = {name: state[name][piece] for name in moments}
-        wide = {name: tensor.to(master.dtype) for name, tensor in kept.items()}
+    count = step.clone()
+    for start in range(0, master.numel(), UPDATE_PIECE):
+        piece = slice(start, min(start + UPDATE_PIECE, master.numel()))
         # Every piece is of the same step.
-        state["step"].copy_(count)
-        wide["step"] = state["step"]
+        step.copy_(count)
+        state = {"exp_avg": first.read(piece), "exp_avg_sq": second.read(piece), "step": step}
         adamw_step(
-            master[piece], grad[piece], wide, config, decay=decay, scale=scale, skip=skip, lr=lr
+            master[piece], grad[piece], state, config, decay=decay, scale=scale, skip=skip, lr=lr
         )
-        for name, tensor in kept.items():
-            # What was not narrower has been updated in place.
-            if tensor.dtype != master.dtype:
-                tensor.copy_(wide[name])
+        first.keep(piece, state["exp_avg"], step=step, skip=skip)
+        second.keep(piece, state["exp_avg_sq"], step=step, skip=skip)
 
 
 class AdamW(UpdateRule):
     """AdamW on the device that has the shards: one fused call for each bucket."""
 
     def __init__(self, groups: Sequence[OptimizerConfig]) -> None:
-        """``groups`` has betas, eps and weight decay of each group of parameters."""
+        """``groups`` has betas, eps, weight decay and the precision of moments of each group of
+        parameters."""
         self._groups = tuple(groups)
         self._shards: dict[int, Shard] = {}
         self._masters: dict[int, Tensor] = {}
+        self._moments: dict[int, tuple[Moment, Moment]] = {}
         self._states: dict[int, dict[str, Tensor]] = {}
+        self._tables: Tables | None = None
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return () if self._tables is None else tuple(vars(self._tables).values())
 
     def attach(self, shard: Shard) -> Tensor:
         param_shard = shard.param_shard
@@ -259,11 +265,18 @@ class AdamW(UpdateRule):
             else torch.zeros_like(param_shard, dtype=shard.master_dtype)
         )
         options = self._groups[shard.kind.group]
+        kept = (options.exp_avg_dtype, options.exp_avg_sq_dtype)
+        if EIGHT_BIT in kept and self._tables is None:
+            self._tables = Tables.on(master.device)
+        tables = None if keeps_fp32(shard.kind) else self._tables
+        first = open_moment(master, kept[0], tables, signed=True)
+        second = open_moment(master, kept[1], tables, signed=False)
         self._shards[shard.bucket] = shard
         self._masters[shard.bucket] = master
+        self._moments[shard.bucket] = first, second
         self._states[shard.bucket] = {
-            "exp_avg": torch.zeros_like(master, dtype=MOMENT_DTYPES[options.exp_avg_dtype]),
-            "exp_avg_sq": torch.zeros_like(master, dtype=MOMENT_DTYPES[options.exp_avg_sq_dtype]),
+            **{f"exp_avg{suffix}": tensor for suffix, tensor in first.tensors.items()},
+            **{f"exp_avg_sq{suffix}": tensor for suffix, tensor in second.tensors.items()},
             "step": torch.zeros((), dtype=torch.float32, device=master.device),
         }
         return master
@@ -274,10 +287,15 @@ class AdamW(UpdateRule):
         master = self._masters[bucket]
         state = self._states[bucket]
         decay = c.weight_decay if shard.kind.decay else 0.0
-        if not runs_kernels(master.device, master.dtype):
-            alike = all(tensor.dtype == master.dtype for tensor in state.values() if tensor.dim())
-            update = adamw_step if alike else rounded_adamw_step
-            update(master, grad, state, c, decay=decay, scale=scale, skip=skip, lr=lr)
+        in_bytes = any(isinstance(moment, EightBitMoment) for moment in self._moments[bucket])
+        if in_bytes or not runs_kernels(master.device, master.dtype):
+            arguments = {"decay": decay, "scale": scale, "skip": skip, "lr": lr}
+            if all(tensor.dtype == master.dtype for tensor in state.values() if tensor.dim()):
+                adamw_step(master, grad, state, c, **arguments)
+            else:
+                rounded_adamw_step(
+                    master, grad, *self._moments[bucket], state["step"], c, **arguments
+                )
             self.refresh(bucket)
             return CompletedFuture()
         # Triton exists on GPUs only. Its kernel writes the shard in the compute dtype as well.

@@ -30,6 +30,7 @@ from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
+from megatron_llama.plans.itemsize import EIGHT_BIT
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.preference.option_problems import OBJECTIVE
 
@@ -294,10 +295,12 @@ def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
     optimizer = saved.get("optimizer", {})
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if config.checkpoint.load_optim else ():
         then = optimizer.get(name, "fp32")
-        if then != getattr(config.optimizer, name):
+        now = getattr(config.optimizer, name)
+        # From and to 8 bits they are not: loading refuses that.
+        if then != now and EIGHT_BIT not in (then, now):
             yield (
                 f"--{name.replace('_', '-')} was {then} when the checkpoint was saved and is "
-                f"{getattr(config.optimizer, name)}: the moments are converted"
+                f"{now}: the moments are converted"
             )
     before = tuple(optimizer.get("param_group", ()))
     now = config.optimizer.param_group

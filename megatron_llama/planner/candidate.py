@@ -83,7 +83,7 @@ class Candidate:
             "optimizer": state["master weights"]
             + state["moments"]
             + state["scalars"]
-            + state.get("matrices", 0)
+            + state.get("update buffers", 0)
             + state.get("hot columns", 0)
             + state.get("column numbers", 0),
             "activations": plan.activations(rank, granularity, self.recomputing) - logits,

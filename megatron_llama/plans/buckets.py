@@ -37,6 +37,17 @@ bf16, and makes torch's fused CPU AdamW bit-equal however the elements are cut i
 tail rounds differently, and this way there is no tail."""
 
 
+def in_blocks(rectangle: Rectangle) -> Rectangle:
+    """Returns where the blocks of ALIGN elements of a matrix's rows are that a rectangle consists
+    of, in the matrix of all blocks. The columns of a rectangle, on every rank, begin and end at
+    multiples of ALIGN where this is used (``checks/optimizer.py``)."""
+    shape, offset, size = (
+        (*sides[:-1], sides[-1] // ALIGN)
+        for sides in (rectangle.shape, rectangle.offset, rectangle.size)
+    )
+    return Rectangle(rectangle.name, shape, offset, size, rectangle.start // ALIGN)
+
+
 @dataclass(frozen=True)
 class BucketKind:
     """What all parameters of one bucket have in common, so that one update call and one message

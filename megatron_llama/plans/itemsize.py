@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from megatron_llama.config.schema import Config
 
+FP32 = "fp32"
 BF16 = "bf16"
-"""A value of --exp-avg-dtype and --exp-avg-sq-dtype."""
+EIGHT_BIT = "8bit"
+"""Values of --exp-avg-dtype and --exp-avg-sq-dtype."""
 
 
 def compute_itemsize(config: Config) -> int:
@@ -22,13 +24,3 @@ def fp32_itemsize(config: Config) -> int:
 def reduce_itemsize(config: Config) -> int:
     """Bytes of a gradient while it travels between data-parallel ranks."""
     return 2 if config.parallel.grad_reduce_in_bf16 else fp32_itemsize(config)
-
-
-def moment_itemsizes(config: Config) -> tuple[int, int]:
-    """Bytes of AdamW's first and of its second moment."""
-    optimizer = config.optimizer
-    first, second = (
-        2 if name == BF16 else fp32_itemsize(config)
-        for name in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    )
-    return first, second

@@ -15,20 +15,23 @@ from megatron_llama.plans.buckets import (
     MAX_PIECES,
     REDUCTIONS_IN_FLIGHT,
     STAGED_REDUCTIONS,
+    BucketKind,
     BucketPlan,
     align_up,
     rank_bucket_plan,
     strategy_named,
 )
 from megatron_llama.plans.itemsize import (
+    BF16,
+    EIGHT_BIT,
+    FP32,
     compute_itemsize,
     fp32_itemsize,
-    moment_itemsizes,
     reduce_itemsize,
 )
 from megatron_llama.plans.muon import MuonPlan, muon_plan
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
-from megatron_llama.plans.params import MUON, partition_of
+from megatron_llama.plans.params import MUON, SCHEDULE_FREE, partition_of
 from megatron_llama.plans.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.plans.traffic import StepTraffic, step_traffic
 
@@ -39,9 +42,18 @@ SCALARS_OF_A_BUCKET = 8
 """Bytes of a bucket's squared norm, in fp64."""
 STEP_COUNT = 4
 """Bytes of the count of a bucket's updates, in fp32."""
-ROUNDED_PIECE = 1 << 20
-"""Elements that an update takes at a time where moments are kept in bf16, outside kernels. It
-cuts no SIMD vector."""
+SCALE = 4
+"""Bytes of the scale of a block of a moment in 8 bits, in fp32."""
+TABLES = 2 * 256 * 4 + ALIGN * 8
+"""Bytes of what all moments in 8 bits share."""
+WEIGHT_SUM = 8
+"""Bytes of the sum of weights of schedule-free AdamW's average, in fp64."""
+UPDATE_PIECE = 1 << 20
+"""Elements that an update takes at a time where it needs memory besides, outside kernels. It cuts
+no SIMD vector."""
+IN_BYTES = 6
+"""Elements in fp32, or as many bytes, that exist for each element of a piece while a moment is
+quantized to 8 bits."""
 USABLE = 0.9
 """The share of a device's memory that ``auto`` fills. The rest is for the driver's context,
 communicators and the gaps between allocations."""
@@ -61,10 +73,11 @@ def state_bytes(
     trained = sum(map(bucket_plan.shard_numel, trainable))
     offload = offload_plan(config, bucket_plan, shard_rank=shard_rank)
     offloaded = offload.buckets if offload is not None else ()
-    updated = trained - sum(map(bucket_plan.shard_numel, offloaded))
+    updated = [bucket for bucket in trainable if bucket not in offloaded]
     # Of buckets that are updated on the host, ZenFlow counts the updates on the device too.
     counted = len(trainable)
     muon = _muon_plan(config, bucket_plan)
+    averages = config.optimizer.optimizer == SCHEDULE_FREE
     is_zenflow = config.offload.optimizer_offload == ZENFLOW
     if not is_zenflow:
         counted -= len(offloaded)
@@ -78,19 +91,55 @@ def state_bytes(
         "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
         "parameter shards": apart * itemsize,
         "gradients": (slots + (trained if _has_gradient_shards(config, find_unused) else 0)) * fp32,
-        # In fp32 the shard itself is the master copy.
-        "master weights": updated * fp32 if itemsize != fp32 else 0,
-        # Muon has one, AdamW two.
-        "moments": sum(moment_itemsizes(config)) * updated
-        - (muon.shard_numel * fp32 if muon is not None else 0),
-        "scalars": SCALARS + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets) + STEP_COUNT * counted,
+        # In fp32 the shard itself is the master copy, unless the model is trained with others.
+        "master weights": sum(map(bucket_plan.shard_numel, updated)) * fp32
+        if itemsize != fp32 or averages
+        else 0,
+        "moments": sum(
+            bucket_plan.shard_numel(bucket)
+            // ALIGN
+            * _moment_bytes(config, bucket_plan.buckets[bucket].kind)
+            for bucket in updated
+        ),
+        "scalars": SCALARS
+        + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets)
+        + (STEP_COUNT + averages * WEIGHT_SUM) * counted,
         **(
             {"hot columns": offload.on_device, "column numbers": offload.column_numbers}
             if offload is not None and is_zenflow
             else {}
         ),
-        **({"matrices": muon.buffer_bytes} if muon is not None else {}),
+        **({"update buffers": muon.buffer_bytes} if muon is not None else {}),
+        **({"update buffers": TABLES} if EIGHT_BIT in _moment_names(config) else {}),
     }
+
+
+def _moment_bytes(config: Config, kind: BucketKind) -> int:
+    """Bytes that the optimizer keeps of ALIGN elements of a bucket beside their masters."""
+    if kind.muon:
+        return ALIGN * fp32_itemsize(config)
+    if config.optimizer.optimizer == SCHEDULE_FREE:
+        return 2 * ALIGN * fp32_itemsize(config)
+    return sum(_kept_bytes(config, name, kind) for name in _moment_names(config))
+
+
+def keeps_fp32(kind: BucketKind) -> bool:
+    """Whether moments that are in 8 bits elsewhere are in fp32 in a bucket: norms and biases are
+    small together, and have no rows to cut into blocks."""
+    return kind.resident
+
+
+def _moment_names(config: Config) -> tuple[str, str]:
+    return config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype
+
+
+def _kept_bytes(config: Config, name: str, kind: BucketKind) -> int:
+    """Bytes of ALIGN elements of a moment."""
+    if name == BF16:
+        return 2 * ALIGN
+    if name == EIGHT_BIT and not keeps_fp32(kind):
+        return ALIGN + SCALE
+    return fp32_itemsize(config) * ALIGN
 
 
 def _muon_plan(config: Config, bucket_plan: BucketPlan) -> MuonPlan | None:
@@ -339,21 +388,25 @@ class MemoryPlan:
             self.between(rank, granularity, recomputing)
             + self._working(rank, granularity, recomputing),
             0 if muon is None else muon.working_bytes,
-            self._rounded_moments(rank),
+            self.update_bytes(rank),
         )
 
-    def _rounded_moments(self, rank: int) -> int:
-        """What an update has in fp32 of the moments that are kept in fewer bits. Triton's kernel,
-        on a GPU, needs none of it."""
+    def update_bytes(self, rank: int) -> int:
+        """What an update needs besides, for a piece at a time: moments in fp32 that are kept in
+        fewer bits, and what becomes of them. Triton's kernel, on a GPU, needs none of it where they
+        are in bf16."""
+        names = _moment_names(self.config)
+        wide = sum(name != FP32 for name in names) + IN_BYTES * (EIGHT_BIT in names)
+        if self.config.optimizer.optimizer == SCHEDULE_FREE:
+            wide = 1
         fp32 = fp32_itemsize(self.config)
-        rounded = sum(size != fp32 for size in moment_itemsizes(self.config))
         bucket_plan = self.bucket_plans[rank]
         shards = (
             bucket_plan.shard_numel(bucket.index)
             for bucket in bucket_plan.buckets
             if bucket.kind.trainable
         )
-        return rounded * fp32 * min(ROUNDED_PIECE, max(shards, default=0))
+        return wide * fp32 * min(UPDATE_PIECE, max(shards, default=0))
 
     def between(self, rank: int, granularity: Granularity, recomputing: int) -> int:
         """The most that exists between two actions besides the state: what autograd and the runtime

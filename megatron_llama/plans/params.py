@@ -45,7 +45,8 @@ LORA_A = "lora_A"
 LORA_B = "lora_B"
 NO_LORA = LoraConfig()
 MUON = "muon"
-"""The value of --optimizer."""
+SCHEDULE_FREE = "schedule_free_adamw"
+"""Values of --optimizer."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,11 @@ from megatron_llama.plans.checks.model import (
     reward_problems,
 )
 from megatron_llama.plans.checks.muon import muon_problems
-from megatron_llama.plans.checks.optimizer import moment_problems, optimizer_problems
+from megatron_llama.plans.checks.optimizer import (
+    moment_problems,
+    optimizer_problems,
+    schedule_free_problems,
+)
 from megatron_llama.plans.checks.parallel import parallel_problems
 from megatron_llama.plans.checks.param_groups import param_group_problems
 from megatron_llama.plans.checks.ranges import range_problems
@@ -239,6 +243,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *batch_problems(config, world_size),
         *blend_problems(config.data.data_path),
         *optimizer_problems(config.optimizer, config.training),
+        *schedule_free_problems(config),
         *moment_problems(config),
         *muon_problems(config),
         *freeze_problems(config.model, config.optimizer.freeze),

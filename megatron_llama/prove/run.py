@@ -16,7 +16,7 @@ from megatron_llama.api.common.examples import open_example_inputs
 from megatron_llama.api.train import open_stream_inputs, run_training
 from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.checkpoint.chunks import Region, RegionLoadPlanner, is_state, state_key
-from megatron_llama.checkpoint.native import MOMENTS
+from megatron_llama.checkpoint.columns import MOMENTS
 from megatron_llama.checkpoint.storage import ChunkReader, read_metadata
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch

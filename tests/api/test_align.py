@@ -36,7 +36,14 @@ def pairs(tmp_path: Path) -> Path:
 
 def tuning(options: dict[str, object], data: Path, pairs: Path) -> dict[str, object]:
     rest = {name: value for name, value in options.items() if name not in ("data_path", "split")}
-    return {**rest, "seq_length": 64, "train_data": [str(pairs)], "data_cache_path": str(pairs.parent / "cache"), "tokenizer_model": str(data.parent / "docs-tokenizer"), "lr": 1e-2}
+    return {
+        **rest,
+        "seq_length": 64,
+        "train_data": [str(pairs)],
+        "data_cache_path": str(pairs.parent / "cache"),
+        "tokenizer_model": str(data.parent / "docs-tokenizer"),
+        "lr": 1e-2,
+    }
 
 
 def test_its_numbers(options: dict[str, object], data: Path, pairs: Path) -> None:

@@ -554,7 +554,7 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
         ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "got true after false (--accumulate-allreduce-grads-in-fp32)"),
         ("--rotary-percent half", "--rotary-percent: got half, expected a number"),
         ("--recompute-method uniform", "--recompute-method: got uniform, expected block; "),
-        ("--optimizer sgd", "--optimizer: got sgd, expected one of adam, muon"),
+        ("--optimizer sgd", "--optimizer: got sgd, expected one of adam, muon, schedule_free_adamw"),
         ("--use-distributed-optimizer --overlapped-distributed-optimizer", "got optim_grads after optim (--use-distributed-optimizer)"),
     ],
 )

@@ -165,7 +165,9 @@ def test_options_that_need_an_output_head_are_named() -> None:
     config = RewardLayout().sized()
     config = replace(config, training=replace(config.training, train_iters=1))
     assert problems(config, 1) == []
-    wrong = replace(config, training=replace(config.training, z_loss_weight=1e-4), log=replace(config.log, sample_interval=5, sample_prompt=("x",)))
+    wrong = replace(
+        config, training=replace(config.training, z_loss_weight=1e-4), log=replace(config.log, sample_interval=5, sample_prompt=("x",))
+    )
     assert [line.split(":")[0] for line in problems(wrong, 1)] == ["--z-loss-weight", "--sample-interval"]
     several = replace(config, model=replace(config.model, num_labels=3))
     assert "--num-labels: got 3" in problems(several, 1)[0]

@@ -99,9 +99,7 @@ def expected(folder: Path, settings: StreamSettings) -> list[list[list[int]]]:
     return steps([open_stream(folder, settings)], 2, 0, 40)
 
 
-def documents_in_order(
-    folder: Path, tokenizer: SentencePieceTokenizer, settings: StreamSettings
-) -> dict[tuple[int, ...], tuple[str, int]]:
+def documents_in_order(folder: Path, tokenizer: SentencePieceTokenizer, settings: StreamSettings) -> dict[tuple[int, ...], tuple[str, int]]:
     """Every document's tokens, and where it is."""
     found = {}
     for file in sorted((folder / "data").iterdir()):
@@ -171,7 +169,10 @@ def test_every_layout_reads_the_same_samples(
         assert sorted(lane for lanes in read for lane in lanes) == list(range(8)), "no two ranks read the same lane"
 
 
-@pytest.mark.parametrize(("before", "after", "at"), [(2, 1, 16), (1, 4, 23), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 1, 5), (4, 2, 30), (2, 8, 3)))])
+@pytest.mark.parametrize(
+    ("before", "after", "at"),
+    [(2, 1, 16), (1, 4, 23), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 1, 5), (4, 2, 30), (2, 8, 3)))],
+)
 def test_a_resumed_run_reads_the_same_samples_in_any_layout(
     before: int, after: int, at: int, folder: Path, settings: StreamSettings, expected: list[list[list[int]]]
 ) -> None:
@@ -251,9 +252,7 @@ def test_validation_is_read_once_and_the_same_each_time(folder: Path, settings: 
         steps([long], 1, 0, 10000)
 
 
-def test_http_gives_the_same_samples_and_survives_failures(
-    folder: Path, settings: StreamSettings, expected: list[list[list[int]]]
-) -> None:
+def test_http_gives_the_same_samples_and_survives_failures(folder: Path, settings: StreamSettings, expected: list[list[list[int]]]) -> None:
     with serving(folder, latency=0.002) as server:
         remote = open_stream(server.url, settings)
         assert remote.identity() == open_stream(folder, settings).identity()
@@ -323,9 +322,7 @@ def test_columns_are_named(settings: StreamSettings, tmp_path: Path) -> None:
         steps([open_stream(tmp_path, replace(settings, key="body"))], 1, 0, 1)
 
 
-def test_a_server_that_cannot_be_used(
-    folder: Path, settings: StreamSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_that_cannot_be_used(folder: Path, settings: StreamSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(byte_ranges, "FIRST_PAUSE", 0.001)
     with serving(folder, ranges=False) as server, pytest.raises(DataError, match="the server sends whole files only"):
         found(server.url)

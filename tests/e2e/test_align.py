@@ -92,14 +92,7 @@ def numbers(folder: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in entry.items() if k in kept or "validation" in k or "/" in k} for entry in log(folder)]
 
 
-METHODS = {
-    "dpo": {},
-    "ipo": {},
-    "orpo": {},
-    "simpo": {"lr": 3e-3},
-    "kto": {},
-    "reward": {"lr": 3e-3},
-}
+METHODS = {"dpo": {}, "ipo": {}, "orpo": {}, "simpo": {"lr": 3e-3}, "kto": {}, "reward": {"lr": 3e-3}}
 
 
 @pytest.mark.parametrize("method", [pytest.param(name, marks=() if name in ("dpo", "kto") else pytest.mark.long) for name in METHODS])

@@ -103,7 +103,20 @@ def test_what_cannot_be_fetched(product: Product, folder: Path, served: Hub, tmp
 def test_a_plan_does_without_weights(product: Product, served: Hub, tmp_path: Path) -> None:
     """A preset has the shapes of a run that is only planned; without one the model's fields are fetched."""
     where = environ(served, tmp_path / "home")
-    argv = ["pretrain", *words({"model": "llama-7b", "init_from_hf": "org/tiny", "vocab_size": 32000, "micro_batch_size": 1, "train_iters": 1, "data_path": product.data}), "--dry-run"]
+    argv = [
+        "pretrain",
+        *words(
+            {
+                "model": "llama-7b",
+                "init_from_hf": "org/tiny",
+                "vocab_size": 32000,
+                "micro_batch_size": 1,
+                "train_iters": 1,
+                "data_path": product.data,
+            }
+        ),
+        "--dry-run",
+    ]
     said = product.launcher.run(argv, environ=where)
     assert "--init-from-hf: org/tiny is not on this machine" in said.out, said.err
     assert not served.fetched
@@ -146,7 +159,12 @@ def test_machines_that_saw_a_branch_at_two_times(product: Product, folder: Path,
     """Ranks with caches of their own, and two commits in them: refused, as some of the weights would be the other model's."""
     commits = []
     for rank in range(2):
-        commits.append(served.add("org/moving", {path.name: path.read_bytes() + b"\n" * (rank if path.name == "config.json" else 0) for path in folder.iterdir()}))
+        commits.append(
+            served.add(
+                "org/moving",
+                {path.name: path.read_bytes() + b"\n" * (rank if path.name == "config.json" else 0) for path in folder.iterdir()},
+            )
+        )
         assert evaluated(product, environ(served, tmp_path / f"home{rank}"), "org/moving").codes == (0,)
     ranks = torchrun(2, free_port())
     argv = product.command(init_from_hf="org/moving", **dict.fromkeys(SHAPE))

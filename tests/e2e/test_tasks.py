@@ -46,14 +46,14 @@ metric_list:
   - metric: bits_per_byte
 """,
 }
-RAW = '''
+RAW = """
 def all_of_it(doc, results):
     return {"answers": [list(result) if isinstance(result, tuple) else [result] for result in results]}
 
 
 def kept(items):
     return items
-'''
+"""
 """A metric that is all that the model has said."""
 
 
@@ -178,7 +178,9 @@ def test_what_cannot_be_run_is_one_error_of_all_ranks(
 
 
 def test_a_fault_in_the_code_of_a_task_ends_all_ranks(product: Product, material: Material, tmp_path: Path) -> None:
-    (tmp_path / "raw.py").write_text("def all_of_it(doc, results):\n    return {'answers': 1 / 0}\n\n\ndef kept(items):\n    return items\n")
+    (tmp_path / "raw.py").write_text(
+        "def all_of_it(doc, results):\n    return {'answers': 1 / 0}\n\n\ndef kept(items):\n    return items\n"
+    )
     for name in ("texts.yaml", "texts_raw.yaml"):
         (tmp_path / name).write_text((material.tasks / name).read_text())
     ran = product.launcher.run(["evaluate", "--load", material.run, "--tasks", tmp_path / "texts_raw.yaml"], 2)

@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16: they are rounded when they are kept, in every layout, and go into checkpoints and out of them."""
+"""AdamW with moments in bf16 and in 8 bits: rounded when they are kept, alike in every layout, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.native import load, require_complete, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.plans.memory import ROUNDED_PIECE
+from megatron_llama.errors import CheckpointError
+from megatron_llama.plans.memory import UPDATE_PIECE
 from megatron_llama.plans.params import Rectangle
 from torch import Tensor
 
 from tests.engine.test_muon import STEPS, gradients, place_of
-from tests.harness import Cluster
+from tests.harness import Cluster, WorkerError
 from tests.parallel.cases import OPTIMIZER, STRATEGIES, Layout, trainer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -39,7 +40,8 @@ class MomentLayout(Layout):
         config = super().config()
         first, second = self.kept
         optimizer = replace(config.optimizer, exp_avg_dtype=first, exp_avg_sq_dtype=second, adam_beta2=BETA2)
-        return replace(config, optimizer=optimizer)
+        # Rows of whole blocks on two tensor-parallel ranks, too.
+        return replace(config, model=replace(config.model, intermediate_size=256, head_dim=32), optimizer=optimizer)
 
 
 def owned(place: Place, layout: MomentLayout, steps: range, loads: str | None = None, saves: str | None = None) -> Found:
@@ -62,8 +64,66 @@ def whole(records: list[Found]) -> dict[tuple[str, str], Tensor]:
     for rectangle, tensors in (one for record in records for one in record):
         for state, tensor in tensors.items():
             key = (rectangle.name, state)
-            found.setdefault(key, torch.full(rectangle.shape, torch.nan, dtype=tensor.dtype))[place_of(rectangle)] = tensor
+            found.setdefault(key, torch.full(rectangle.shape, torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype))[
+                place_of(rectangle)
+            ] = tensor
     return found
+
+
+def table(signed: bool) -> Tensor:
+    """The paper's 8-bit dynamic type (arXiv 2110.02861, section 1.3), with -1 for the negative number nearest to 0."""
+    decades = [
+        torch.linspace(0.1, 1, 2 ** (k if signed else k + 1) + 1, dtype=torch.float64).unfold(0, 2, 1).mean(1) * 10.0 ** (k - 6)
+        for k in range(7)
+    ]
+    positive = torch.cat(decades)
+    negative = torch.cat([-positive, torch.tensor([-1.0])]) if signed else torch.empty(0)
+    numbers = torch.cat([negative[negative < -positive.min()], torch.tensor([0.0]), positive, torch.tensor([1.0])]).sort().values
+    assert len(numbers) == 256
+    return numbers.float()
+
+
+def quantized(values: Tensor, numbers: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix [rows, columns], by comparing every element with every number."""
+    rows, columns = values.shape
+    blocks = values.reshape(rows, columns // 64, 64)
+    scales = blocks.abs().amax(-1)
+    share = torch.where(blocks == 0, 0.0, blocks / scales.unsqueeze(-1))
+    below = (share.unsqueeze(-1) >= numbers).sum(-1).sub(1).clamp(0, 254)
+    way = (share - numbers[below]) / (numbers[below + 1] - numbers[below])
+    threshold = ((step * (5**0.5 - 1) / 2 + torch.arange(64, dtype=torch.float64) * 2**0.5) % 1).clamp(0.001, 0.999)
+    codes = below + (way > threshold)
+    if numbers[0] == 0:
+        codes = torch.where(blocks > 0, codes.clamp(min=1), 0)
+    return codes.reshape(rows, columns).to(torch.uint8), scales
+
+
+def read(codes: Tensor, scales: Tensor, numbers: Tensor) -> Tensor:
+    return numbers[codes.int()] * scales.repeat_interleave(64, -1)
+
+
+class Kept:
+    """One moment of one tensor, kept as an option says."""
+
+    def __init__(self, state: str, shape: tuple[int, ...], kept: str) -> None:
+        self.state, self.bytes = state, kept == "8bit" and len(shape) == 2
+        self.numbers = table(signed=state == "exp_avg")
+        if self.bytes:
+            self.codes, self.scales = torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape[0], shape[1] // 64)
+        else:
+            self.plain = torch.zeros(shape, dtype=DTYPES.get(kept, torch.float32))
+
+    def read(self) -> Tensor:
+        return read(self.codes, self.scales, self.numbers) if self.bytes else self.plain.float()
+
+    def keep(self, values: Tensor, step: int) -> None:
+        if self.bytes:
+            self.codes, self.scales = quantized(values, self.numbers, step)
+        else:
+            self.plain = values.to(self.plain.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{self.state}_codes": self.codes, f"{self.state}_scales": self.scales} if self.bytes else {self.state: self.plain}
 
 
 def made(layout: MomentLayout, steps: list[dict[str, Tensor]]) -> dict[tuple[str, str], Tensor]:
@@ -74,16 +134,17 @@ def made(layout: MomentLayout, steps: list[dict[str, Tensor]]) -> dict[tuple[str
         shape = tuple(gradient.shape)
         weight = torch.empty(shape)
         layout.weights()(Rectangle(name, shape, (0,) * len(shape), shape, 0), weight)
-        first, second = (torch.zeros(shape, dtype=DTYPES[kept]) for kept in layout.kept)
+        first, second = (Kept(state, shape, kept) for state, kept in zip(MOMENTS, layout.kept, strict=True))
         for number, step in enumerate(steps, 1):
             norm = torch.nn.utils.get_total_norm(step.values())
             grad = step[name] / ((norm + 1e-6) / layout.clip).clamp(min=1.0)
-            m = first.float() + (1 - o.adam_beta1) * (grad - first.float())
-            v = BETA2 * second.float() + (1 - BETA2) * grad * grad
+            m = first.read() + (1 - o.adam_beta1) * (grad - first.read())
+            v = BETA2 * second.read() + (1 - BETA2) * grad * grad
             weight -= o.lr * o.weight_decay * (weight.dim() > 1) * weight
             weight -= o.lr / (1 - o.adam_beta1**number) * m / ((v / (1 - BETA2**number)).sqrt() + o.adam_eps)
-            first, second = m.to(first.dtype), v.to(second.dtype)
-        found |= {(name, "master"): weight, (name, "exp_avg"): first, (name, "exp_avg_sq"): second}
+            first.keep(m, number)
+            second.keep(v, number)
+        found |= {(name, state): tensor for state, tensor in {"master": weight, **first.tensors(), **second.tensors()}.items()}
     return found
 
 
@@ -92,7 +153,11 @@ LAYOUTS = [
     MomentLayout(kept=("fp32", "bf16")),
     MomentLayout(pp=2, dp=2, tied=True, microbatches=2),
     MomentLayout(tp=2, dp=2, strategy="optim_grads_params", slots="2", kept=("bf16", "fp32")),
+    MomentLayout(kept=("8bit", "8bit")),
+    MomentLayout(tp=2, dp=2, strategy="optim_grads_params", slots="2", kept=("8bit", "8bit")),
     *(pytest.param(MomentLayout(dp=2, strategy=strategy), marks=pytest.mark.long) for strategy in STRATEGIES),
+    *(pytest.param(MomentLayout(dp=2, strategy=strategy, kept=("8bit", "8bit")), marks=pytest.mark.long) for strategy in STRATEGIES),
+    pytest.param(MomentLayout(pp=2, dp=2, tied=True, microbatches=2, kept=("bf16", "8bit")), marks=pytest.mark.long),
     pytest.param(MomentLayout(dp=4, shard_size=2, strategy="optim_grads"), marks=pytest.mark.long),
 ]
 
@@ -106,36 +171,49 @@ def test_every_layout_rounds_what_it_keeps(cluster: Cluster, layout: MomentLayou
     for (name, state), tensor in found.items():
         wanted = expected[name, state]
         assert tensor.dtype == wanted.dtype
+        if state.endswith("_codes"):
+            # A sum with another last bit may round an element to the other of two neighbours, which the next step's gradients see.
+            assert (tensor != wanted).float().mean() < 2e-3, name
+            continue
+        if state.endswith("_scales"):
+            torch.testing.assert_close(tensor, wanted, rtol=2e-2, atol=0)
+            continue
         # A gradient that is all rounding may have another sign, and Adam makes a full step of it.
         near = (1e-6 if layout.world_size == 1 else 1e-5) * (1 if state == "master" else float(wanted.abs().max()))
         far = (tensor.float() - wanted.float()).abs() > near
         assert far.float().mean() < (1e-3 if state == "master" or tensor.dtype == torch.float32 else 2e-2), (name, state)
 
 
-def test_an_update_in_pieces_is_the_update_of_all() -> None:
+@pytest.mark.parametrize("kept", ["bf16", "8bit"])
+def test_an_update_in_pieces_is_the_update_of_all(kept: str) -> None:
     """Also of more elements than a piece has, and a skipped one changes nothing."""
     from megatron_llama.config.schema import OptimizerConfig
+    from megatron_llama.engine.moments import Tables, open_moment
     from megatron_llama.engine.update_rule import rounded_adamw_step
 
-    count, config = ROUNDED_PIECE + 128, OptimizerConfig(adam_beta2=BETA2)
+    count, config = UPDATE_PIECE + 128, OptimizerConfig(adam_beta2=BETA2)
+    tables = Tables.on(torch.device("cpu"))
     draw = torch.Generator().manual_seed(1)
     master, grad = (torch.randn(count, generator=draw) for _ in range(2))
 
     def run(of: slice, skips: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         weight = master[of].clone()
-        state = {name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in MOMENTS} | {"step": torch.zeros(())}
-        for skip in (0.0, 0.0, *[1.0] * skips):
-            rounded_adamw_step(
-                weight, grad[of] * (1.0 if not skip else torch.nan), state, config, decay=0.1, scale=torch.ones(()), skip=torch.tensor(skip), lr=1e-2
-            )
-        return weight, state
+        moments = [open_moment(weight, kept, tables, signed=name == "exp_avg") for name in MOMENTS]
+        step = torch.zeros(())
+        # Skipped steps stand where each of them has another moment before it.
+        for skip in (*[1.0] * skips, 0.0, *[1.0] * skips, 0.0, *[1.0] * skips):
+            gradient = grad[of] * (1.0 if not skip else torch.nan)
+            rounded_adamw_step(weight, gradient, *moments, step, config, decay=0.1, scale=torch.ones(()), skip=torch.tensor(skip), lr=1e-2)
+        found = {f"{name}{what}": t for name, moment in zip(MOMENTS, moments, strict=True) for what, t in moment.tensors.items()}
+        return weight, found | {"step": step}
 
     weight, state = run(slice(None))
     skipped, same = run(slice(None), skips=True)
-    last, rest = run(slice(ROUNDED_PIECE, None))
-    assert torch.equal(weight, skipped) and torch.equal(weight[ROUNDED_PIECE:], last) and state["step"] == 2
+    last, rest = run(slice(UPDATE_PIECE, None))
+    assert torch.equal(weight, skipped) and torch.equal(weight[UPDATE_PIECE:], last) and state["step"] == 2
     for name, tensor in state.items():
-        assert torch.equal(tensor, same[name]) and torch.equal(tensor[ROUNDED_PIECE:] if tensor.dim() else tensor, rest[name])
+        tail = UPDATE_PIECE // (64 if name.endswith("_scales") else 1)
+        assert torch.equal(tensor, same[name]) and torch.equal(tensor[tail:] if tensor.dim() else tensor, rest[name])
 
 
 def test_checkpoints_go_on(cluster: Cluster, tmp_path: Path) -> None:
@@ -153,3 +231,63 @@ def test_checkpoints_go_on(cluster: Cluster, tmp_path: Path) -> None:
     wide = whole(cluster.run(1, owned, MomentLayout(kept=("fp32", "fp32")), range(2), None, str(tmp_path / "wide")))
     for (name, state), tensor in whole(cluster.run(2, owned, layout, range(0), str(tmp_path / "wide"))).items():
         assert torch.equal(tensor, wide[name, state].to(tensor.dtype))
+
+
+def test_eight_bits_in_checkpoints(cluster: Cluster, tmp_path: Path) -> None:
+    """To the bit in the same layout, and the same bytes in any other; another precision is refused by name."""
+    layout, folder = MomentLayout(dp=2, kept=("8bit", "8bit")), str(tmp_path / "bytes")
+    kept = whole(cluster.run(2, owned, layout, range(2), None, folder))
+    straight = whole(cluster.run(2, owned, layout, range(3)))
+    resumed = whole(cluster.run(2, owned, layout, range(2, 3), folder))
+    assert resumed.keys() == straight.keys() and all(torch.equal(tensor, resumed[key]) for key, tensor in straight.items())
+    assert kept["lm_head.weight", "exp_avg_codes"].dtype == torch.uint8 and kept["model.norm.weight", "exp_avg"].dtype == torch.float32
+    for other in (replace(layout, dp=1, tp=2, strategy="optim_grads_params"), replace(layout, dp=1, pp=2)):
+        require_complete(tmp_path / "bytes" / "iter_0000001", other.sized(), optimizer=True)
+        found = whole(cluster.run(other.world_size, owned, other, range(0), folder))
+        assert found.keys() == kept.keys() and all(torch.equal(tensor, kept[key]) for key, tensor in found.items())
+    cluster.run(1, owned, MomentLayout(kept=("bf16", "8bit")), range(1), None, str(tmp_path / "mixed"))
+    for where, wanted in (("bytes", ("fp32", "fp32")), ("bytes", ("8bit", "bf16")), ("mixed", ("8bit", "8bit"))):
+        other = MomentLayout(kept=wanted)
+        with pytest.raises(WorkerError, match="precision of moments that saved it, or give --no-load-optim"):
+            cluster.run(1, owned, other, range(0), str(tmp_path / where))
+        with pytest.raises(CheckpointError, match="precision of moments that saved it, or give --no-load-optim"):
+            require_complete(tmp_path / where / "iter_0000001", other.sized(), optimizer=True)
+
+
+def test_eight_bits_lose_nothing_on_average() -> None:
+    """A moment that decays by a thousandth of itself falls, where rounding to the nearest would keep it for ever; and what is positive stays so."""
+    from megatron_llama.engine.moments import EightBitMoment, Tables
+
+    everything = slice(0, 6400)
+    start = torch.logspace(-5, 0, 6400).view(64, 100).t().flatten().contiguous()
+    start[::64] = 1.0  # the scale of each block stays
+    for signed in (True, False):
+        moment = EightBitMoment(start, Tables.on(torch.device("cpu")), signed=signed)
+        moment.keep(everything, start, step=torch.tensor(1.0), skip=torch.tensor(0.0))
+        first = moment.read(everything).clone()
+        for step in range(2, 1002):
+            values = moment.read(everything) * 0.999
+            values[::64] = 1.0
+            moment.keep(everything, values, step=torch.tensor(float(step)), skip=torch.tensor(0.0))
+        last = moment.read(everything)
+        falling = torch.arange(6400) % 64 != 0
+        assert torch.all(last[::64] == 1.0) and torch.all(last > 0 if not signed else last >= 0)
+        # By 1 / e; what is far below the largest has few numbers.
+        large = falling & (start > 1e-2)
+        assert (last[large] / first[large]).mean() == pytest.approx(0.999**1000, rel=0.05)
+
+
+@pytest.mark.parametrize("extremes", [(-1.0, 1.0), (-3.0, 2.0)])
+def test_the_largest_of_a_block_is_kept_exactly(extremes: tuple[float, float]) -> None:
+    """Also a negative one: else it would shrink at each update."""
+    from megatron_llama.engine.moments import EightBitMoment, Tables
+
+    values = torch.linspace(*extremes, 64)
+    moment = EightBitMoment(values, Tables.on(torch.device("cpu")), signed=True)
+    for step in range(1, 6):
+        moment.keep(slice(0, 64), values, step=torch.tensor(float(step)), skip=torch.tensor(0.0))
+        found = moment.read(slice(0, 64))
+        assert found[0] == values[0] and (found - values).abs().max() < 0.015 * values.abs().max()
+        # What is kept already is kept as it is.
+        moment.keep(slice(0, 64), found.clone(), step=torch.tensor(step + 0.5), skip=torch.tensor(0.0))
+        assert torch.equal(moment.read(slice(0, 64)), found)

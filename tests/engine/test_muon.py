@@ -96,7 +96,10 @@ def torchs(layout: MuonLayout, found: Sequence[Mapping[str, Tensor]]) -> Mapping
         list(matrices.values()), lr=o.lr, weight_decay=o.weight_decay, nesterov=layout.nesterov, adjust_lr_fn=layout.adjust
     )
     groups = [
-        {"params": [p for n, p in parameters.items() if n not in matrices and (p.dim() > 1) is decay], "weight_decay": o.weight_decay * decay}
+        {
+            "params": [p for n, p in parameters.items() if n not in matrices and (p.dim() > 1) is decay],
+            "weight_decay": o.weight_decay * decay,
+        }
         for decay in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)

@@ -33,9 +33,7 @@ def mup(times: int) -> tuple[str, ...]:
 def coordinates(place: Place, width: int, groups: tuple[str, ...]) -> dict[str, float]:
     """By how much some steps change what each layer makes of the same text: the mean size of the change of an element."""
     plain = Layout().sized()
-    model = replace(
-        MODEL, hidden_size=width, intermediate_size=2 * width, num_attention_heads=width // 16, num_key_value_heads=width // 16
-    )
+    model = replace(MODEL, hidden_size=width, intermediate_size=2 * width, num_attention_heads=width // 16, num_key_value_heads=width // 16)
     config: Config = replace(
         plain,
         model=replace(model, num_hidden_layers=2, initializer_range=0.02),

@@ -51,7 +51,13 @@ def expected(model: ModelConfig, request: Request) -> Score:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(tp=2, pp=2, sp=True), Layout(pp=2, dp=2), Layout(cp=2, dp=2, cp_comm="ring"), Layout(pp=2, virtual=2, schedule="zb-v")],
+    [
+        Layout(),
+        Layout(tp=2, pp=2, sp=True),
+        Layout(pp=2, dp=2),
+        Layout(cp=2, dp=2, cp_comm="ring"),
+        Layout(pp=2, virtual=2, schedule="zb-v"),
+    ],
     ids=lambda layout: layout.name,
 )
 def test_every_layout_scores_each_text_as_if_it_were_alone(cluster: Cluster, layout: Layout) -> None:

@@ -115,7 +115,9 @@ CASES: dict[str, tuple[str, str, str, str]] = {
 }  # fmt: skip
 
 
-def read(folder: Path, content: str, tokenizer: ChatTokenizer, kind: str = "auto", method: str = "dpo", **options: Any) -> tuple[Path, Pairs]:
+def read(
+    folder: Path, content: str, tokenizer: ChatTokenizer, kind: str = "auto", method: str = "dpo", **options: Any
+) -> tuple[Path, Pairs]:
     path = folder / "data.jsonl"
     path.write_text(content)
     align = AlignConfig(method=method, preference_format=kind)  # type: ignore[arg-type]
@@ -209,4 +211,6 @@ def test_one_prompt_has_no_mismatched_completions(tmp_path: Path, chat: ChatToke
 
 def test_what_is_a_preference() -> None:
     assert all(is_preference(record) for record in GIVEN.values())
-    assert not any(is_preference(record) for record in ({"prompt": "x", "completion": "y"}, {"messages": [ASKED, YES], "label": 3}, {"text": "x"}))
+    assert not any(
+        is_preference(record) for record in ({"prompt": "x", "completion": "y"}, {"messages": [ASKED, YES], "label": 3}, {"text": "x"})
+    )

@@ -107,7 +107,9 @@ def test_ids_are_those_of_transformers(template: str, llama3: Path, tmp_path: Pa
     theirs = AutoTokenizer.from_pretrained(llama3)
     theirs.chat_template = BUILT_IN[template]
     names = [name for name in FORMATS if name != "several messages"]
-    pairs = read(tmp_path / "a.jsonl", ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), template), [FORMATS[name][1] for name in names][:4])
+    pairs = read(
+        tmp_path / "a.jsonl", ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), template), [FORMATS[name][1] for name in names][:4]
+    )
     assert not pairs.problems
     for k, name in enumerate(names[:4]):
         _, _, prompt, chosen, rejected = FORMATS[name]
@@ -122,7 +124,11 @@ def test_ids_are_those_of_transformers(template: str, llama3: Path, tmp_path: Pa
 def test_texts_as_trl_has_them(chat: ChatTokenizer, llama3: Path) -> None:
     """Both halves as transformers encodes them with the end token; the prompt ends where either differs from it alone."""
     theirs = AutoTokenizer.from_pretrained(llama3)
-    for prompt, chosen, rejected in (("The sky is", " blue.", " green."), ("An expression stat", "ement", " rejected"), ("a \n", "\nb", "\n\nc")):
+    for prompt, chosen, rejected in (
+        ("The sky is", " blue.", " green."),
+        ("An expression stat", "ement", " rejected"),
+        ("a \n", "\nb", "\n\nc"),
+    ):
         pair = read_preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "trl")
         assert isinstance(pair, Pair)
         found = encode_pair(chat, pair)

@@ -130,7 +130,9 @@ def test_runs_of_a_prompt_set_the_distance() -> None:
             assert all(prompts[n] != prompts[n - samples.shift] for n in range(len(prompts)))
 
 
-def in_order(samples: PairSamples, logps: Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def in_order(
+    samples: PairSamples, logps: Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Numbers of every sample, in the order of the completions."""
     found = np.full(samples.completions, np.nan)
     for index, sample in enumerate(logps):
@@ -206,7 +208,11 @@ def test_identity_tells_every_change() -> None:
     mask.loss_mask[3][-1] = False
     kind.kinds[:2] = [REJECTED, CHOSEN]
     others = [identity(changed) for changed in (token, mask, kind)]
-    others += [identity(made(SIZES, "dpo"), "reward"), identity(made(SIZES, "dpo"), packing=False), identity(made(SIZES, "dpo"), chosen=range(6))]
+    others += [
+        identity(made(SIZES, "dpo"), "reward"),
+        identity(made(SIZES, "dpo"), packing=False),
+        identity(made(SIZES, "dpo"), chosen=range(6)),
+    ]
     assert first not in others and len({str(other) for other in others}) == len(others)
     assert str(first).startswith("{'pairs': 7, 'tokens': ") and "'rendered': '2026-01-01'" in str(first)
 

@@ -83,9 +83,7 @@ def samples_of(run: Run, folder: Path) -> PairSamples:
     tokenizer = ChatTokenizer(load_tokenizer(folder / "hf"))
     pairs = read_pairs([file_of(align.method, folder)], tokenizer, SFTConfig(), align, run.length)
     assert len(pairs) == EXAMPLES and not pairs.truncated
-    return PairSamples(
-        pairs, range(EXAMPLES), run.length, packing=run.packed, method=align.method, likelihood=likelihood_of(align)
-    )
+    return PairSamples(pairs, range(EXAMPLES), run.length, packing=run.packed, method=align.method, likelihood=likelihood_of(align))
 
 
 def file_of(method: str, folder: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from megatron_llama.checkpoint.native import MOMENTS
+from megatron_llama.checkpoint.columns import MOMENTS
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config, TrainingConfig

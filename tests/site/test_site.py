@@ -281,7 +281,11 @@ FAULTS = (
     ("engine.md", "[gone](gone.md)", "'gone.md'"),
     ("engine.md", "[gone](offload.md#gone)", "#gone"),
     ("faults.md", "[gone](../tools/gone.py)", "docs/faults.md: the link to ../tools/gone.py leads to no page of the site"),
-    ("lora.md", "<!-- picture first: None.\npython -m megatron_llama schedule --pipeline-schedule gone\n-->", "--pipeline-schedule: got gone"),
+    (
+        "lora.md",
+        "<!-- picture first: None.\npython -m megatron_llama schedule --pipeline-schedule gone\n-->",
+        "--pipeline-schedule: got gone",
+    ),
     ("sft.md", "<!-- picture none\n-->", "has another form"),
     ("new.md", "# New", "not included in the"),
 )
@@ -296,7 +300,15 @@ def test_faults_end_the_build(site: Path, tmp_path: Path) -> None:
     for page, line, _ in FAULTS:
         with (tmp_path / "docs" / page).open("a") as file:
             file.write(f"\n{line}\n")
-    command = [str(ROOT / ".venv" / "site" / "bin" / "python"), "-m", "mkdocs", "build", "--strict", "--config-file", "tools/docs_site/mkdocs.yml"]
+    command = [
+        str(ROOT / ".venv" / "site" / "bin" / "python"),
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        "tools/docs_site/mkdocs.yml",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert done.returncode != 0, done.stderr
     assert [said for _, _, said in FAULTS if said not in done.stderr] == [], done.stderr

@@ -29,9 +29,7 @@ def test_ours_is_what_the_engine_allocates(strategy: str, slots: int, monkeypatc
         with Made() as made:
             # What decays and what does not: two groups, as shard() makes of torch's AdamW.
             groups = [config.optimizer, replace(config.optimizer, weight_decay=0.0)]
-            engine = build_engine(
-                config, plan, mesh, attach=lambda placed, view, handle: None, groups=groups, grad_divisor=float(RANKS)
-            )
+            engine = build_engine(config, plan, mesh, attach=lambda placed, view, handle: None, groups=groups, grad_divisor=float(RANKS))
     assert engine.bucket_plan is plan
     row = ours("", RANKS, 32, strategy=strategy, param_slots=slots)
     assert made.storages.live == row.total == sum(row.parts) > 2e10

@@ -162,7 +162,9 @@ def test_it_runs_the_quickstart_from_an_empty_folder(python: Path, tmp_path: Pat
     reached = int((log.parent / "latest_checkpointed_iteration.txt").read_text())
     last = reached + 2
     said = run(python, work, *command[1:], str(last))
-    assert "== 1. text" not in said and f" iteration {last}/{last} |" in said and f"resumes from a run/checkpoints/iter_{reached:07}\n" in said, said
+    assert (
+        "== 1. text" not in said and f" iteration {last}/{last} |" in said and f"resumes from a run/checkpoints/iter_{reached:07}\n" in said
+    ), said
     before, after = map(float, re.findall(r"validation loss: (\S+) before training, (\S+) after", said)[0])
     assert before > 8 > after and "transformers is not installed" in said
     assert in_transformers(work / "a run" / "hf").startswith("transformers loads it (5,048,576 parameters) and continues: ")

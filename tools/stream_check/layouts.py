@@ -296,7 +296,11 @@ def _layout(
             train_iters=10,
         ),
         optimizer=OptimizerConfig(
-            optimizer=cast(Any, optimizer), lr=_LR, clip_grad=clip, freeze=freeze
+            optimizer=cast(Any, optimizer),
+            lr=_LR,
+            lr_decay_style="constant",  # the rate changes no order
+            clip_grad=clip,
+            freeze=freeze,
         ),
         offload=offload or OffloadConfig(),
         zenflow=zenflow or ZenFlowConfig(),
@@ -529,6 +533,27 @@ def _muon() -> dict[str, Layout]:
     return found
 
 
+def _averaged() -> dict[str, Layout]:
+    """Evaluations gather other weights than steps do, and steps gather theirs again."""
+    make = partial(_layout, optimizer="schedule_free_adamw", layers=4)
+    found = {
+        f"averaged weights, {strategy}": make(
+            data_parallel_sharding_strategy=strategy,
+            between=("replicas", "evaluate", "texts", "rollback", "save"),
+        )
+        for strategy in _STRATEGIES
+    }
+    found["averaged weights, fp32, 1f1b, tied"] = make(
+        dtype="fp32",
+        tied=True,
+        pipeline_model_parallel_size=4,
+        microbatches=4,
+        rank=3,
+        between=("evaluate",),
+    )
+    return found
+
+
 def _between_steps() -> dict[str, Layout]:
     """Evaluation, comparison of replicas, asynchronous saves and timelines, where states differ."""
     everything = ("replicas", "evaluate", "texts", "rollback", "save", "timeline")
@@ -570,6 +595,7 @@ def layouts() -> Mapping[str, Callable[[Site | None], list[Event]]]:
         **_between_steps(),
         **_offload(),
         **_muon(),
+        **_averaged(),
         **_pipelines(),
         **_models(),
     }

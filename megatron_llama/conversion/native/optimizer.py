@@ -16,6 +16,7 @@ from megatron_llama.conversion.native.reader import NativeReader
 from megatron_llama.conversion.optimizer_state import STATES, OptimizerState
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.plans.itemsize import EIGHT_BIT
 from megatron_llama.plans.params import Rectangle
 
 Section = TypeVar("Section", OptimizerConfig, TrainingConfig, DataConfig)
@@ -27,6 +28,9 @@ def optimizer_problems(meta: CheckpointMeta) -> Iterator[str]:
         yield "it is that of low-rank adapters (--lora-rank)"
     if meta.config["optimizer"].get("optimizer", "adam") != "adam":
         yield f"it is that of --optimizer {meta.config['optimizer']['optimizer']}"
+    moments = {meta.config["optimizer"].get(f"{name}_dtype") for name in STATES}
+    if EIGHT_BIT in moments:
+        yield "its moments are in 8 bits"
     if meta.config["optimizer"].get("freeze"):
         yield "frozen weights have none (--freeze)"
     if meta.config["optimizer"].get("param_group"):

@@ -20,13 +20,14 @@ from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory, rank_cores
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.offload.zenflow.schedule import Intervals
+from megatron_llama.engine.schedule_free import ScheduleFreeAdamW
 from megatron_llama.engine.update_rule import AdamW, UpdateRule, UpdateRules
 from megatron_llama.errors import OffloadError, describe
 from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan
 from megatron_llama.plans.checks.zenflow import AUTO, longest_window, selection_steps, sends_fp32
 from megatron_llama.plans.memory import sized, state_bytes
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
-from megatron_llama.plans.params import MUON
+from megatron_llama.plans.params import MUON, SCHEDULE_FREE
 
 
 def build_update_rules(
@@ -58,6 +59,9 @@ def build_update_rules(
     groups = groups or (config.optimizer,)
     adamw = AdamW(groups)
     count = len(bucket_plan.buckets)
+    if config.optimizer.optimizer == SCHEDULE_FREE:
+        schedule_free = ScheduleFreeAdamW(groups)
+        return UpdateRules([schedule_free] * count, [schedule_free])
     if config.optimizer.optimizer == MUON:
         muon = Muon(
             groups,

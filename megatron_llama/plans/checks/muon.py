@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
+from megatron_llama.plans.checks.whole_units import whole_units
 from megatron_llama.plans.muon import split_matrices
-from megatron_llama.plans.params import MUON, stage_units, whole_model
+from megatron_llama.plans.params import MUON
 
 _HOST = "the matrices are orthogonalised where the model computes"
 
@@ -48,23 +48,10 @@ def muon_problems(config: Config) -> Iterator[str]:
             expected="weights that are trained: AdamW updates low-rank additions",
             do="take --optimizer adam",
         )
-    model = config.model
     tp = config.parallel.tensor_model_parallel_size
-    sizes = (
-        model.num_hidden_layers,
-        model.hidden_size,
-        model.intermediate_size,
-        model.num_attention_heads,
-        model.num_key_value_heads,
-        model.head_dim,
-        model.make_vocab_size_divisible_by,
-        tp,
-    )
-    if min(sizes) <= 0 or model.model_type not in FAMILIES:
-        return  # other checks say so
-    units = stage_units(
-        model, whole_model(model), 0, tp=tp, freeze=optimizer.freeze, lora=config.lora, muon=True
-    )
+    units = whole_units(config, tp=tp)
+    if not units:
+        return
     if not any(spec.muon for unit in units for spec in unit.params) and not config.lora.lora_rank:
         yield describe(
             "--optimizer muon",
@@ -77,6 +64,6 @@ def muon_problems(config: Config) -> Iterator[str]:
         yield describe(
             "--optimizer muon",
             got=f"--tensor-model-parallel-size {tp}, which cuts {split[0]} into several weights",
-            expected=f"at most num_key_value_heads {model.num_key_value_heads}",
+            expected=f"at most num_key_value_heads {config.model.num_key_value_heads}",
             do="use fewer tensor-parallel ranks, or take --optimizer adam",
         )

@@ -30,6 +30,7 @@ SOME = (
     "optim_grads_params, shards of one rank",
     "exact offload, between steps",
     "muon, sp",
+    "averaged weights, optim_grads_params",
     "1f1b, pipeline rank 1, optim",
     "cp in a ring, sp, documents",
     "a line for each step, and stragglers",

@@ -1,0 +1,27 @@
+"""The parameters of a configuration that is being checked."""
+
+from __future__ import annotations
+
+from megatron_llama.config.families import FAMILIES
+from megatron_llama.config.schema import MODEL_SIZES, Config
+from megatron_llama.plans.params import MUON, UnitSpec, stage_units, whole_model
+
+
+def whole_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:
+    """Returns the units of the whole model as the first of ``tp`` ranks has them; none where the
+    model's sizes cannot be, of which other checks tell."""
+    model = config.model
+    sizes = [getattr(model, name) for name in (*MODEL_SIZES, "make_vocab_size_divisible_by")]
+    # num_key_value_heads and head_dim are derived from others.
+    sizes += [model.num_key_value_heads, model.head_dim, tp]
+    if min(sizes) <= 0 or model.model_type not in FAMILIES:
+        return ()
+    return stage_units(
+        model,
+        whole_model(model),
+        0,
+        tp=tp,
+        freeze=config.optimizer.freeze,
+        lora=config.lora,
+        muon=config.optimizer.optimizer == MUON,
+    )
