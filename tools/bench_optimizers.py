@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adamw": (),
     "adamw-bf16": ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    "adamw-8bit": ("--exp-avg-dtype", "8bit", "--exp-avg-sq-dtype", "8bit"),
     "muon": ("--optimizer", "muon"),
+    "schedule-free": ("--optimizer", "schedule_free_adamw", "--lr-decay-style", "constant"),
 }
 """The options that make each."""
 

@@ -77,13 +77,46 @@ class PlainMoment:
 
 
 @dataclass(frozen=True)
+class Table:
+    """The 256 numbers of a kind of moments, on a device."""
+
+    numbers: Tensor
+    """fp32 [256], ascending."""
+    first: Tensor
+    """uint8 [65536]: by the first 16 bits of any fp32, the place of the largest number that none
+    with these bits is below."""
+
+    @staticmethod
+    def on(device: torch.device, *, signed: bool) -> Table:
+        """Returns it on a device."""
+        numbers = torch.tensor(table(signed=signed), dtype=torch.float32)
+        bits = torch.arange(1 << 16, dtype=torch.int32) << 16
+        # The least with these bits: of negative numbers that whose other bits are set.
+        least = torch.where(bits < 0, bits | 0xFFFF, bits).view(torch.float32).nan_to_num()
+        first = torch.bucketize(least, numbers, right=True).sub_(1).clamp_(0, len(numbers) - 2)
+        return Table(numbers.to(device), first.to(torch.uint8).to(device))
+
+    def below(self, values: Tensor) -> Tensor:
+        """Returns for each value between -1 and 1 the place of the largest number that it is not
+        below, at most the last but one: int32 [n].
+
+        A binary search (``torch.bucketize``) takes 48 ns for an element on a CPU, this 4: no two
+        numbers have the same first 16 bits, so the place is known but for one."""
+        place = self.first.index_select(0, (values.view(torch.int32) >> 16) & 0xFFFF).int()
+        place += self.at(place + 1) <= values
+        return place.clamp_(max=len(self.numbers) - 2)
+
+    def at(self, places: Tensor) -> Tensor:
+        """Returns the numbers at places of the table, fp32 [n]."""
+        return self.numbers.index_select(0, places)
+
+
+@dataclass(frozen=True)
 class Tables:
     """What all moments in 8 bits on a device share."""
 
-    signed: Tensor
-    """fp32 [256], ascending."""
-    unsigned: Tensor
-    """fp32 [256], ascending."""
+    signed: Table
+    unsigned: Table
     offsets: Tensor
     """fp64 [ALIGN]: where each element of a block begins with its thresholds."""
 
@@ -91,11 +124,13 @@ class Tables:
     def on(device: torch.device) -> Tables:
         """Returns them on a device."""
         offsets = torch.arange(ALIGN, dtype=torch.float64, device=device).mul_(OF_ELEMENTS)
-        signed, unsigned = (
-            torch.tensor(table(signed=signed), dtype=torch.float32).to(device)
-            for signed in (True, False)
-        )
-        return Tables(signed, unsigned, offsets)
+        return Tables(Table.on(device, signed=True), Table.on(device, signed=False), offsets)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        tables = (self.signed, self.unsigned)
+        return (self.offsets, *(t for each in tables for t in (each.numbers, each.first)))
 
 
 def table(*, signed: bool) -> list[float]:
@@ -129,7 +164,7 @@ class EightBitMoment:
         self.tensors = {"_codes": self._codes, "_scales": self._scales}
 
     def read(self, piece: slice) -> Tensor:
-        numbers = self._table[self._codes[piece].int()]
+        numbers = self._table.at(self._codes[piece].int())
         return numbers.view(-1, ALIGN).mul_(self._scales_of(piece)).view(-1)
 
     def _scales_of(self, piece: slice) -> Tensor:
@@ -140,20 +175,19 @@ class EightBitMoment:
         blocks = values.view(-1, ALIGN)
         scales = blocks.abs().amax(-1, keepdim=True)
         # A block of zeros has any scale.
-        shares = blocks / scales.clamp(min=torch.finfo(scales.dtype).tiny)
-        below = torch.bucketize(shares, self._table, right=True, out_int32=True)
-        below.sub_(1).clamp_(max=len(self._table) - 2)
-        low = self._table[below]
+        shares = (blocks / scales.clamp(min=torch.finfo(scales.dtype).tiny)).view(-1)
+        codes = self._table.below(shares)
+        low = self._table.at(codes)
         # How far each is on its way to the next number, of 1.
-        shares.sub_(low).div_(self._table[below + 1].sub_(low))
+        way = shares.sub_(low).div_(self._table.at(codes + 1).sub_(low)).view(-1, ALIGN)
         # Each element has another threshold at every step, and over the steps all between 0 and 1
         # as often. What lies on a number of the table, up to rounding, stays there.
         thresholds = (step.double() * OF_STEPS + self._offsets).frac_().clamp_(1e-3, 1 - 1e-3)
-        codes = below.add_(shares > thresholds.to(shares.dtype))
+        codes += (way > thresholds.to(way.dtype)).view(-1)
         if not self._signed:
-            codes.clamp_(min=1).mul_(blocks > 0)
+            codes.clamp_(min=1).mul_(values > 0)
         skipped = skip.bool()
-        kept = self._codes[piece].view(-1, ALIGN)
+        kept = self._codes[piece]
         kept.copy_(torch.where(skipped, kept, codes.to(torch.uint8)))
         of_blocks = self._scales_of(piece)
         of_blocks.copy_(torch.where(skipped, of_blocks, scales))

@@ -254,7 +254,7 @@ class AdamW(UpdateRule):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return () if self._tables is None else tuple(vars(self._tables).values())
+        return () if self._tables is None else self._tables.tensors
 
     def attach(self, shard: Shard) -> Tensor:
         param_shard = shard.param_shard

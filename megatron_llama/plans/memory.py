@@ -44,7 +44,7 @@ STEP_COUNT = 4
 """Bytes of the count of a bucket's updates, in fp32."""
 SCALE = 4
 """Bytes of the scale of a block of a moment in 8 bits, in fp32."""
-TABLES = 2 * 256 * 4 + ALIGN * 8
+TABLES = 2 * (256 * 4 + 2**16) + ALIGN * 8
 """Bytes of what all moments in 8 bits share."""
 WEIGHT_SUM = 8
 """Bytes of the sum of weights of schedule-free AdamW's average, in fp64."""

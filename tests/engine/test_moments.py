@@ -291,3 +291,19 @@ def test_the_largest_of_a_block_is_kept_exactly(extremes: tuple[float, float]) -
         # What is kept already is kept as it is.
         moment.keep(slice(0, 64), found.clone(), step=torch.tensor(step + 0.5), skip=torch.tensor(0.0))
         assert torch.equal(moment.read(slice(0, 64)), found)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_places_in_a_table_are_those_of_a_search(signed: bool) -> None:
+    """Of all numbers of the table and their neighbours, of the first and last numbers with the same first bits, and of any."""
+    from megatron_llama.engine.moments import Table
+
+    made = Table.on(torch.device("cpu"), signed=signed)
+    assert torch.equal(made.numbers, table(signed))
+    edges = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
+    values = torch.cat([made.numbers, edges, torch.logspace(-9, 0, 100_000), torch.tensor([0.0])])
+    values = torch.cat([values, values.nextafter(torch.tensor(-2.0)), values.nextafter(torch.tensor(2.0))])
+    values = torch.cat([values, -values]) if signed else values
+    values = values[(values.abs() <= 1) & ((values >= 0) | signed)]
+    assert len(values) > 300_000
+    assert torch.equal(made.below(values).long(), torch.bucketize(values, made.numbers, right=True).sub(1).clamp(0, 254))
