@@ -297,7 +297,10 @@ def _whole_tensors(
     yield Region.without_values(part.name, part.shape, weight)
     if not optimizer:
         return
-    kept = {"exp_avg": options.exp_avg_dtype, "exp_avg_sq": options.exp_avg_sq_dtype}
+    kept: dict[str, str] = {
+        "exp_avg": options.exp_avg_dtype,
+        "exp_avg_sq": options.exp_avg_sq_dtype,
+    }
     if options.optimizer == SCHEDULE_FREE:
         kept = {"z": FP32, "exp_avg_sq": FP32}
     elif spec.muon:

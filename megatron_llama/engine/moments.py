@@ -43,9 +43,10 @@ OF_ELEMENTS = 2**0.5
 class Moment(Protocol):
     """A moment of one shard, as it is kept."""
 
-    tensors: Mapping[str, Tensor]
-    """What it is kept in, live: [n], and [n / ALIGN] for numbers of blocks; by the names that
-    follow the moment's."""
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What it is kept in, live: [n], and [n / ALIGN] for numbers of blocks; by the names that
+        follow the moment's."""
 
     def read(self, piece: slice) -> Tensor:
         """Returns some elements in the master's dtype: what is kept itself, or a copy. ``piece``

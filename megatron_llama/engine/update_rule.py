@@ -289,12 +289,21 @@ class AdamW(UpdateRule):
         decay = c.weight_decay if shard.kind.decay else 0.0
         in_bytes = any(isinstance(moment, EightBitMoment) for moment in self._moments[bucket])
         if in_bytes or not runs_kernels(master.device, master.dtype):
-            arguments = {"decay": decay, "scale": scale, "skip": skip, "lr": lr}
             if all(tensor.dtype == master.dtype for tensor in state.values() if tensor.dim()):
-                adamw_step(master, grad, state, c, **arguments)
+                adamw_step(master, grad, state, c, decay=decay, scale=scale, skip=skip, lr=lr)
             else:
+                first, second = self._moments[bucket]
                 rounded_adamw_step(
-                    master, grad, *self._moments[bucket], state["step"], c, **arguments
+                    master,
+                    grad,
+                    first,
+                    second,
+                    state["step"],
+                    c,
+                    decay=decay,
+                    scale=scale,
+                    skip=skip,
+                    lr=lr,
                 )
             self.refresh(bucket)
             return CompletedFuture()
