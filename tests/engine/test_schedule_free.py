@@ -12,15 +12,27 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.native import load, read_meta, require_complete, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.plans.params import param_groups
 from torch import Tensor
 
 from tests.engine.test_moments import Found, whole
+from tests.engine.test_param_groups import GROUPS, options
 from tests.harness import Cluster, WorkerError
-from tests.parallel.cases import GLOBAL_BATCH_SIZE, LOSS_BOUND, NORM_BOUND, STEPS, STRATEGIES, Layout, deviation, hf_model, samples, trainer
+from tests.parallel.cases import (
+    GLOBAL_BATCH_SIZE,
+    LOSS_BOUND,
+    NORM_BOUND,
+    OPTIMIZER,
+    STEPS,
+    STRATEGIES,
+    Layout,
+    deviation,
+    hf_model,
+    samples,
+    trainer,
+)
 
 BETAS = (0.9, 0.95)
-DECAY = 0.1
-PEAK = 2e-3
 WARMUP = 5
 EVALUATED = (0, 7, STEPS - 1)
 """Evaluated after these steps: the model goes on with the weights that it is trained with."""
@@ -42,18 +54,16 @@ class AveragedLayout(Layout):
             config.optimizer,
             optimizer="schedule_free_adamw",
             lr_decay_style="constant",
-            lr=PEAK,
             adam_beta1=BETAS[0],
             adam_beta2=BETAS[1],
-            weight_decay=DECAY,
             param_group=self.groups,
         )
         return replace(config, optimizer=optimizer)
 
 
-def rate(index: int) -> float:
-    """The first step has 0, as with --lr-warmup-iters."""
-    return PEAK * min(1.0, index / WARMUP)
+def warm(index: int) -> float:
+    """What a step's rate is of the peak. The first step has 0, as with --lr-warmup-iters."""
+    return min(1.0, index / WARMUP)
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,8 @@ def train(place: Place, layout: AveragedLayout, steps: range = range(STEPS), loa
     losses, norms, evaluations = [], [], []
     for index in steps:
         losses.append(run.runtime.step(run.batches(index)).item())
-        norms.append(run.optimizer.step(rate(index), clip=layout.clip).grad_norm.item())
+        rates = [group.lr * warm(index) for group in param_groups(layout.config()).configs]
+        norms.append(run.optimizer.step(rates, clip=layout.clip).grad_norm.item())
         if index in EVALUATED:
             # Twice: the second finds the average there.
             found = [run.runtime.evaluate(run.batches(STEPS))[0].item() for _ in range(2)]
@@ -90,11 +101,13 @@ def train(place: Place, layout: AveragedLayout, steps: range = range(STEPS), loa
 def authors(layout: AveragedLayout) -> tuple[Curves, dict[str, Tensor]]:
     """The same with transformers' model and the optimizer of the package ``schedulefree``; and its weights for evaluation."""
     model = hf_model(layout.config().model, torch.float64 if layout.fp64 else torch.float32)
-    groups = [
-        {"params": [p for p in model.parameters() if (p.dim() > 1) is decayed], "weight_decay": DECAY * decayed}
-        for decayed in (True, False)
-    ]
-    optimizer = schedulefree.AdamWScheduleFree(groups, lr=PEAK, betas=BETAS, eps=layout.config().optimizer.adam_eps)
+    groups = []
+    for name, parameter in model.named_parameters():
+        plain = (OPTIMIZER.lr, OPTIMIZER.weight_decay if parameter.dim() > 1 else 0.0)
+        peak, decay = options(name, parameter.dim()) if layout.groups else plain
+        groups.append({"params": [parameter], "lr": peak, "weight_decay": decay})
+    peaks = [group["lr"] for group in groups]
+    optimizer = schedulefree.AdamWScheduleFree(groups, betas=BETAS, eps=OPTIMIZER.adam_eps)
     optimizer.train()
     losses, norms, evaluations = [], [], []
 
@@ -103,8 +116,8 @@ def authors(layout: AveragedLayout) -> tuple[Curves, dict[str, Tensor]]:
         return torch.nn.functional.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
 
     for index in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(index)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * warm(index)
         loss = loss_of(index)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -125,6 +138,7 @@ LAYOUTS = [
     AveragedLayout(tp=2, dp=2, strategy="optim_grads_params", slots="2", microbatches=2),
     AveragedLayout(pp=2, dp=2, tied=True, microbatches=2),
     AveragedLayout(clip=0.0, early=True, dp=2),
+    AveragedLayout(dp=2, groups=GROUPS, strategy="optim_grads"),
     *(
         pytest.param(layout, marks=pytest.mark.long)
         for layout in (
@@ -138,7 +152,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{'groups ' * bool(layout.groups)}{layout.name}")
 def test_every_layout_is_the_authors_optimizer(cluster: Cluster, layout: AveragedLayout) -> None:
     """In training, in evaluations between steps, and in the weights that are left."""
     expected, weights = authors(layout)
@@ -190,7 +204,7 @@ def skipping(place: Place, layout: AveragedLayout, skipped: tuple[int, ...]) -> 
         if bad and place.rank == 0:
             run.optimizer.gradients.finish_all()
             next(iter(run.optimizer.gradients.shards.values()))[3] = torch.nan
-        result = run.optimizer.step(PEAK, clip=layout.clip, skip_update=torch.tensor(float(bad), dtype=torch.float64))
+        result = run.optimizer.step(OPTIMIZER.lr, clip=layout.clip, skip_update=torch.tensor(float(bad), dtype=torch.float64))
         assert result.skipped.item() == bad
         number += not bad
     run.optimizer.settle()
