@@ -1,12 +1,16 @@
 """What loss does each optimizer reach after equal steps on quickstart's corpus?
 
     python tools/bench_optimizers.py [--seeds 1 2 3] [--optimizers adamw muon] [--output FOLDER]
+    python tools/bench_optimizers.py --updates
 
 Every run is quickstart's recipe in one process: the documentation that comes with Python, a model
 of about 5 million parameters, the same samples and learning rate for all. The seed draws the
 initial weights and the order of the samples. Printed is the validation loss, which all of them
 compute on the same samples, as the mean over the seeds with the least and the largest. What an
 earlier call has finished in the folder is not run again.
+
+--updates trains nothing: it prints the processor time of an update on this machine, for each
+element of a shard. Muon has none, since its time goes by matrices.
 """
 
 from __future__ import annotations
@@ -16,16 +20,24 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
+import torch
+
 from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
+from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.data.corpus import write_corpus
+from megatron_llama.engine.schedule_free import ScheduleFreeAdamW
+from megatron_llama.engine.update_rule import AdamW, Shard, UpdateRule
 from megatron_llama.errors import ConfigError, UserError
+from megatron_llama.plans.buckets import BucketKind
+from megatron_llama.plans.params import MUON, SCHEDULE_FREE
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
@@ -36,6 +48,10 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "schedule-free": ("--optimizer", "schedule_free_adamw", "--lr-decay-style", "constant"),
 }
 """The options that make each."""
+UPDATED = 1 << 22
+"""Elements of the shard of --updates."""
+ROUNDS = 12
+"""Updates of each, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,8 @@ class BenchConfig:
     recipe's."""
     output: str = "bench-optimizers"
     """Folder for corpus and runs."""
+    updates: bool = False
+    """Print how long updates take, and nothing else."""
     json: str | None = None
     """Write what was measured to this file."""
 
@@ -136,6 +154,34 @@ def validation_losses(log: Path) -> Iterator[tuple[int, float]]:
             yield entry["iteration"], entry["validation_loss"]
 
 
+def update_times() -> Iterator[str]:
+    """Yield the processor time of an update by each elementwise optimizer, the least of some
+    rounds in which they take turns, by one thread."""
+    torch.set_num_threads(1)
+    kind = BucketKind(True, 1, False, False, 0, 1, True, False)
+    draw = torch.Generator().manual_seed(1)
+    weights = torch.randn(UPDATED, generator=draw).to(torch.bfloat16)
+    grad = torch.randn(UPDATED, generator=draw)
+    rules: dict[str, UpdateRule] = {}
+    for name, words in OPTIMIZERS.items():
+        options = parse(words, [OptimizerConfig], aliases={}).get(OptimizerConfig)
+        if options.optimizer == MUON:
+            continue
+        averages = options.optimizer == SCHEDULE_FREE
+        rules[name] = ScheduleFreeAdamW([options]) if averages else AdamW([options])
+        rules[name].attach(Shard(0, 0, weights.clone(), torch.float32, kind, ())).copy_(weights)
+        rules[name].refresh(0)
+    least = dict.fromkeys(rules, float("inf"))
+    for _ in range(ROUNDS):
+        for name, rule in rules.items():
+            begin = time.process_time()
+            rule.step(0, grad, scale=torch.ones(()), skip=torch.zeros(()), lr=1e-3)
+            least[name] = min(least[name], time.process_time() - begin)
+    for name, seconds in least.items():
+        ratio = seconds / least["adamw"]
+        yield f"{name:16} {1e9 * seconds / UPDATED:5.1f} ns for an element, {ratio:5.2f} of AdamW's"
+
+
 def table(curves: Sequence[Curve]) -> Iterator[str]:
     """Yield the lines of a table: a row for each optimizer, a column for each evaluation."""
     iterations = sorted(curves[0].losses)[1:]
@@ -159,6 +205,9 @@ def main(argv: Sequence[str]) -> int:
         print(help_text(usage, __doc__ or "", [BenchConfig]), end="")
         return 0
     options = parse(argv, [BenchConfig], aliases={}).get(BenchConfig)
+    if options.updates:
+        print(*update_times(), sep="\n")
+        return 0
     for name in options.optimizers:
         if name not in OPTIMIZERS:
             expected = f"one of {', '.join(OPTIMIZERS)}"
