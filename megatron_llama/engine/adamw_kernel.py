@@ -1,5 +1,5 @@
 """AdamW over a flat shard in one pass, as a Triton kernel: with fp32 state and a bf16 copy it moves
-30 bytes for each parameter.
+30 bytes for each parameter, with moments in 8 bits 18.25.
 
 torch's fused kernel needs a second pass for the copy in the compute dtype, and writes the unscaled
 gradient back."""
@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_llama.engine.moments import InBytes, Tables
+from megatron_llama.plans.buckets import ALIGN
+
 BLOCK = 2048
+ALIGNED = tl.constexpr(ALIGN)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
@@ -28,11 +33,64 @@ def _count_step(step, skip, corrections, LOG1: tl.constexpr, LOG2: tl.constexpr)
 
 
 @triton.jit
+def _read(kept, scales, numbers, place, inside, IN_BYTES: tl.constexpr):
+    """A moment in fp32, as ``EightBitMoment.read`` and ``PlainMoment.read``."""
+    values = tl.load(kept + place, mask=inside, other=0)
+    if IN_BYTES:
+        scale = tl.load(scales + place // ALIGNED, mask=inside, other=0.0)
+        return tl.load(numbers + values.to(tl.int32)) * scale
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _keep(
+    values,
+    kept,
+    scales,
+    numbers,
+    first,
+    thresholds,
+    place,
+    inside,
+    count,
+    IN_BYTES: tl.constexpr,
+    SIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keep a moment: ``EightBitMoment.keep`` and ``PlainMoment.keep``."""
+    if not IN_BYTES:
+        tl.store(kept + place, values.to(kept.dtype.element_ty), mask=inside)
+        return
+    BLOCKS: tl.constexpr = BLOCK // ALIGNED
+    largest = tl.max(tl.abs(tl.reshape(values, [BLOCKS, ALIGNED])), axis=1)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    tl.store(scales + block, largest, mask=block < count // ALIGNED)
+    divisor = tl.maximum(largest, TINY)[:, None] + tl.zeros([BLOCKS, ALIGNED], tl.float32)
+    share = tl.div_rn(values, tl.reshape(divisor, [BLOCK]))
+    code = tl.load(first + ((share.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
+    code += (tl.load(numbers + code + 1) <= share).to(tl.int32)
+    code = tl.minimum(code, 254)
+    low = tl.load(numbers + code)
+    way = tl.div_rn(share - low, tl.load(numbers + code + 1) - low)
+    code += (way > tl.load(thresholds + place % ALIGNED)).to(tl.int32)
+    if not SIGNED:
+        code = tl.where(values > 0.0, tl.maximum(code, 1), 0)
+    tl.store(kept + place, code.to(tl.uint8), mask=inside)
+
+
+@triton.jit
 def _adamw(
     master,
     grad,
     average,
+    average_scales,
     square,
+    square_scales,
+    signed_numbers,
+    signed_first,
+    unsigned_numbers,
+    unsigned_first,
+    thresholds,
     copy,
     corrections,
     scale,
@@ -44,6 +102,8 @@ def _adamw(
     DECAY: tl.constexpr,
     EPS: tl.constexpr,
     COPIES: tl.constexpr,
+    BYTES1: tl.constexpr,
+    BYTES2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     if tl.load(skip) == 0.0:
@@ -55,16 +115,22 @@ def _adamw(
         correction2 = tl.load(corrections + 1)
         g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) / tl.load(scale)
         p = tl.load(master + place, mask=inside, other=0.0)
-        m = tl.load(average + place, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(square + place, mask=inside, other=0.0).to(tl.float32)
+        m = _read(average, average_scales, signed_numbers, place, inside, BYTES1)
+        v = _read(square, square_scales, unsigned_numbers, place, inside, BYTES2)
         p -= lr * DECAY * p
         m += REST1 * (g - m)
         v += REST2 * (g * g - v)
         p -= lr / correction1 * m / (tl.sqrt_rn(v) / correction2 + EPS)
         tl.store(master + place, p, mask=inside)
         # The master has seen them before they are rounded.
-        tl.store(average + place, m.to(average.dtype.element_ty), mask=inside)
-        tl.store(square + place, v.to(square.dtype.element_ty), mask=inside)
+        _keep(
+            m, average, average_scales, signed_numbers, signed_first, thresholds,
+            place, inside, count, BYTES1, True, BLOCK,
+        )  # fmt: skip
+        _keep(
+            v, square, square_scales, unsigned_numbers, unsigned_first, thresholds,
+            place, inside, count, BYTES2, False, BLOCK,
+        )  # fmt: skip
         if COPIES:
             tl.store(copy + place, p.to(copy.dtype.element_ty), mask=inside)
 
@@ -72,8 +138,8 @@ def _adamw(
 def adamw(
     master: Tensor,
     grad: Tensor,
-    average: Tensor,
-    square: Tensor,
+    average: Tensor | InBytes,
+    square: Tensor | InBytes,
     step: Tensor,
     copy: Tensor | None,
     *,
@@ -84,9 +150,11 @@ def adamw(
     beta2: float,
     decay: float,
     eps: float,
+    tables: Tables | None = None,
 ) -> None:
     """Make one AdamW step with ``grad / scale`` on [n], in place. The master is fp32, each moment
-    fp32 or bf16; ``copy``, in the compute dtype, gets the new master.
+    fp32, bf16, or in 8 bits, which needs ``tables`` and an n that is a multiple of ALIGN; ``copy``,
+    in the compute dtype, gets the new master.
 
     ``step``, ``scale`` and ``skip`` are 0-dim fp32 tensors on the device. If ``skip`` is not 0
     nothing changes, ``step`` included."""
@@ -97,11 +165,27 @@ def adamw(
     count = master.numel()
     if count == 0:
         return
+    # What is not in bytes has no scales and reads no tables.
+    first, second = (
+        each if isinstance(each, InBytes) else InBytes(each, each) for each in (average, square)
+    )
+    if tables is None:
+        numbers = [corrections] * 5
+    else:
+        signed, unsigned = tables.signed, tables.unsigned
+        numbers = [
+            signed.numbers,
+            signed.first,
+            unsigned.numbers,
+            unsigned.first,
+            tables.thresholds(step),
+        ]
     _adamw[(-(-count // BLOCK),)](
         master,
         grad,
-        average,
-        square,
+        *first,
+        *second,
+        *numbers,
         master if copy is None else copy,
         corrections,
         scale,
@@ -113,6 +197,8 @@ def adamw(
         DECAY=decay,
         EPS=eps,
         COPIES=copy is not None,
+        BYTES1=isinstance(average, InBytes),
+        BYTES2=isinstance(square, InBytes),
         BLOCK=BLOCK,
         num_warps=8,
     )

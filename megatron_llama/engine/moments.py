@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Moment(Protocol):
     """A moment of one shard, as it is kept."""
 
     @property
+    def kept(self) -> Tensor | InBytes:
+        """What it is kept in, for a kernel."""
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """What it is kept in, live: [n], and [n / ALIGN] for numbers of blocks; by the names that
         follow the moment's."""
@@ -63,14 +67,14 @@ class PlainMoment:
     def __init__(self, master: Tensor, dtype: torch.dtype | None) -> None:
         """Zeros, for a master [n]; None: in its dtype."""
         self._dtype = master.dtype
-        self._kept = torch.zeros_like(master, dtype=dtype)
-        self.tensors = {"": self._kept}
+        self.kept = torch.zeros_like(master, dtype=dtype)
+        self.tensors = {"": self.kept}
 
     def read(self, piece: slice) -> Tensor:
-        return self._kept[piece].to(self._dtype)
+        return self.kept[piece].to(self._dtype)
 
     def keep(self, piece: slice, values: Tensor, *, step: Tensor, skip: Tensor) -> None:
-        kept = self._kept[piece]
+        kept = self.kept[piece]
         # What is not narrower has been updated in place. A skipped update changes no value, and a
         # value that was in bf16 is rounded to itself.
         if kept.dtype != values.dtype:
@@ -127,6 +131,15 @@ class Tables:
         offsets = torch.arange(ALIGN, dtype=torch.float64, device=device).mul_(OF_ELEMENTS)
         return Tables(Table.on(device, signed=True), Table.on(device, signed=False), offsets)
 
+    def thresholds(self, step: Tensor) -> Tensor:
+        """Returns from which share of the way on to the next number the elements of a block go
+        there, fp32 [ALIGN]. ``step``: see ``Moment.keep``.
+
+        Each element has another one at every step, and over the steps all between 0 and 1 as often.
+        What lies on a number of the table, up to rounding, stays there."""
+        share = (step.double() * OF_STEPS + self.offsets).frac_().clamp_(1e-3, 1 - 1e-3)
+        return share.to(torch.float32)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
@@ -151,26 +164,37 @@ def table(*, signed: bool) -> list[float]:
     return numbers
 
 
+class InBytes(NamedTuple):
+    """What a moment in 8 bits is kept in."""
+
+    codes: Tensor
+    """uint8 [n]."""
+    scales: Tensor
+    """fp32 [n / ALIGN]."""
+
+
 class EightBitMoment:
     """A moment in 8 bits and a scale for each block, 1.0625 bytes for each element."""
 
     def __init__(self, master: Tensor, tables: Tables, *, signed: bool) -> None:
         """Zeros, for a master [n] in fp32. A moment that is not ``signed`` has no negative values,
         and a positive one stays positive: the weight is divided by its root."""
+        self._tables = tables
         self._table = tables.signed if signed else tables.unsigned
-        self._offsets = tables.offsets
         self._signed = signed
-        self._codes = torch.zeros_like(master, dtype=torch.uint8)
-        self._scales = torch.zeros(master.numel() // ALIGN, device=master.device)
-        self.tensors = {"_codes": self._codes, "_scales": self._scales}
+        self.kept = InBytes(
+            torch.zeros_like(master, dtype=torch.uint8),
+            torch.zeros(master.numel() // ALIGN, device=master.device),
+        )
+        self.tensors = {"_codes": self.kept.codes, "_scales": self.kept.scales}
 
     def read(self, piece: slice) -> Tensor:
-        numbers = self._table.at(self._codes[piece].int())
+        numbers = self._table.at(self.kept.codes[piece].int())
         return numbers.view(-1, ALIGN).mul_(self._scales_of(piece)).view(-1)
 
     def _scales_of(self, piece: slice) -> Tensor:
         """[blocks, 1], live."""
-        return self._scales[piece.start // ALIGN : piece.stop // ALIGN].unsqueeze(-1)
+        return self.kept.scales[piece.start // ALIGN : piece.stop // ALIGN].unsqueeze(-1)
 
     def keep(self, piece: slice, values: Tensor, *, step: Tensor, skip: Tensor) -> None:
         blocks = values.view(-1, ALIGN)
@@ -181,14 +205,11 @@ class EightBitMoment:
         low = self._table.at(codes)
         # How far each is on its way to the next number, of 1.
         way = shares.sub_(low).div_(self._table.at(codes + 1).sub_(low)).view(-1, ALIGN)
-        # Each element has another threshold at every step, and over the steps all between 0 and 1
-        # as often. What lies on a number of the table, up to rounding, stays there.
-        thresholds = (step.double() * OF_STEPS + self._offsets).frac_().clamp_(1e-3, 1 - 1e-3)
-        codes += (way > thresholds.to(way.dtype)).view(-1)
+        codes += (way > self._tables.thresholds(step)).view(-1)
         if not self._signed:
             codes.clamp_(min=1).mul_(values > 0)
         skipped = skip.bool()
-        kept = self._codes[piece]
+        kept = self.kept.codes[piece]
         kept.copy_(torch.where(skipped, kept, codes.to(torch.uint8)))
         of_blocks = self._scales_of(piece)
         of_blocks.copy_(torch.where(skipped, of_blocks, scales))

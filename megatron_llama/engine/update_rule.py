@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
-from megatron_llama.engine.moments import EightBitMoment, Moment, Tables, open_moment
+from megatron_llama.engine.moments import Moment, Tables, open_moment
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.buckets import BucketKind, Segment
 from megatron_llama.plans.itemsize import EIGHT_BIT
@@ -287,12 +287,11 @@ class AdamW(UpdateRule):
         master = self._masters[bucket]
         state = self._states[bucket]
         decay = c.weight_decay if shard.kind.decay else 0.0
-        in_bytes = any(isinstance(moment, EightBitMoment) for moment in self._moments[bucket])
-        if in_bytes or not runs_kernels(master.device, master.dtype):
+        first, second = self._moments[bucket]
+        if not runs_kernels(master.device, master.dtype):
             if all(tensor.dtype == master.dtype for tensor in state.values() if tensor.dim()):
                 adamw_step(master, grad, state, c, decay=decay, scale=scale, skip=skip, lr=lr)
             else:
-                first, second = self._moments[bucket]
                 rounded_adamw_step(
                     master,
                     grad,
@@ -313,8 +312,8 @@ class AdamW(UpdateRule):
         adamw(
             master,
             grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
+            first.kept,
+            second.kept,
             state["step"],
             None if shard.param_shard is master else shard.param_shard,
             scale=scale,
@@ -324,6 +323,7 @@ class AdamW(UpdateRule):
             beta2=c.adam_beta2,
             decay=decay,
             eps=c.adam_eps,
+            tables=self._tables,
         )
         return CompletedFuture()
 

@@ -17,6 +17,7 @@ import torch
 import triton
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.adamw_kernel import adamw
+from megatron_llama.engine.moments import InBytes, Tables
 from megatron_llama.nn.kernels.cross_entropy import cross_entropy
 from megatron_llama.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
 from megatron_llama.nn.kernels.head_norm import norm_heads, norm_heads_backward
@@ -88,7 +89,11 @@ def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> 
     cross_entropy(torch.empty(4, vocabulary, dtype=dtype), torch.zeros(4, dtype=torch.int64), torch.empty(4), vocabulary - 8, 0.0)
     shard, number = torch.empty(1 << 20), torch.empty(())
     names = {"scale": number, "skip": number, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "decay": 0.1, "eps": 1e-8}
-    adamw(shard, shard, shard, shard, number.clone(), None if dtype is torch.float32 else torch.empty(1 << 20, dtype=dtype), **names)
+    copy = None if dtype is torch.float32 else torch.empty(1 << 20, dtype=dtype)
+    adamw(shard, shard, shard, shard, number.clone(), copy, **names)
+    in_bytes, tables = InBytes(torch.empty(1 << 20, dtype=torch.uint8), torch.empty((1 << 20) // 64)), Tables.on(torch.device("cpu"))
+    for average in (in_bytes, shard):
+        adamw(shard, shard, average, in_bytes, number.clone(), copy, tables=tables, **names)
 
 
 def main(capability: int) -> None:

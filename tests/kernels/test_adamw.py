@@ -69,6 +69,49 @@ def test_moments_in_bf16_are_rounded_when_they_are_kept(narrow: tuple[bool, bool
             assert torch.equal(found, expected) and torch.equal(found, same)
 
 
+@pytest.mark.parametrize("kept", [("8bit", "8bit"), ("fp32", "8bit"), ("8bit", "bf16")], ids=" ".join)
+@pytest.mark.parametrize("count", [64, 2048, 5056])
+def test_moments_in_8_bits_are_those_of_torchs_operators(kept: tuple[str, str], count: int, device: torch.device) -> None:
+    """Byte by byte, but for what a last bit rounds to a neighbour. A skipped step changes no bit."""
+    from megatron_llama.config.schema import OptimizerConfig
+    from megatron_llama.engine.adamw_kernel import adamw
+    from megatron_llama.engine.moments import Tables, open_moment
+    from megatron_llama.engine.update_rule import rounded_adamw_step
+
+    tables, one = Tables.on(device), torch.ones((), device=device)
+    ours, torchs = draw(count, seed=1, device=device), draw(count, seed=1, device=device)
+    counts = [torch.zeros((), device=device) for _ in range(2)]
+    found, expected = ([open_moment(ours, name, tables, signed=number == 0) for number, name in enumerate(kept)] for _ in range(2))
+    config = OptimizerConfig(adam_beta2=0.95)
+    for number in range(6):
+        grad = draw(count, seed=10 + number, device=device)
+        grad[:100] *= 1e-6  # what is small beside the largest of its block
+        grad[-30:] = 0.0
+        for skip in (one, one - 1):
+            before = [ours.clone(), *(t.clone() for moment in found for t in moment.tensors.values())]
+            gradient = grad * (torch.nan if skip else 1.0)
+            numbers = NUMBERS | {"beta2": 0.95, "decay": 0.1, "scale": one, "skip": skip, "tables": tables}
+            adamw(ours, gradient, found[0].kept, found[1].kept, counts[0], None, **numbers)
+            if skip:
+                after = [ours, *(t for moment in found for t in moment.tensors.values())]
+                assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
+        rounded_adamw_step(torchs, grad.clone(), *expected, counts[1], config, decay=0.1, scale=one, skip=one - 1, lr=NUMBERS["lr"])
+        assert torch.equal(*counts)
+        for mine, wanted in zip(found, expected, strict=True):
+            for name, tensor in mine.tensors.items():
+                if tensor.dtype == torch.uint8:
+                    assert (tensor.int() - wanted.tensors[name].int()).abs().max() <= 1 and (
+                        tensor != wanted.tensors[name]
+                    ).float().mean() <= 2e-3
+                else:
+                    torch.testing.assert_close(tensor, wanted.tensors[name], rtol=1e-2, atol=1e-6)
+            # What goes on is the same, so that only this step can differ in the next comparison.
+            for name, tensor in mine.tensors.items():
+                tensor.copy_(wanted.tensors[name])
+        assert error(ours, torchs) < 1e-6
+        ours.copy_(torchs)
+
+
 def test_the_first_moment_may_have_no_memory(device: torch.device) -> None:
     from megatron_llama.engine.adamw_kernel import adamw
 
