@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.update_rule import Shard, UpdateRule
+from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.memory import UPDATE_PIECE
 
 
@@ -73,6 +74,27 @@ class ScheduleFreeAdamW(UpdateRule):
         # After a first step that is skipped there is nothing to correct.
         correction = (1 - options.adam_beta2 ** step.clamp(min=1).double()).to(dtype)
         master = self._masters[bucket]
+        if runs_kernels(master.device, master.dtype):
+            # Triton exists on GPUs only.
+            from megatron_llama.engine.schedule_free_kernel import update as one_pass
+
+            one_pass(
+                master,
+                grad,
+                state["z"],
+                state["exp_avg_sq"],
+                shard.param_shard,
+                share=share,
+                rate=rate,
+                forgets=forgets,
+                correction=correction,
+                scale=scale,
+                skip=skip,
+                beta1=options.adam_beta1,
+                decay=decay,
+                eps=options.adam_eps,
+            )
+            return CompletedFuture()
         for start in range(0, master.numel(), UPDATE_PIECE):
             piece = slice(start, start + UPDATE_PIECE)
             x = master[piece]
@@ -100,7 +122,13 @@ class ScheduleFreeAdamW(UpdateRule):
         master = self._masters[bucket]
         # New weights begin all three sequences.
         state["z"].copy_(torch.where(state["step"] > 0, state["z"], master))
-        shard.param_shard.copy_(self._trained(master, state["z"], self._groups[shard.kind.group]))
+        options = self._groups[shard.kind.group]
+        if runs_kernels(master.device, master.dtype):
+            from megatron_llama.engine.schedule_free_kernel import show
+
+            show(master, state["z"], shard.param_shard, beta1=options.adam_beta1)
+        else:
+            shard.param_shard.copy_(self._trained(master, state["z"], options))
 
     def show_average(self, bucket: int) -> None:
         self._shards[bucket].param_shard.copy_(self._masters[bucket])

@@ -392,9 +392,9 @@ class MemoryPlan:
         )
 
     def update_bytes(self, rank: int) -> int:
-        """What an update needs besides, for a piece at a time: moments in fp32 that are kept in
-        fewer bits, and what becomes of them. Triton's kernel, on a GPU, needs none of it where they
-        are in bf16."""
+        """What an update by torch's operators needs besides, for a piece at a time: moments in fp32
+        that are kept in fewer bits, and what becomes of them. Triton's kernels, on a GPU, need none
+        of it."""
         names = _moment_names(self.config)
         wide = sum(name != FP32 for name in names) + IN_BYTES * (EIGHT_BIT in names)
         if self.config.optimizer.optimizer == SCHEDULE_FREE:

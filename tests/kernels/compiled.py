@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from megatron_llama.distributed import device as devices
+from megatron_llama.engine import schedule_free_kernel
 from megatron_llama.engine.adamw_kernel import adamw
 from megatron_llama.engine.moments import InBytes, Tables
 from megatron_llama.nn.kernels.cross_entropy import cross_entropy
@@ -94,6 +95,9 @@ def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> 
     in_bytes, tables = InBytes(torch.empty(1 << 20, dtype=torch.uint8), torch.empty((1 << 20) // 64)), Tables.on(torch.device("cpu"))
     for average in (in_bytes, shard):
         adamw(shard, shard, average, in_bytes, number.clone(), copy, tables=tables, **names)
+    step = dict.fromkeys(("share", "rate", "forgets", "correction", "scale", "skip"), number)
+    schedule_free_kernel.update(shard, shard, shard, shard, shard if copy is None else copy, **step, beta1=0.9, decay=0.1, eps=1e-8)
+    schedule_free_kernel.show(shard, shard, shard if copy is None else copy, beta1=0.9)
 
 
 def main(capability: int) -> None:

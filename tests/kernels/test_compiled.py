@@ -13,7 +13,10 @@ import pytest
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = (*sorted((ROOT / "megatron_llama" / "nn" / "kernels").glob("*.py")), ROOT / "megatron_llama" / "engine" / "adamw_kernel.py")
+SOURCES = (
+    *sorted((ROOT / "megatron_llama" / "nn" / "kernels").glob("*.py")),
+    *sorted((ROOT / "megatron_llama" / "engine").glob("*_kernel.py")),
+)
 
 
 def kernels() -> set[str]:
