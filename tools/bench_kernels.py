@@ -31,7 +31,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megatron_llama.commands.env import apex_found
+from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.engine.moments import EightBitMoment, Tables
+from megatron_llama.engine.update_rule import rounded_adamw_step
 from megatron_llama.nn import ops as plain
 from megatron_llama.nn.attention import (
     AttentionBackend,
@@ -225,7 +228,7 @@ def adamw(sizes: Sizes) -> Case:
     square.abs_()
     copy = torch.empty(count, device=sizes.device, dtype=torch.bfloat16)
     step, scale, skip = (torch.full((), value, device=sizes.device) for value in (1.0, 1.0, 0.0))
-    rates = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    rates: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
     def torchs() -> None:
         flags = {
@@ -254,6 +257,45 @@ def adamw(sizes: Sizes) -> Case:
         optimizer = apex.FusedAdam([leaf], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
         found["apex"] = lambda: (optimizer.step(), copy.copy_(leaf.detach()))
     return Case("AdamW", 30.0 * count, found)
+
+
+def adamw_in_8_bits(sizes: Sizes) -> Case:
+    """The same with moments in 8 bits."""
+    count = sizes.hidden * sizes.inner
+    master, grad = (sizes.draw(count, dtype=torch.float32) for _ in range(2))
+    copy = torch.empty(count, device=sizes.device, dtype=torch.bfloat16)
+    step, scale, skip = (torch.full((), value, device=sizes.device) for value in (1.0, 1.0, 0.0))
+    tables = Tables.on(sizes.device)
+    first, second = (EightBitMoment(master, tables, signed=signed) for signed in (True, False))
+    config = OptimizerConfig(lr=1e-4, adam_beta2=0.95)
+
+    def torchs() -> None:
+        rounded_adamw_step(
+            master, grad, first, second, step, config, decay=0.1, scale=scale, skip=skip, lr=1e-4
+        )
+        copy.copy_(master)
+
+    found: dict[str, Body] = {"torch": torchs}
+    if sizes.fused:
+        from megatron_llama.engine.adamw_kernel import adamw as one_pass
+
+        found["ours"] = lambda: one_pass(
+            master,
+            grad,
+            first.kept,
+            second.kept,
+            step,
+            copy,
+            scale=scale,
+            skip=skip,
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            decay=0.1,
+            eps=1e-8,
+            tables=tables,
+        )
+    return Case("AdamW in 8 bits", 18.25 * count, found)
 
 
 def attention(sizes: Sizes) -> Case:
@@ -426,7 +468,7 @@ def main(words: Sequence[str]) -> int:
     )
     missing = 0
     cases = (
-        *(adamw, attention, attention_pieces, attention_documents, head_chunks),
+        *(adamw, adamw_in_8_bits, attention, attention_pieces, attention_documents, head_chunks),
         *(norm, rope, swiglu, loss, weight_gradient),
     )
     for make in cases:
