@@ -149,6 +149,15 @@ def train(
     check_replicas_interval = training.check_weight_hash_across_dp_replicas_interval
 
     with ExitStack() as stack:
+        # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
+        if mesh.rank == 0:
+            minutes = training.exit_duration_in_mins
+            interrupts = Interrupts(config.checkpoint.save, minutes=minutes, since=started)
+        else:
+            interrupts = Interrupts()
+        # Left last: a launcher that has seen another rank end sends SIGTERM at once, and this one
+        # has to close what follows, and to say which rank it was (``api/common/watched.py``).
+        stack.enter_context(interrupts)
         stages = build_stages(config, mesh)
         steps_per_epoch = -(-len(inputs.training) // training.global_batch_size)
         optimizer = stack.enter_context(
@@ -172,13 +181,7 @@ def train(
         log.event(START, reached=log.reached, **run_facts(inputs, mesh))
         # What the watch says of hanging ranks outlives this process in the file of events.
         mesh.recorder.told = lambda words: log.tell(FAULT, words=words)
-        # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
-        if mesh.rank == 0:
-            minutes = training.exit_duration_in_mins
-            interrupts = Interrupts(config.checkpoint.save, minutes=minutes, since=started)
-        else:
-            interrupts = Interrupts()
-        stack.enter_context(interrupts)
+        interrupts.listen()
         # What has been built lives as long as the run. The garbage collector would look at it again
         # and again, on every rank at another moment, while the others wait.
         gc.collect()

@@ -41,7 +41,10 @@ SAVE_NOW = "save-now"
 
 class Interrupts:
     """What this rank was asked for from outside. SIGTERM and SIGINT ask to stop after the current
-    step, a second SIGINT stops at once; SIGUSR1 and the file ``save-now`` ask for a checkpoint."""
+    step, a second SIGINT stops at once; SIGUSR1 and the file ``save-now`` ask for a checkpoint.
+
+    Signals are heard between ``listen`` and the end of the context, which may begin earlier, so
+    that it ends behind everything that a run closes."""
 
     def __init__(
         self, folder: str | None = None, *, minutes: float = 0.0, since: float = 0.0
@@ -56,11 +59,14 @@ class Interrupts:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
+        return self
+
+    def listen(self) -> None:
+        """Take signals from here on."""
         # In another thread a program deals with signals itself: Python allows no handler there.
         here = threading.current_thread() is threading.main_thread()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if here else ():
             self._previous[number] = signal.signal(number, self._on_signal)
-        return self
 
     def __exit__(
         self,

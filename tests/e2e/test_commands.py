@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.cli import main
+from megatron_llama.metrics.events import FAULT
+from megatron_llama.planner.run.folder import read_run
 
 from tests.e2e.product import EVALUATED, MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
+from tests.e2e.test_restarts import rank_of
 from tests.launch import LAUNCHERS, ROOT, TIMEOUT, free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -248,3 +252,25 @@ def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Pa
         config = rows("config", path)
         assert (config["hidden_size"], config["vocab_size"], config["parameters"]) == ("64", "512", "213,568")
     assert rows("config", ROOT / "examples" / "quickstart.yaml")["hidden_size"] == "256"
+
+
+@pytest.mark.long
+def test_a_rank_that_torchrun_ends_says_first_which_one_died(product: Product, tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to the ranks of a machine as soon as one of them is gone: they are finding out which one then."""
+    folder = tmp_path / "run"
+    command = [*TORCHRUN, "-m", "megatron_llama", *product.command(save=folder, train_iters=100_000, **TP2.options)]
+    with (tmp_path / "output").open("w") as output:
+        agent = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            while len(steps(folder)) < 3 and time.monotonic() < deadline:
+                assert agent.poll() is None, (tmp_path / "output").read_text()
+                time.sleep(0.01)
+            os.kill(rank_of(agent.pid, 1), signal.SIGKILL)
+            agent.wait(timeout=TIMEOUT)
+        finally:
+            agent.kill()
+    said = (tmp_path / "output").read_text()
+    assert "error: rank 1: got no answer, expected all ranks at work; look at what that rank printed last" in said, said
+    [told] = [event.details["words"] for event in read_run(str(folder)).events if event.what == FAULT]
+    assert told.startswith("rank 1: got no answer, ") and "; rank 1 was last seen in " in told

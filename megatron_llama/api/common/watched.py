@@ -10,15 +10,21 @@ backend's timeout. So it matters how a rank has come to its end.
   rank; the alarm is set; the process group is aborted.
 - Control-C: the process group is aborted, and the others find out.
 
+torchrun sends SIGTERM to all ranks of a machine as soon as one of them has ended. What a rank has
+to say comes first.
+
 Nothing comes before the error: what follows may take long, or hang. The watch stays until this rank
 has left, so it ends a rank that hangs in leaving: after the timeout, or seconds after the alarm.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_llama.api.common.report import print_error, print_traceback
@@ -60,17 +66,20 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
         together = error.everywhere
         print_error(error)
         if not together:
-            watch.diagnose()
+            with _last_words():
+                watch.diagnose()
         raise
     except Exception as error:
         alone = _is_of_this_rank(error)
         if alone:
             print_traceback(error)
-        found = watch.diagnose()
-        blamed = _blamed(found, place.rank, timeout)
+        with _last_words():
+            found = watch.diagnose()
+            blamed = _blamed(found, place.rank, timeout)
+            if blamed is not None and not alone:
+                print_error(blamed)
+                watch.recorder.tell(str(blamed))
         if blamed is not None and not alone:
-            print_error(blamed)
-            watch.recorder.tell(str(blamed))
             raise blamed from error
         if place.joined and not alone:
             # A message has failed in a group that nobody watches: some rank has left it.
@@ -87,6 +96,29 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
         with watch.recorder.waiting("what is under way"):
             leave_group(abort=not together, kept=kept)
         watch.stop(ended=together)
+
+
+@contextmanager
+def _last_words() -> Iterator[None]:
+    """A section that SIGTERM ends only behind its end, which comes in seconds: the watch waits no
+    longer for what other ranks say."""
+    before = signal.getsignal(signal.SIGTERM)
+    # Python allows no handler in another thread, and cannot put back one that it has not made.
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGTERM, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if heard:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _is_of_this_rank(error: Exception) -> bool:
