@@ -189,7 +189,7 @@ def train(
         stack.callback(gc.unfreeze)
 
         run = Run(config, interrupts, state, mesh.rank, mesh.world.size)
-        called = Callbacks(callbacks, run)
+        called = Callbacks(callbacks, run, mesh.recorder)
         bad_steps = BadSteps(config, mesh, log, state.history)
         progress = Progress(config, mesh, log, bad_steps, inputs.names)
         if bad_steps.is_last(state):

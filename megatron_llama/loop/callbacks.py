@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import UserError
 from megatron_llama.loop.prefetch import Interrupts
@@ -157,14 +159,16 @@ class Callback:
 class Callbacks:
     """The callbacks of one rank, in their order. Without any, nothing is done."""
 
-    def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
+    def __init__(self, callbacks: Sequence[Callback], run: Run, recorder: Recorder) -> None:
+        """``recorder`` has the notes of where this rank is."""
         self._callbacks = tuple(callbacks)
         self._run = run
+        self._recorder = recorder
 
     def start(self) -> None:
         """Call ``on_start``."""
         for callback in self._callbacks:
-            with _OfThisRank():
+            with self._one_call():
                 callback.on_start(self._run)
 
     def step(
@@ -191,7 +195,7 @@ class Callbacks:
             batches,
         )
         for callback in self._callbacks:
-            with _OfThisRank():
+            with self._one_call():
                 callback.on_step(self._run, step)
 
     def rewind(self, state: TrainState) -> None:
@@ -204,30 +208,30 @@ class Callbacks:
             return
         self._run._validation_numbers = found.numbers
         for callback in self._callbacks:
-            with _OfThisRank():
+            with self._one_call():
                 callback.on_evaluation(self._run, found.loss)
 
     def saves(self, paths: Sequence[Path]) -> None:
         """Call ``on_save`` for each of these checkpoints."""
         for path in paths:
             for callback in self._callbacks:
-                with _OfThisRank():
+                with self._one_call():
                     callback.on_save(self._run, path)
 
     def end(self) -> None:
         """Call ``on_end``."""
         for callback in self._callbacks:
-            with _OfThisRank():
+            with self._one_call():
                 callback.on_end(self._run)
 
-
-class _OfThisRank:
-    """A section whose errors are those of this rank alone, whatever their class says: the other
-    ranks are somewhere else, and must be told."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UserError):
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """A section that may take as long as its author likes, and whose errors are those of this
+        rank alone, whatever their class says: the other ranks are somewhere else, and must be
+        told."""
+        try:
+            with self._recorder.outside_steps("a callback"):
+                yield
+        except UserError as error:
             error.everywhere = False
+            raise

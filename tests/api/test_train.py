@@ -288,3 +288,34 @@ def test_two_launched_processes_call_it_again_and_again(options: Options, tmp_pa
     raised = [[line for line in out.splitlines() if line.startswith("raised")] for out in outs]
     assert raised[0] == ["raised ClusterError rank 1: got an error, expected all ranks at work False"] * 2
     assert raised[1] == ["raised LookupError moon False", "raised TrainingError sun False"]
+
+
+HANGS = """
+import json, signal, sys
+
+import megatron_llama as ml
+
+class Hangs(ml.Callback):
+    def on_step(self, run, step):
+        if run.rank == 1 and step.iteration == 3:
+            signal.pause()
+
+ml.train(json.loads(sys.argv[1]), [Hangs()], distributed_timeout_minutes=0.05)
+"""
+
+
+def test_a_callback_in_which_a_rank_hangs_is_named(options: Options, tmp_path: Path) -> None:
+    """Not the part of the step that came before it."""
+    (tmp_path / "script.py").write_text(HANGS)
+    place = torchrun(2, free_port())
+    words = json.dumps({**options, "data_path": str(options["data_path"]), "train_iters": 20})
+    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), words], env={**environ, **place(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    errs = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], errs
+    assert all("rank 1 stopped in a callback (iteration 3)" in err for err in errs), errs

@@ -89,9 +89,11 @@ def diagnose(
     """Put the answers into words. ``caller`` is the rank that set the alarm. ``positions`` has, by
     rank, where each one is; for silent ranks, where they were when they last wrote it.
     ``collectives`` are sentences about those that do not end."""
-    gone = {rank: positions[rank].place for rank in silent if rank in positions}
+    # A rank that has failed has left the place that it wrote last.
+    left = silent if silent or stuck else (caller,)
+    gone = {rank: positions[rank].place for rank in left if rank in positions}
     never = [rank for rank in silent if rank not in positions]
-    present = {rank: position for rank, position in positions.items() if rank not in silent}
+    present = {rank: position for rank, position in positions.items() if rank not in left}
     # If some rank is silent, the others stand still because of it.
     stopped = (
         {rank: at.place for rank, at in present.items() if not at.waits}
