@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -275,6 +276,10 @@ def test_pages_have_the_pictures_that_they_ask_for(site: Path) -> None:
     assert drawn == asked and sum(asked.values()) > 9
     text = (site / "planner.html").read_text()
     assert "pp rank 7" in text and "usable of a h100" in text and "<title>forward 0, stage 0: " in text
+    figures = [figure for page in site.rglob("*.html") for figure in re.findall(r'<figure class="picture">.*?</figure>', page.read_text())]
+    bars = [set(re.findall(r'<rect class="b" fill="(#\w+)"', figure)) for figure in figures]
+    keys = [set(re.findall(r'<i style="background:(#\w+)"', figure)) for figure in figures]
+    assert sum(map(bool, bars)) > 4 and all(used <= explained for used, explained in zip(bars, keys, strict=True)), "each colour has a word"
 
 
 FAULTS = (

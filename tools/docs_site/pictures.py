@@ -27,7 +27,10 @@ ASKED = re.compile(
 )
 SECTION = re.compile(r"<h2>(.*?)</h2>")
 WIDTH = re.compile(r'(<svg [^>]*?width="(\d+)")')
-SVG = re.compile(r'(?:<p class="key">[^\n]*</p>\n)?<svg .*?</svg>', re.S)
+PICTURE = re.compile(
+    r'(?P<key><p class="key">[^\n]*</p>\n)?(?:<div class="wide">)?(?P<drawing><svg .*?</svg>)', re.S
+)
+"""What the colours mean, where the page says it, and the drawing."""
 
 
 def with_pictures(text: str, complain: Callable[[str], None]) -> str:
@@ -56,12 +59,14 @@ def with_pictures(text: str, complain: Callable[[str], None]) -> str:
 
 
 def _drawn(command: str, section: str) -> str:
-    """The picture under the heading that begins with ``section``. Raises ValueError."""
+    """The picture under the heading that begins with ``section``, with its key. Raises
+    ValueError."""
     for heading, content in _sections(_page(command)):
         if section == "first" or heading.startswith(section):
-            found = SVG.search(content)
+            found = PICTURE.search(content)
             if found is not None:
-                return WIDTH.sub(r'\1 style="--width:\2px"', found[0].replace("\n", ""))
+                whole = (found["key"] or "") + found["drawing"]
+                return WIDTH.sub(r'\1 style="--width:\2px"', whole.replace("\n", ""))
     raise ValueError(f"the page of this command has no picture under a heading {section}")
 
 
