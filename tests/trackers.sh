@@ -9,10 +9,7 @@ stamp=.venv/trackers/installed-$(cat constraints.txt tests/trackers.sh | sha256s
 if [ ! -e "$stamp" ]; then
     echo "installing ${packages[*]} into $PWD/.venv/trackers (once)"
     rm -rf .venv/trackers
-    constraints=$(mktemp)
-    trap 'rm -f "$constraints"' EXIT
-    grep -v '^pillow==' constraints.txt >"$constraints" # Trackio wants an older one
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint "$constraints" --target .venv/trackers "${packages[@]}"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --target .venv/trackers "${packages[@]}"
     touch "$stamp"
 fi
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD/.venv/trackers${PYTHONPATH:+:$PYTHONPATH}
