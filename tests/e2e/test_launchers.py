@@ -247,3 +247,29 @@ def test_what_is_killed_starts_again(
     assert len(back) == 1 and back[0] > 16 and back[0] % 8 == 1, f"goes on behind a checkpoint: {taken}"
     assert exact_curve(folder) == exact_curve(straight)
     assert_same_state(folder / f"iter_{ITERS:07d}", straight / f"iter_{ITERS:07d}")
+
+
+def test_an_interrupt_by_dstack_reaches_the_ranks(product: Product, tmp_path: Path) -> None:
+    """dstack starts an interactive shell, which hands no interrupt on (Debian's), and interrupts the process that it has started."""
+    platform, port, folder = dstack(), quiet_port(), tmp_path / "run"
+    options = words({**SMALL, "data_path": product.data, "save": folder, "train_iters": 100_000})
+    _, *script = with_options(platform.command, options, port)
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**clean, "PATH": path, "PYTHONPATH": str(ROOT), **platform.environ(0, port), "DSTACK_NODES_NUM": "1"}
+    with (tmp_path / "out").open("wb") as out:
+        started = subprocess.Popen(
+            ["/bin/sh", "-i", *script], cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while len(steps(folder)) < 3 and time.monotonic() < deadline:
+            assert started.poll() is None, (tmp_path / "out").read_text()
+            time.sleep(0.01)
+        started.send_signal(signal.SIGINT)
+        started.wait(TIMEOUT)
+    finally:
+        end(started)
+    last = steps(folder)[-1]["iteration"]
+    assert f" stopped by SIGINT after iteration {last}\n" in (tmp_path / "out").read_text()
+    assert (folder / f"iter_{last:07d}").is_dir()
