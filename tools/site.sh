@@ -2,15 +2,28 @@
 # usage: bash tools/site.sh [FOLDER] | --serve
 #
 # Build the documentation as a site: docs/, README.md and examples/, with search and with pictures of real plans. It goes into
-# FOLDER (default: build/site); open index.html there in a browser. A broken link ends the build. With --serve the site is at
-# http://127.0.0.1:8000 instead, and follows what you write. MkDocs is installed into .venv/site, once.
+# FOLDER (default: build/site), in the place of an earlier site; open index.html there in a browser. A broken link ends the build.
+# With --serve the site is at http://127.0.0.1:8000 instead, and follows what you write. MkDocs is installed into .venv/site, once.
+#   SITE_ADDRESS=127.0.0.1:9000       where --serve shows it
 #   PYTHON=/path/to/python3.11   the Python to make that environment with (default: python3)
 set -euo pipefail
 if [ $# -gt 1 ] || [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     [ $# -eq 1 ] && exit 0 || exit 2
 fi
-target=$(realpath --canonicalize-missing "${1:-$(dirname "${BASH_SOURCE[0]}")/../build/site}")
+case ${1:-} in
+--serve) ;;
+-*)
+    echo "error: tools/site.sh: got $1, expected a folder or --serve" >&2
+    exit 2
+    ;;
+esac
+target=$(realpath --canonicalize-missing -- "${1:-$(dirname "${BASH_SOURCE[0]}")/../build/site}")
+# MkDocs removes everything in the folder first.
+if [ -e "$target" ] && [ ! -e "$target/assets/iframe-worker.js" ] && [ -n "$(ls -A "$target")" ]; then
+    echo "error: tools/site.sh: got $target, expected a new or an empty folder, or an earlier site; name another one" >&2
+    exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # The commands that draw the pictures need numpy of what training needs, and no torch.
 packages=(mkdocs-material numpy)

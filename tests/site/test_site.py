@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote
+from urllib.request import urlopen
 
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.launch import ROOT
+from tests.launch import ROOT, TIMEOUT, free_port
 from tests.site.browser import Browser, browser
 
 pytestmark = pytest.mark.site
@@ -317,3 +319,27 @@ def test_faults_end_the_build(site: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert done.returncode != 0, done.stderr
     assert [said for _, _, said in FAULTS if said not in done.stderr] == [], done.stderr
+
+
+def test_no_folder_of_somebody_else_is_emptied(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("words")
+    for target in (tmp_path, tmp_path / "thesis.txt", "--folder"):
+        done = subprocess.run(["bash", "tools/site.sh", str(target)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: tools/site.sh: got {target}, expected a"), done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "words"
+
+
+def test_the_site_is_served_while_it_is_written(site: Path) -> None:
+    """``site``: the environment is there, and nothing is installed meanwhile."""
+    address = f"127.0.0.1:{free_port()}"
+    serving = subprocess.Popen(
+        ["bash", "tools/site.sh", "--serve"], cwd=ROOT, env={**os.environ, "SITE_ADDRESS": address}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert serving.stderr is not None
+        assert any(f"Serving on http://{address}/" in line for line in serving.stderr), "it has ended"
+        with urlopen(f"http://{address}/planner.html") as page:
+            assert b"Planning a cluster" in page.read()
+    finally:
+        serving.terminate()
+        serving.communicate(timeout=TIMEOUT)
