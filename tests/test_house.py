@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -324,3 +325,13 @@ def test_every_page_of_the_documentation_is_on_the_site() -> None:
     folders = [ROOT / "examples", *(path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__")]
     shown = [f"{path.relative_to(ROOT)}{'/index' if path.name == 'examples' else ''}.md" for path in folders]
     assert sorted(found) == sorted(["index.md", *pages, *shown])
+
+
+def test_the_package_is_as_large_as_the_readme_says() -> None:
+    """Within a twentieth: the figures are an order of magnitude, and no page to change with every line."""
+    core, whole = re.findall(r"has\s([\d,]+)( lines)?[.;]", (ROOT / "README.md").read_text())
+    rooms = ("plans", "distributed", "nn", "model", "engine", "pipeline", "loop", "training.py")
+    lines = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in FILES}
+    counted = sum(number for path, number in lines.items() if path.parts[0] in rooms and path.parts[:2] != ("engine", "offload"))
+    for said, true in ((core[0], counted), (whole[0], sum(lines.values()))):
+        assert abs(int(said.replace(",", "")) - true) <= true / 20, f"README.md says {said}, and it is {true:,}"
