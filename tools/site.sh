@@ -4,7 +4,7 @@
 # Build the documentation as a site: docs/, README.md and examples/, with search and with pictures of real plans. It goes into
 # FOLDER (default: build/site), in the place of an earlier site; open index.html there in a browser. A broken link ends the build.
 # With --serve the site is at http://127.0.0.1:8000 instead, and follows what you write. MkDocs is installed into .venv/site, once.
-#   SITE_ADDRESS=127.0.0.1:9000       where --serve shows it
+#   SITE_ADDRESS=127.0.0.1:9000  where --serve shows it
 #   PYTHON=/path/to/python3.11   the Python to make that environment with (default: python3)
 set -euo pipefail
 if [ $# -gt 1 ] || [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
@@ -37,7 +37,7 @@ if [ ! -e "$stamp" ]; then
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} NO_MKDOCS_2_WARNING=true
 if [ "${1:-}" = --serve ]; then
-    exec .venv/site/bin/python -m mkdocs serve --config-file tools/docs_site/mkdocs.yml
+    exec .venv/site/bin/python -m mkdocs serve --dev-addr "${SITE_ADDRESS:-127.0.0.1:8000}" --config-file tools/docs_site/mkdocs.yml
 fi
 .venv/site/bin/python -m mkdocs --quiet build --strict --clean --config-file tools/docs_site/mkdocs.yml --site-dir "$target"
 echo "open $target/index.html"
