@@ -110,6 +110,17 @@ def test_skypilot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert all(f"${name}" in task.run for name in known)
 
 
+def test_what_skypilot_installs_can_be_installed(tmp_path: Path) -> None:
+    """Each line of the setup, resolved by pip in an environment that has nothing yet."""
+    lines = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())["setup"].splitlines()
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    environ = {**os.environ, "PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}"}
+    for line in lines:
+        assert line.startswith("pip install ")
+        command = line.replace("pip install", "pip install --quiet --dry-run", 1)
+        subprocess.run(["bash", "-c", command], cwd=ROOT, env=environ, check=True, timeout=TIMEOUT)
+
+
 def test_dstack() -> None:
     from dstack._internal.core.models.configurations import TaskConfiguration, parse_run_configuration
 
