@@ -223,3 +223,12 @@ def test_a_run_that_never_logged_a_step(tmp_path: Path) -> None:
     summary = told(tmp_path, {"event": START, "time": "2026-01-01T00:00:00", **start(config)}, failed)
     assert summary.iteration == 0 and Incidents(summary.run).wall_seconds == 9.0
     assert "ended: out of memory" in alone(report_page([summary])).texts
+
+
+def test_a_run_that_has_logged_one_line_has_a_page(tmp_path: Path) -> None:
+    """All curves have one point, at one time, well after the start."""
+    config = Config(model=MODEL, training=TrainingConfig(train_iters=40, global_batch_size=8, seq_length=64))
+    long_run(tmp_path / "run", 1, 1)
+    summary = told(tmp_path / "run", {"event": START, "time": "2025-12-31T23:59:00", **start(config)})
+    drawn = alone(report_page([summary]))
+    assert {"tokens/s by time since the start", "lm loss by iteration"} <= set(drawn.texts)

@@ -262,7 +262,8 @@ def _figure(summaries: Sequence[Summary], wanted: _Wanted, columns: int) -> str:
             marks += _left_out(one, wanted)
     ends = [float(curve.x[end]) for curve in drawn if len(curve.x) for end in (0, -1)]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
-    low = 0.0 if low < 0.3 * high else low
+    # A single line has no extent: its axis begins at the start.
+    low = 0.0 if low < 0.3 * high or low == high else low
     across = _time_axis(low, high) if wanted.by_time else Axis(low, max(high, low + 1))
     said = [_said(curve) for curve in drawn if np.isfinite(curve.y).any()]
     caption = said[0] if single else ""
