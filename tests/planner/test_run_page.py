@@ -232,3 +232,24 @@ def test_a_run_that_has_logged_one_line_has_a_page(tmp_path: Path) -> None:
     summary = told(tmp_path / "run", {"event": START, "time": "2025-12-31T23:59:00", **start(config)})
     drawn = alone(report_page([summary]))
     assert {"tokens/s by time since the start", "lm loss by iteration"} <= set(drawn.texts)
+
+
+def test_a_plan_is_compared_with_steps_of_its_own_layout(tmp_path: Path) -> None:
+    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=64, bf16=True))
+    long_run(tmp_path / "run", 20, 20)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    for line in lines:
+        slow = line["iteration"] <= 12
+        line |= {"elapsed_ms": 900.0 if slow else 100.0, "peak_memory_bytes": 9000 if slow else 1000, "data_parallel_bytes": 0 if slow else 700}
+    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = {"event": START, "time": "2026-01-01T00:00:00", **start(config, world_size=4)}
+    wider = {"event": START, "time": "2026-01-01T00:00:12", **start(config, iteration=12, reached=12)}
+    # Going on with another end is going on with the same steps.
+    longer = replace(config, training=replace(config.training, exit_interval=20))
+    again = {"event": START, "time": "2026-01-01T00:00:16", **start(longer, iteration=16, reached=16)}
+    for events, expected in (((first, wider), (100.0, 1000, 700)), ((first, wider, again), (100.0, 1000, 700)), ((first,), (900.0, 9000, 280))):
+        measured = told(tmp_path / "run", *events).as_json()["measured"]
+        assert tuple(measured[name] for name in ("elapsed_ms", "peak_memory_bytes", "data_parallel_bytes")) == pytest.approx(expected)
+    # Nothing has been measured yet of the layout in which a run has just gone on.
+    moved = {"event": START, "time": "2026-01-01T00:00:20", **start(config, world_size=2, iteration=20, reached=20)}
+    assert told(tmp_path / "run", first, moved).as_json()["measured"]["elapsed_ms"] is None

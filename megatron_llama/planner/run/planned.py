@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import gcd
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_llama.errors import ConfigError, listing
 from megatron_llama.planner.calibration import HOST, Calibration, calibration_of
@@ -16,7 +19,7 @@ from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.hardware import gpu_of_device
 from megatron_llama.planner.measured import read_config
 from megatron_llama.planner.report import PARTS, mfu
-from megatron_llama.planner.run.folder import RunFolder
+from megatron_llama.planner.run.folder import Floats, RunFolder
 from megatron_llama.planner.training_job import Machine
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import problems
@@ -26,42 +29,79 @@ EXPOSED = ("tensor", "context", "pipeline", "data")
 
 STEP = "step"
 PEAK = "peak memory of rank 0"
+WHOLE = ("model", "parallel", "offload", "zenflow", "lora")
+"""Sections of a configuration that decide what a step computes, keeps and sends."""
+PARTLY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "training": (
+            *("seq_length", "micro_batch_size", "bf16", "fp16", "fp64", "attention_backend"),
+            *("deterministic_mode", "compile"),
+        ),
+        "optimizer": (
+            *("optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "clip_grad", "freeze"),
+            "param_group",
+        ),
+    }
+)
+"""Other sections, and which of their options do. The batch has its own column in the log."""
+
+
+def _made_of(start: Mapping[str, Any]) -> tuple[object, ...]:
+    """What has to be alike in two starts for their steps to be comparable."""
+    config = {name: part for name, part in start["config"].items() if isinstance(part, Mapping)}
+    some = [config.get(section, {}).get(name) for section in PARTLY for name in PARTLY[section]]
+    return (start["world_size"], start.get("device"), [config.get(name) for name in WHOLE], some)
 
 
 @dataclass(frozen=True)
 class Measured:
     """The typical step of a run, as its log says: medians over the lines with the newest batch
-    size. None where the log has no such number."""
+    size, of the newest layout. None where the log has no such number."""
 
     run: RunFolder
 
     @cached_property
+    def rows(self) -> NDArray[np.bool_]:
+        """Which lines are of steps as the newest start makes them: a run may have gone on in
+        another layout, and a plan is that of the newest."""
+        begin = 0
+        starts = self.run.starts
+        for before, start in pairwise(starts):
+            if _made_of(before.details) != _made_of(start.details):
+                begin = start.details["iteration"]
+        return self.run.steps["iteration"] > begin
+
+    def column(self, name: str) -> Floats:
+        """The values of these lines."""
+        return self.run.column(name)[self.rows]
+
+    @cached_property
     def batch(self) -> int | None:
         """Samples of a step."""
-        sizes = self.run.column("global_batch_size")
+        sizes = self.column("global_batch_size")
         known = sizes[np.isfinite(sizes)]
         return int(known[-1]) if len(known) else None
 
     def median(self, name: str) -> float | None:
         """Of a column."""
-        found = self.run.column(name)
+        found = self.column(name)
         if self.batch is not None:
-            found = found[self.run.column("global_batch_size") == self.batch]
+            found = found[self.column("global_batch_size") == self.batch]
         found = found[np.isfinite(found)]
         return float(np.median(found)) if len(found) else None
 
     @cached_property
     def data_parallel_bytes(self) -> float | None:
         """The mean of a step: of one line to the next a message may slip over."""
-        sent = self.run.column("data_parallel_bytes")
-        weights = np.diff(self.run.steps["iteration"], prepend=0.0)
-        own = np.isfinite(sent) & (self.run.column("global_batch_size") == (self.batch or 0))
+        sent = self.column("data_parallel_bytes")
+        weights = np.diff(self.run.steps["iteration"], prepend=0.0)[self.rows]
+        own = np.isfinite(sent) & (self.column("global_batch_size") == (self.batch or 0))
         return float(np.average(sent[own], weights=weights[own])) if own.any() else None
 
     @cached_property
     def peak_memory(self) -> float | None:
         """Bytes of rank 0 at its fullest moment."""
-        found = self.run.column("peak_memory_bytes")
+        found = self.column("peak_memory_bytes")
         found = found[np.isfinite(found)]
         return float(found.max()) if len(found) else None
 
@@ -185,7 +225,7 @@ class Planned:
             )
         before = self.run.starts[-1].details.get("versions", {}).get("megatron_llama")
         yield (
-            "Measured are medians, the peak, and of messages the mean. "
+            "Measured are medians, the peak, and of messages the mean, in the newest layout. "
             f"The run's version was {before}, the plan is made now."
         )
 
