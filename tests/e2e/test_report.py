@@ -176,7 +176,7 @@ def test_what_was_not_understood_is_named(straight: Callable[[str], Path], tmp_p
         "log.jsonl:8: iteration 1 comes after iteration 3",
         "log.jsonl:9: no JSON object: ��",
         f"events.jsonl:{first}: no event that this version knows",
-        f"events.jsonl:{first + 1}: start without iteration, reached, world_size, config",
+        f"events.jsonl:{first + 1}: start whose iteration, reached, world_size, config cannot be used",
     ]
     assert "<b>" not in text.replace("<b>", "", text.count("<figcaption><b>"))
     assert "  not understood: log.jsonl:5: no JSON object: {broken <b>\n" in capsys.readouterr().out

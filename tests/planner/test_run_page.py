@@ -253,3 +253,52 @@ def test_a_plan_is_compared_with_steps_of_its_own_layout(tmp_path: Path) -> None
     # Nothing has been measured yet of the layout in which a run has just gone on.
     moved = {"event": START, "time": "2026-01-01T00:00:20", **start(config, world_size=2, iteration=20, reached=20)}
     assert told(tmp_path / "run", first, moved).as_json()["measured"]["elapsed_ms"] is None
+
+
+LEFT_OUT = {"iteration": 3, "first_sample": 16, "last_sample": 23, "reason": "loss spike", "value": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "says"),
+    [
+        ("skipped", {"iteration": "3"}, "skipped.jsonl:1: no step that was left out"),
+        ("skipped", {"first_sample": None}, "skipped.jsonl:1: no step that was left out"),
+        ("skipped", {"last_sample": {}}, "skipped.jsonl:1: no step that was left out"),
+        ("events", {"data": [None]}, "events.jsonl:1: start whose data cannot be used"),
+        ("events", {"data": [{"name": "a", "weight": "3"}]}, "events.jsonl:1: start whose data cannot be used"),
+        ("events", {"versions": True}, "events.jsonl:1: start whose versions cannot be used"),
+        ("events", {"device_memory": [1]}, "events.jsonl:1: start whose device_memory cannot be used"),
+        ("events", {"iteration": -1, "reached": 10**30}, "events.jsonl:1: start whose iteration, reached cannot be used"),
+        ("events", {"config": {"training": []}}, "events.jsonl:1: start whose config cannot be used"),
+        ("log", {"validation_loss": None}, "log.jsonl:1: no line of a step or an evaluation"),
+        ("log", {"validation_loss": float("nan")}, "log.jsonl:1: no line of a step or an evaluation"),
+        ("log", {"iteration": 10**30}, "log.jsonl:1: no line of a step or an evaluation"),
+        ("log", {"time": "2026-01-01T00:00:00+02:00"}, None),
+        ("log", {"time": 10**30}, None),
+        ("log", {"elapsed_ms": 10**400, "tokens_per_second": float("inf")}, None),
+    ],
+)
+def test_a_damaged_line_is_named_and_the_others_are_shown(file: str, changes: dict[str, Any], says: str | None, tmp_path: Path) -> None:
+    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=64, on_bad_step="skip"))
+    long_run(tmp_path / "run", 20, 20)
+    begun = {"event": START, "time": "2026-01-01T00:00:00", **start(config)}
+    for name, entry in (("skipped", LEFT_OUT), ("events", begun)):
+        (tmp_path / "run" / f"{name}.jsonl").write_text(json.dumps(entry) + "\n" + json.dumps(entry) + "\n")
+    damaged = tmp_path / "run" / f"{file}.jsonl"
+    whole = damaged.read_text().splitlines()
+    damaged.write_text("\n".join([json.dumps({**json.loads(whole[0]), **changes}), *whole[1:], ""]))
+    summary = summary_of(read_run(str(tmp_path / "run")), None)
+    assert summary.run.problems == (() if says is None else (says,))
+    page = alone(report_page([summary]))
+    assert "lm loss by iteration" in page.texts and "loss spike 9: samples 16 to 23 are left out" in page.texts
+    assert json.loads(json.dumps(summary.as_json(), allow_nan=False))["iteration"] == 20
+
+
+def test_overflows_beside_steps_that_were_left_out(tmp_path: Path) -> None:
+    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=64, fp16=True, on_bad_step="skip"))
+    long_run(tmp_path / "run", 20, 20)
+    lines = [json.loads(line) | {"skipped_iterations": 1} for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run" / "skipped.jsonl").write_text(json.dumps(LEFT_OUT) + "\n")
+    summary = told(tmp_path / "run", {"event": START, "time": "2026-01-01T00:00:00", **start(config)})
+    assert json.loads(json.dumps(summary.as_json()))["overflows"] == 19

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -30,6 +30,8 @@ LOSSES = ("lm_loss", "loss")
 TIME = "time"
 SECONDS = "seconds"
 """The column with the time of a line, in seconds since 1970 on the clock of the run's machine."""
+BEYOND = 1e100
+"""A number as large as this is none that a trainer has written."""
 CHUNK = 4096
 """Lines that are turned into arrays together."""
 _EPOCH = datetime(1970, 1, 1)
@@ -156,17 +158,29 @@ class _Columns:
 def _numbers(values: Sequence[object]) -> Floats:
     """Numbers as they are, NaN for everything else."""
     found = np.array(values) if not any(isinstance(value, list) for value in values) else None
-    if found is not None and found.dtype.kind in "if":
-        return found.astype(np.float64)
-    known = (value if value.__class__ in (int, float) else math.nan for value in values)
-    return np.fromiter(known, np.float64, len(values))
+    if found is None or found.dtype.kind not in "if":
+        known = [value if _is_number(value) else math.nan for value in values]
+        found = np.array(known, np.float64)
+    numbers = found.astype(np.float64)
+    return np.where(np.abs(numbers) < BEYOND, numbers, np.nan)
+
+
+def _is_number(value: object) -> bool:
+    """Whether a trainer may have written this as a number."""
+    return isinstance(value, int | float) and value is not True and abs(value) < BEYOND
+
+
+def _is_count(value: object) -> bool:
+    """Whether this is a number of steps, samples or processes."""
+    return isinstance(value, int) and value is not True and 0 <= value < 2**53
 
 
 def _times(values: Sequence[object]) -> Floats:
     """Seconds of times of day."""
-    with suppress(ValueError, TypeError):
-        found = np.array(values, "datetime64[s]")
-        return np.where(np.isnat(found), np.nan, found.astype(np.float64))
+    # A million times take seconds, one by one: numpy reads those that a trainer writes.
+    if all(isinstance(value, str) and len(value) == len("2026-01-01T00:00:00") for value in values):
+        with suppress(ValueError):
+            return np.array(values, "datetime64[s]").astype(np.float64)
     known = (_seconds(value) for value in values)
     return np.array([math.nan if one is None else one for one in known])
 
@@ -177,10 +191,11 @@ def _curves(path: Path, problems: list[str]) -> tuple[Mapping[str, Floats], Mapp
     evaluations = _Columns()
     last = {True: -1, False: -1}
     for number, entry in _entries(path, problems):
-        iteration = entry.get("iteration")
+        iteration: Any = entry.get("iteration")
         evaluated = "validation_loss" in entry
         where = f"{path.name}:{number}"
-        if iteration.__class__ is not int or not (evaluated or "learning_rate" in entry):
+        known = _is_number(entry["validation_loss"]) if evaluated else "learning_rate" in entry
+        if not (_is_count(iteration) and known):
             problems.append(f"{where}: no line of a step or an evaluation")
         elif iteration <= last[evaluated]:
             before = last[evaluated]
@@ -232,16 +247,50 @@ def time_of(seconds: float) -> str:
     return f"{_EPOCH + timedelta(seconds=round(seconds)):%Y-%m-%d %H:%M:%S}"
 
 
-_KINDS: Mapping[str, Mapping[str, type]] = MappingProxyType(
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_config(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+
+
+def _are_datasets(value: object) -> bool:
+    """Whether this is what a start says of its data, as ``loop/facts.py`` gathers it."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("name"), str)
+        and (one.get("samples") is None or _is_count(one["samples"]))
+        and (one.get("weight") is None or (_is_number(one["weight"]) and one["weight"] >= 0))
+        for one in value
+    )
+
+
+_Needs = Mapping[str, Callable[[object], bool]]
+_KINDS: Mapping[str, _Needs] = MappingProxyType(
     {
-        START: {"iteration": int, "reached": int, "world_size": int, "config": dict},
-        REWIND: {"iteration": int, "reached": int},
-        SAVED: {"path": str},
-        FAULT: {"words": str},
+        START: {
+            "iteration": _is_count,
+            "reached": _is_count,
+            "world_size": _is_count,
+            "config": _is_config,
+        },
+        REWIND: {"iteration": _is_count, "reached": _is_count},
+        SAVED: {"path": _is_text},
+        FAULT: {"words": _is_text},
         END: {},
     }
 )
 """Events and what they need to be understood."""
+_MORE: _Needs = MappingProxyType(
+    {
+        "data": _are_datasets,
+        "versions": lambda value: isinstance(value, dict),
+        "device_memory": lambda value: value is None or _is_count(value),
+        "processes_per_machine": _is_count,
+    }
+)
+"""What starts of some versions have as well."""
 
 
 def _events(path: Path, problems: list[str]) -> Iterator[Event]:
@@ -252,8 +301,11 @@ def _events(path: Path, problems: list[str]) -> Iterator[Event]:
         needs = _KINDS.get(what) if isinstance(what, str) else None
         if needs is None or time is None:
             problems.append(f"{where}: no event that this version knows")
-        elif not all(isinstance(entry.get(key), kind) for key, kind in needs.items()):
-            problems.append(f"{where}: {what} without {', '.join(needs)}")
+            continue
+        wrong = [key for key, fits in needs.items() if not fits(entry.get(key))]
+        wrong += [key for key, fits in _MORE.items() if key in entry and not fits(entry[key])]
+        if wrong:
+            problems.append(f"{where}: {what} whose {', '.join(wrong)} cannot be used")
         else:
             assert isinstance(what, str)
             yield Event(what, time, entry)
@@ -262,9 +314,14 @@ def _events(path: Path, problems: list[str]) -> Iterator[Event]:
 def _skipped(path: Path, problems: list[str]) -> Iterator[Skipped]:
     for number, entry in _entries(path, problems):
         try:
-            yield Skipped(**{**entry, "value": float(entry["value"])})
+            found = Skipped(**{**entry, "value": float(entry["value"])})
         except (KeyError, TypeError, ValueError):
+            found = None
+        counts = () if found is None else (found.iteration, found.first_sample, found.last_sample)
+        if found is None or not all(map(_is_count, counts)) or not isinstance(found.reason, str):
             problems.append(f"{path.name}:{number}: no step that was left out")
+        else:
+            yield found
 
 
 def _newest_meta(folder: Path) -> Mapping[str, Any]:

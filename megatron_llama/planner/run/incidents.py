@@ -77,7 +77,7 @@ class Incidents:
     def overflows(self) -> int:
         """Those that the loss scale skipped; bad steps that stay in the curve are in a file."""
         iterations = self.run.steps["iteration"]
-        last = iterations[-1] if len(iterations) else 0
+        last = int(iterations[-1]) if len(iterations) else 0
         if self._rolls_back:
             return self.skipped
         return max(0, self.skipped - sum(one.iteration <= last for one in self.run.skipped))
