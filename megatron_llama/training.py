@@ -178,7 +178,8 @@ def train(
         # cannot start leaves the folder as it was.
         saver = Saver(config, mesh, optimizer, inputs.tokenizer, background, inputs.identity)
         log = stack.enter_context(open_log(config, mesh, state))
-        log.event(START, reached=log.reached, **run_facts(inputs, mesh))
+        facts = run_facts(inputs, mesh)
+        log.event(START, reached=log.reached, trackers=log.tracked, **facts)
         # What the watch says of hanging ranks outlives this process in the file of events.
         mesh.recorder.told = lambda words: log.tell(FAULT, words=words)
         interrupts.listen()

@@ -31,6 +31,7 @@ from megatron_llama.loop.callbacks import Evaluation
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, weights_of
 from megatron_llama.loop.take_over import take_over
+from megatron_llama.metrics.events import tracked_runs
 from megatron_llama.metrics.log import (
     LANGUAGE_MODEL,
     LINES,
@@ -39,11 +40,8 @@ from megatron_llama.metrics.log import (
     MetricLogger,
     ValidationRecord,
 )
-from megatron_llama.metrics.mlflow import MLflow
 from megatron_llama.metrics.open_metrics import OpenMetrics
-from megatron_llama.metrics.tensorboard import TensorBoard
-from megatron_llama.metrics.trackio import Trackio
-from megatron_llama.metrics.wandb import WandB
+from megatron_llama.metrics.trackers import Tracker, open_trackers
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.pipeline.runtime import PipelineRuntime
 
@@ -205,17 +203,14 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     cannot be written."""
     folder = local_folder(config.checkpoint.save) if config.checkpoint.save is not None else None
     loggers = list[MetricLogger]()
+    trackers = list[Tracker]()
+    lines = list[str]()
     with raise_on_all_ranks(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):
-        if mesh.rank == 0 and config.log.tensorboard_dir is not None:
-            loggers.append(TensorBoard(config.log, state.iteration))
-        if mesh.rank == 0 and config.log.wandb_project is not None:
-            loggers.append(WandB(config))
-        if mesh.rank == 0 and config.log.mlflow_experiment is not None:
-            loggers.append(MLflow(config))
-        if mesh.rank == 0 and config.log.trackio_project is not None:
-            loggers.append(Trackio(config))
         if mesh.rank == 0 and config.log.open_metrics is not None:
             loggers.append(OpenMetrics(config.log))
+        if mesh.rank == 0:
+            known = {} if folder is None else tracked_runs(folder)
+            trackers, lines = open_trackers(config, state.iteration, known)
     with raise_on_all_ranks(mesh.world), writing(folder or Path(".")):
         log = MetricLog(
             folder,
@@ -225,7 +220,10 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
             progress_bar=config.log.progress_bar,
             line=LINES[config.log.log_format],
             loggers=loggers,
+            trackers=trackers,
         )
+    for line in lines:
+        log.say(f" {line}")
     if config.log.job_name is not None:
         log.say(f" job {config.log.job_name}")
     return log

@@ -23,10 +23,34 @@ REWIND = "rewind"
 SAVED = "saved"
 """The checkpoint ``path`` is complete."""
 FAULT = "fault"
-"""What the watch said, in ``words``, of ranks that hang or are gone."""
+"""What the watch said, in ``words``, of ranks that hang or are gone; or what a tracker has not
+taken."""
 END = "end"
 """The process came to its end: for a ``reason`` at ``iteration``, or with an ``error``. Where it is
 missing the process was killed."""
+
+
+def tracked_runs(folder: Path) -> dict[str, str]:
+    """Return the runs that trackers keep of the run of a folder, by tracker: those of its last
+    fresh start, and of what went on from there. What cannot be read is left out."""
+    found: dict[str, str] = {}
+    try:
+        lines = (folder / FILE_NAME).read_bytes().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(entry, dict) or entry.get("event") != START:
+            continue
+        if not entry.get("iteration"):
+            found = {}
+        named = entry.get("trackers")
+        items = named.items() if isinstance(named, dict) else ()
+        found |= {name: run for name, run in items if isinstance(run, str)}
+    return found
 
 
 class EventFile:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from megatron_llama.errors import CheckpointError, TrainingError
-from megatron_llama.metrics.events import END, REWIND, EventFile
+from megatron_llama.metrics.events import END, FAULT, REWIND, EventFile
 from megatron_llama.metrics.window import Spread
 
 FILE_NAME = "log.jsonl"
@@ -257,6 +257,24 @@ class MetricLogger(Protocol):
         ...
 
 
+class FedLogger(MetricLogger, Protocol):
+    """A MetricLogger that may fail without the run: it says so."""
+
+    @property
+    def name(self) -> str:
+        """Of the service, and of what it was asked for there."""
+        ...
+
+    @property
+    def run(self) -> str | None:
+        """What finds its run again; None where there is nothing to find."""
+        ...
+
+    def problems(self) -> Iterator[str]:
+        """Yield what has gone wrong since the last call."""
+        ...
+
+
 class MetricLog:
     """Prints log lines and appends them to ``log.jsonl``. On ranks that do not print it does
     neither.
@@ -277,12 +295,17 @@ class MetricLog:
         line: Callable[[StepRecord, datetime], str] = compact_line,
         out: TextIO | None = None,
         loggers: Sequence[MetricLogger] = (),
+        trackers: Sequence[FedLogger] = (),
     ) -> None:
         """``folder`` is that of ``log.jsonl``, made if need be; None means no file. ``prints``:
         this is the rank that prints. ``line`` makes its lines. ``out`` is stdout by default.
-        ``loggers`` are those of the rank that prints; they are closed with the log."""
+        ``loggers`` and ``trackers`` are those of the rank that prints; they are closed with the
+        log."""
         self._prints = prints
-        self._loggers: tuple[MetricLogger, ...] = tuple(loggers)
+        self._trackers: tuple[FedLogger, ...] = tuple(trackers)
+        self._loggers: tuple[MetricLogger, ...] = (*loggers, *trackers)
+        self.tracked = {one.name: one.run for one in trackers if one.run is not None}
+        """The runs that trackers keep of this one: a run that is resumed goes on with them."""
         self._line = line
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
@@ -330,10 +353,19 @@ class MetricLog:
             self._bar.close()
         if self._file is not None:
             self._file.close()
+        self._bar = self._file = None
         for logger in self._loggers:
             logger.close()
-        self._bar = self._file = None
+        self._tell_problems()
         self._loggers = ()
+        self._trackers = ()
+
+    def _tell_problems(self) -> None:
+        """Say what trackers have not taken, here and in ``events.jsonl``."""
+        for tracker in self._trackers:
+            for words in tracker.problems():
+                self.say(f" warning: {words}")
+                self.tell(FAULT, words=words)
 
     def _open(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -396,6 +428,7 @@ class MetricLog:
         self._append(entry)
         for logger in self._loggers:
             logger.step(record)
+        self._tell_problems()
 
     def write_validation(self, record: ValidationRecord, *, in_curve: bool = True) -> None:
         """Log one evaluation.

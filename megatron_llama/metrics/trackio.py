@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from importlib.util import find_spec
+from typing import Any
 
 from megatron_llama.config.schema import Config, LogConfig
 from megatron_llama.errors import ConfigError
@@ -22,27 +23,40 @@ class Trackio:
     """A MetricLogger. Every value is logged with its iteration as the step: what a rewound run
     repeats stands at the same step, later."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError if the project cannot be opened."""
-        import trackio
-
-        options = config.log
-        assert options.trackio_project is not None
+    def __init__(self, config: Config, run: str | None = None) -> None:
+        """``run``: the run to go on with, if it is still there. Raises ConfigError if the project
+        cannot be opened."""
         try:
-            self._run = trackio.init(
-                options.trackio_project,
-                name=options.job_name,
-                config=asdict(config),
-                embed=False,
-                # The log lines have what the devices do; a thread that asks them takes time.
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-        except (OSError, ValueError, RuntimeError) as error:
+            self._run = self._opened(config, run)
+            if run is not None and run != self.run:
+                # Its name is that of another run now, or of none.
+                self._run.finish()
+                self._run = self._opened(config, None)
+        except Exception as error:  # whatever the client, the network or a disk has raised
             do = "look at TRACKIO_DIR and TRACKIO_SPACE_ID, or leave --trackio-project out"
             expected = "a store that takes the run"
             where = "--trackio-project"
             raise ConfigError(where, got=error, expected=expected, do=do) from error
+
+    @property
+    def run(self) -> str:
+        """Its id, and its name: only by names are runs found."""
+        return f"{self._run.id} {self._run.name}"
+
+    @staticmethod
+    def _opened(config: Config, run: str | None) -> Any:
+        import trackio
+
+        return trackio.init(
+            config.log.trackio_project,
+            name=config.log.job_name if run is None else run.partition(" ")[2],
+            resume="never" if run is None else "allow",
+            config=asdict(config),
+            embed=False,
+            # The log lines have what the devices do; a thread that asks them takes time.
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
 
     def step(self, record: StepRecord) -> None:
         self._run.log(scalars(record), step=record.iteration)

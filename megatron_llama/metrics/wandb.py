@@ -22,8 +22,9 @@ class WandB:
     """A MetricLogger. Every value is logged with its iteration as the x-axis, so that what a
     rewound run repeats is drawn at the same place."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError if the service cannot be reached."""
+    def __init__(self, config: Config, run: str | None = None) -> None:
+        """``run``: the id of the run to go on with. Raises ConfigError if the service cannot be
+        reached."""
         import wandb
 
         options = config.log
@@ -36,14 +37,22 @@ class WandB:
                 name=name,
                 dir=options.wandb_save_dir,
                 config=asdict(config),
+                id=run,
+                resume=None if run is None else "allow",
+                # A run may be resumed with other options.
+                allow_val_change=True,
                 settings=settings,
             )
-        except wandb.Error as error:
+        except Exception as error:  # whatever the client, the network or a disk has raised
             do = "run wandb login, set WANDB_MODE=offline, or leave --wandb-project out"
             raise ConfigError(
                 "--wandb-project", got=error, expected="a service that takes the run", do=do
             ) from error
         self._run.define_metric("*", step_metric="iteration")
+
+    @property
+    def run(self) -> str:
+        return str(self._run.id)
 
     def step(self, record: StepRecord) -> None:
         self._run.log(scalars(record))

@@ -162,19 +162,24 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
 
 @pytest.mark.long
 def test_weights_and_biases_without_a_network(product: Product, tmp_path: Path) -> None:
-    """The run that wandb keeps on this machine has the project, the name, the options and every number."""
+    """The run that wandb keeps on this machine has the project, the name, the options and every number. It goes on when the training is
+    resumed."""
     options = words({"wandb_project": "llamas", "wandb_exp_name": "small", "wandb_save_dir": tmp_path})
-    command = [*product.command(save=tmp_path / "run", train_iters=3, **EVALUATED), *options]
-    assert product.launcher.run(command, environ={"WANDB_MODE": "offline"}).codes == (0,)
-    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    for last in (3, 5):
+        command = [*product.command(save=tmp_path / "run", load="auto", train_iters=last, **EVALUATED), *options]
+        assert product.launcher.run(command, environ={"WANDB_MODE": "offline"}).codes == (0,)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
     found: dict[str, list[float]] = {"lm_loss": [], "validation_loss": []}
-    for data in wandb_records(file.read_bytes()):
+    runs = []
+    for data in (data for file in files for data in wandb_records(file.read_bytes())):
         record = wandb_internal_pb2.Record.FromString(data)
         if record.HasField("run"):
             assert (record.run.project, record.run.display_name) == ("llamas", "small")
+            runs.append(record.run.run_id)
         for item in record.history.item:
             name = item.key or "/".join(item.nested_key)
             if name in found:
                 found[name].append(json.loads(item.value_json))
+    assert len(files) == 2 and len(runs) >= 2 and len(set(runs)) == 1
     assert found["lm_loss"] == column(tmp_path / "run", "lm_loss")
     assert found["validation_loss"] == [entry["validation_loss"] for entry in log(tmp_path / "run") if "validation_loss" in entry]
