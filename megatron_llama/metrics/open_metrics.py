@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,6 +177,11 @@ def _listen(config: LogConfig, text: Callable[[], str]) -> TCPServer:
 
         allow_reuse_address = True
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            # A reader that gives up is no error of the run.
+            if not isinstance(sys.exception(), OSError):
+                super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     try:
         return Server((host, int(port)), Handler)

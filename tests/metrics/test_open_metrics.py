@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_the_newest_numbers_are_served() -> None:
         board.close()
     with pytest.raises(ConnectionRefusedError):
         ask(board.port)
+
+
+def test_a_reader_that_gives_up_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    board = OpenMetrics(LogConfig(open_metrics=str(free_port())))
+    try:
+        for asked in (b"", b"GET /metrics HTTP/1.0\r\n\r\n", b"\x16\x03\x01 what is this\r\n"):
+            with socket.create_connection(("127.0.0.1", board.port)) as client:
+                client.sendall(asked)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it is a reset
+        assert ask(board.port)[0] == 200  # it answers one after the other, so all of them are through
+    finally:
+        board.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_one_error() -> None:
