@@ -52,7 +52,7 @@ from megatron_llama.loop.start import (
     sample_changes,
     update_changes,
 )
-from megatron_llama.loop.take_over import sample_lines, update_lines
+from megatron_llama.loop.take_over import require_adam, sample_lines, update_lines
 from megatron_llama.loop.text_inputs import text_samples
 from megatron_llama.loop.text_samples import Prompt, encoded_prompts
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
@@ -405,6 +405,8 @@ def _require_weights(config: Config, start: Start | None) -> None:
             start.path, config, optimizer=options.load_optim and not options.finetune
         )
     elif start is not None:
+        if resumes(config, start) and options.load_optim:
+            require_adam(start.path, config)
         start.weights(config.model)
     elif options.init_from_hf is not None:
         HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,9 @@ from megatron_llama.distributed.comm.object_collectives import raise_on_all_rank
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.errors import CheckpointError
 
+ADAM = "adam"
 UPDATE = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad")
 """Options of an update, beside the learning rate."""
 OTHER_SAMPLES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -71,6 +74,18 @@ def take_over(
     )
     engine.loss_scale.reset()
     engine.publish()
+
+
+def require_adam(folder: Path, config: Config) -> None:
+    """Raise CheckpointError if the run's optimizer keeps other state than the one that is taken
+    over, Megatron-LM's Adam."""
+    if config.optimizer.optimizer != ADAM:
+        raise CheckpointError(
+            f"--optimizer {config.optimizer.optimizer}",
+            got=f"the masters and moments of Adam in {folder}",
+            expected="the state of this optimizer",
+            do=f"go on with --optimizer {ADAM}, or give --no-load-optim",
+        )
 
 
 def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iterator[str]:
@@ -125,6 +140,10 @@ def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:
         now = getattr(config.optimizer, name)
         if before != now:
             yield f"warning: {flag(name)} was {before:g} in the run that goes on, and is {now:g}"
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config.optimizer, name) != "fp32":
+            kept = getattr(config.optimizer, name)
+            yield f"warning: {flag(name)} is {kept}: the moments, read as fp32, are converted"
     theirs, ours = _schedules(state.config, config)
     differing = [
         f"{what} was {theirs[what]} and is {now}"

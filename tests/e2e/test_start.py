@@ -71,6 +71,26 @@ def test_a_fresh_optimizer_where_the_run_was(product: Product, straight: Callabl
     assert meta["optimizer_step"] == 1 and "begins at iteration 0" not in ended.out
 
 
+def test_the_state_of_adam_in_a_run_of_muon(
+    product: Product, straight: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused by name, in a run and in its dry run, from a folder of Megatron-Core as from one of ours."""
+    folder = tmp_path / "megatron"
+    product.run("convert", straight("one"), folder, "--to", "torch_dist").ok()
+    capsys.readouterr()
+    command = product.command(load=folder, optimizer="muon", train_iters=7, lr_decay_iters=7)
+    assert main(command) == 1
+    assert capsys.readouterr().err.strip() == (
+        f"error: --optimizer muon: got the masters and moments of Adam in {folder}, expected the state of this optimizer; "
+        "go on with --optimizer adam, or give --no-load-optim"
+    )
+    ended = product.train(load=folder, optimizer="muon", no_load_optim=True, save=tmp_path / "muon", train_iters=7, lr_decay_iters=7)
+    assert " iteration 7/7 " in ended.out
+    ended = product.train(load=folder, exp_avg_dtype="bf16", save=tmp_path / "bf16", train_iters=7, lr_decay_iters=7)
+    assert " warning: --exp-avg-dtype is bf16: the moments, read as fp32, are converted\n" in ended.out
+    assert log(tmp_path / "bf16")[-1]["iteration"] == 7
+
+
 @pytest.mark.long
 def test_an_epsilon_of_its_own(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The flag wins over the checkpoint, with a warning; so it does in a plan."""
