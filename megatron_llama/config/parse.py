@@ -670,6 +670,11 @@ def _separated(item: _Given, kind: Any, raw: Any) -> str | None:
     """How to write a list whose values were given as one text: ``3,1`` or, in YAML, ``3 1``."""
     if get_origin(kind) is not tuple:
         return None
+    entries = raw if isinstance(raw, list) else [raw]
+    if any(isinstance(one, dict) for one in entries):
+        return "put a text with a colon in it in quotes"
+    if not all(isinstance(one, str) for one in entries):
+        return None
     words = re.split(r"[,;\s]+", " ".join(raw) if isinstance(raw, list) else str(raw))
     if len(words) < 2 or words == raw:
         return None

@@ -263,6 +263,14 @@ def test_several_integers(tmp_path: Path) -> None:
     assert refusal("--pipeline-layer-split", "3", "x") == [f"--pipeline-layer-split: got 3 x, {expected}; correct the value"]
 
 
+@pytest.mark.parametrize("given", ["\n  - embed*: lr=1e-3, weight_decay=0", "\n  - embed*: 3\n  - a", "{'embed*': 3}"])
+def test_a_text_with_a_colon_needs_quotes(given: str, tmp_path: Path) -> None:
+    [problem] = refusal("--config", yaml_file(tmp_path, f"param_group: {given}\n"))
+    assert "param_group: got " in problem and problem.endswith("; put a text with a colon in it in quotes")
+    [problem] = refusal("--config", yaml_file(tmp_path, "param_group: [a, null]\n"))
+    assert problem.endswith("; correct the value")
+
+
 def test_several_patterns(tmp_path: Path) -> None:
     assert run("--freeze", "model.embed_tokens.*", "*norm*").get(OptimizerConfig).freeze == ("model.embed_tokens.*", "*norm*")
     parsed = run("--config", yaml_file(tmp_path, "freeze: ['*.mlp.*', model.norm.weight]\n"))
