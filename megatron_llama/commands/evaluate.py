@@ -330,10 +330,11 @@ def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer)
 
         def show() -> None:
             assert found is not None
+            # First what cannot fail: the results may have taken hours.
+            print(found.text, flush=True)
             if options.output is not None:
                 path = Path(options.output)
                 with writing(path):
                     replace_file(path, found.json)
-            print(found.text, flush=True)
 
         on_rank0(show, mesh.world)

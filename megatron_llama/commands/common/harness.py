@@ -67,7 +67,9 @@ def report(
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
         limit=limit or None,
-        task_manager=_ScoredTasks(include_defaults=not all(map(_stands_alone, options.tasks))),
+        task_manager=_ScoredTasks(
+            options.num_fewshot or 0, include_defaults=not all(map(_stands_alone, options.tasks))
+        ),
         log_samples=False,
     )
     lines = list(_table(results))
@@ -241,7 +243,12 @@ def _not_scored(name: str, kind: str) -> str:
 
 
 class _ScoredTasks(TaskManager):
-    """Reads tasks, and refuses those that ask for anything but log-likelihoods."""
+    """Reads tasks, and refuses those that ask for anything but log-likelihoods, or have fewer
+    examples than are wanted in front of a question."""
+
+    def __init__(self, num_fewshot: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._num_fewshot = num_fewshot
 
     def load(self, task_list: Any) -> Any:
         """Return the tasks, with their data. Raises DataError."""
@@ -261,4 +268,18 @@ class _ScoredTasks(TaskManager):
         refused = [_not_scored(name, kind) for name, kind in kinds.items() if kind not in SCORED]
         if refused:
             raise DataError(listing("These tasks cannot be run:", refused))
+        for name, task in found["tasks"].items():
+            most = _examples(task) if self._num_fewshot else 0
+            # What a task fixes at 0 stays 0.
+            if most < self._num_fewshot and task.config.num_fewshot != 0:
+                do = "give fewer"
+                expected = f"at most {most}, as many examples as the task {name} has"
+                raise DataError("--num-fewshot", got=self._num_fewshot, expected=expected, do=do)
         return found
+
+
+def _examples(task: Any) -> int:
+    """How many examples a task can put in front of a question: the question itself is none."""
+    examples = sum(1 for _ in task.fewshot_docs())
+    split = getattr(getattr(task, "fewshot_cfg", None), "split", None)
+    return examples - (split is not None and split == task.config.test_split)
