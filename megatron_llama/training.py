@@ -44,7 +44,7 @@ from megatron_llama.metrics.events import END, FAULT, START
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
-from megatron_llama.plans.params import param_groups
+from megatron_llama.plans.params import logged_group, param_groups
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ def train(
     clip_grad = config.optimizer.clip_grad
     # The first is that of all parameters of which --param-group says nothing.
     groups = param_groups(config).configs
+    logged = logged_group(config)
     check_replicas_interval = training.check_weight_hash_across_dp_replicas_interval
 
     with ExitStack() as stack:
@@ -221,7 +222,7 @@ def train(
                 learning_rate(group, training.train_iters, state.iteration, state.consumed_samples)
                 for group in groups
             ]
-            lr = rates[0]
+            lr = rates[logged]
             state = bad_steps.next_state(state)
             mesh.recorder.iteration = state.iteration
             batches = prefetcher.take(next_sample=bad_steps.first_sample(state))

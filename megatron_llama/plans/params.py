@@ -642,6 +642,17 @@ def param_groups(config: Config) -> ParamGroups:
     return ParamGroups(config.optimizer, [*hf_shapes(model), *adapter_shapes(model, config.lora)])
 
 
+def logged_group(config: Config) -> int:
+    """The group whose learning rate is that of a log line: number 0, or the first in the model if
+    ``--param-group`` says something of everything that is trained."""
+    model = config.model
+    freeze = config.optimizer.freeze
+    units = stage_units(model, whole_model(model), 0, freeze=freeze, lora=config.lora)
+    groups = param_groups(config)
+    trained = [spec for unit in units for spec in unit.params if spec.trainable]
+    return min((groups.number(spec.slices[0].name) for spec in trained), default=0)
+
+
 def _with_groups(unit: UnitSpec, groups: ParamGroups) -> UnitSpec:
     """The unit with the group of each parameter. ``checks/param_groups.py`` refuses patterns that
     cut what is stored as one."""

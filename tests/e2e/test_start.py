@@ -91,6 +91,18 @@ def test_the_state_of_adam_in_a_run_of_muon(
     assert log(tmp_path / "bf16")[-1]["iteration"] == 7
 
 
+def test_the_log_has_a_learning_rate_that_is_used(product: Product, tmp_path: Path) -> None:
+    """Of the parameters without a group, or, where all that are trained have one, of the first group."""
+    cases = {"none": (), "some": ("mlp.*: lr_mult=0.5",), "all": ("embed*: lr_mult=0.5", "layers.*: lr_mult=0.25", "*norm.weight: lr_mult=0.25")}
+    for name, groups in cases.items():
+        frozen = {"freeze": "lm_head.weight"} if name == "all" else {}
+        command = product.command(save=tmp_path / name, train_iters=2, lr_decay_iters=7, **frozen)
+        product.run(*command, *(("--param-group", *groups) if groups else ())).ok()
+    plain = column(tmp_path / "none", "learning_rate")
+    assert column(tmp_path / "some", "learning_rate") == plain and plain[-1] > 0
+    assert column(tmp_path / "all", "learning_rate") == pytest.approx([0.5 * lr for lr in plain])
+
+
 @pytest.mark.long
 def test_an_epsilon_of_its_own(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The flag wins over the checkpoint, with a warning; so it does in a plan."""
