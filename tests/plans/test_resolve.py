@@ -547,3 +547,10 @@ def test_a_negative_share_of_warm_up_is_not_a_second_length() -> None:
 def test_layers_that_slide_are_named_as_they_are_written() -> None:
     (problem,) = problems(config_of(layer_types=("sliding_attention",) * 4, model_type="gemma3_text"), 1)
     assert problem.startswith("--layer-types: got sliding_attention sliding_attention sliding_attention sliding_attention, expected a ")
+
+
+def test_initial_sizes_of_weights_that_are_taken_are_a_warning() -> None:
+    groups = ("mlp.*: lr_mult=2", "embed*: init_std=1")
+    assert check(config_of(param_group=groups), 1).warnings == ()
+    [warning] = check(config_of(param_group=groups, init_from_hf="hf"), 1).warnings
+    assert warning == "--param-group embed*: init_std=1: init_std has no effect with --init-from-hf, whose weights are taken"

@@ -10,6 +10,7 @@ from megatron_llama.config.schema import Config, LoraConfig
 from megatron_llama.plans.buckets import by_unit
 from megatron_llama.plans.checks.zenflow import zenflow_warnings
 from megatron_llama.plans.offload import offload_warnings
+from megatron_llama.plans.param_groups import INIT_STD, read_group
 
 
 def warnings_of(config: Config) -> Iterator[str]:
@@ -49,6 +50,15 @@ def warnings_of(config: Config) -> Iterator[str]:
         config.checkpoint.finetune or not config.checkpoint.load_optim
     ):
         yield "--finetune and --no-load-optim have no effect without --load"
+    if config.checkpoint.init_from_hf is not None:
+        drawn = [
+            text for text in config.optimizer.param_group if INIT_STD in read_group(text).values
+        ]
+        if drawn:
+            yield (
+                f"--param-group {drawn[0]}: {INIT_STD} has no effect with --init-from-hf, whose "
+                "weights are taken"
+            )
     if config.log.tensorboard_dir is None:
         chosen = (
             "log_timers_to_tensorboard",
