@@ -42,7 +42,7 @@ class OpenMetrics:
         self._rollbacks = 0
         self._skipped = 0
         self._server = _listen(config, self.text)
-        self._thread = start_thread(self._server.serve_forever, 0.1, name="OpenMetrics")
+        start_thread(self._server.serve_forever, 0.1, name="OpenMetrics")
 
     @property
     def port(self) -> int:
@@ -73,9 +73,10 @@ class OpenMetrics:
             self._validation = []
 
     def close(self) -> None:
-        self._server.shutdown()
+        # It waits for the reader that is being answered: who asks letter by letter may not hold up
+        # the end of the run.
+        start_thread(self._server.shutdown, name="OpenMetrics ends").join(2 * REQUEST_SECONDS)
         self._server.server_close()
-        self._thread.join()
 
     def text(self) -> str:
         """Return the whole exposition."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from megatron_llama.config.schema import LogConfig
 from megatron_llama.errors import ConfigError
+from megatron_llama.metrics import open_metrics
 from megatron_llama.metrics.log import MetricLog, ValidationRecord
 from megatron_llama.metrics.open_metrics import CONTENT_TYPE, OpenMetrics, require_port
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -75,6 +78,29 @@ def test_a_reader_that_gives_up_leaves_no_traceback(capfd: pytest.CaptureFixture
     finally:
         board.close()
     assert capfd.readouterr().err == ""
+
+
+def test_a_reader_that_never_ends_its_question_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_metrics, "REQUEST_SECONDS", 0.3)
+    board = OpenMetrics(LogConfig(open_metrics=str(free_port())))
+    closed = Event()
+    with socket.create_connection(("127.0.0.1", board.port)) as client:
+
+        def letters() -> None:
+            with suppress(OSError):
+                while not ended.wait(0.1):
+                    client.sendall(b"G")
+
+        ended = Event()
+        asking, closing = Thread(target=letters), Thread(target=lambda: (board.close(), closed.set()))
+        asking.start()
+        closing.start()
+        try:
+            assert closed.wait(30)
+        finally:
+            ended.set()
+            asking.join()
+            closing.join()
 
 
 def test_a_port_that_is_taken_is_one_error() -> None:
