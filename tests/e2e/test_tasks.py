@@ -154,7 +154,9 @@ def test_some_questions_behind_examples(product: Product, material: Material, tm
 
 def test_results_are_printed_also_where_no_file_can_be_written(product: Product, material: Material) -> None:
     file = material.tasks / "rows.jsonl"
-    ran = product.run("evaluate", *words({"load": material.run, "tasks": material.files("choices")[0], "limit": 2, "output": file / "x.json"}))
+    ran = product.run(
+        "evaluate", *words({"load": material.run, "tasks": material.files("choices")[0], "limit": 2, "output": file / "x.json"})
+    )
     assert ran.codes == (1,) and f"error: {file}: got File exists, expected to write it" in ran.err
     assert re.search(r"choices +0 +acc ", ran.out), ran.out
 
@@ -167,7 +169,11 @@ GENERATED = "task: made\n{data}output_type: generate_until\ndoc_to_text: '{{{{co
     [
         ("made", {}, "got the task made, whose output_type is generate_until, expected one that asks for log-likelihoods"),
         ("gone", {}, "gone.yaml: got FileNotFoundError"),
-        ("choices", {"num_fewshot": ROWS + 1}, f"--num-fewshot: got {ROWS + 1}, expected at most {ROWS}, as many examples as the task endings has"),
+        (
+            "choices",
+            {"num_fewshot": ROWS + 1},
+            f"--num-fewshot: got {ROWS + 1}, expected at most {ROWS}, as many examples as the task endings has",
+        ),
         ("texts", {"seq_length": 4}, "tokens to score, expected at most 4; raise --seq-length"),
     ],
 )

@@ -240,14 +240,22 @@ def test_a_plan_is_compared_with_steps_of_its_own_layout(tmp_path: Path) -> None
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     for line in lines:
         slow = line["iteration"] <= 12
-        line |= {"elapsed_ms": 900.0 if slow else 100.0, "peak_memory_bytes": 9000 if slow else 1000, "data_parallel_bytes": 0 if slow else 700}
+        line |= {
+            "elapsed_ms": 900.0 if slow else 100.0,
+            "peak_memory_bytes": 9000 if slow else 1000,
+            "data_parallel_bytes": 0 if slow else 700,
+        }
     (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     first = {"event": START, "time": "2026-01-01T00:00:00", **start(config, world_size=4)}
     wider = {"event": START, "time": "2026-01-01T00:00:12", **start(config, iteration=12, reached=12)}
     # Going on with another end is going on with the same steps.
     longer = replace(config, training=replace(config.training, exit_interval=20))
     again = {"event": START, "time": "2026-01-01T00:00:16", **start(longer, iteration=16, reached=16)}
-    for events, expected in (((first, wider), (100.0, 1000, 700)), ((first, wider, again), (100.0, 1000, 700)), ((first,), (900.0, 9000, 280))):
+    for events, expected in (
+        ((first, wider), (100.0, 1000, 700)),
+        ((first, wider, again), (100.0, 1000, 700)),
+        ((first,), (900.0, 9000, 280)),
+    ):
         measured = told(tmp_path / "run", *events).as_json()["measured"]
         assert tuple(measured[name] for name in ("elapsed_ms", "peak_memory_bytes", "data_parallel_bytes")) == pytest.approx(expected)
     # Nothing has been measured yet of the layout in which a run has just gone on.
