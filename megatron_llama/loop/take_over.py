@@ -23,8 +23,11 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
+from megatron_llama.plans.itemsize import EIGHT_BIT, FP32
 
 ADAM = "adam"
+MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+"""Options of the precision in which moments are kept."""
 UPDATE = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad")
 """Options of an update, beside the learning rate."""
 OTHER_SAMPLES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -86,6 +89,14 @@ def require_adam(folder: Path, config: Config) -> None:
             expected="the state of this optimizer",
             do=f"go on with --optimizer {ADAM}, or give --no-load-optim",
         )
+    for name in MOMENTS:
+        if getattr(config.optimizer, name) == EIGHT_BIT:
+            raise CheckpointError(
+                f"{flag(name)} {EIGHT_BIT}",
+                got=f"moments in fp32 in {folder}",
+                expected="bytes and scales: moments are not converted to them",
+                do="go on with fp32 or bf16, or give --no-load-optim",
+            )
 
 
 def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iterator[str]:
@@ -140,8 +151,8 @@ def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:
         now = getattr(config.optimizer, name)
         if before != now:
             yield f"warning: {flag(name)} was {before:g} in the run that goes on, and is {now:g}"
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if getattr(config.optimizer, name) != "fp32":
+    for name in MOMENTS:
+        if getattr(config.optimizer, name) != FP32:
             kept = getattr(config.optimizer, name)
             yield f"warning: {flag(name)} is {kept}: the moments, read as fp32, are converted"
     theirs, ours = _schedules(state.config, config)

@@ -71,7 +71,7 @@ def test_a_fresh_optimizer_where_the_run_was(product: Product, straight: Callabl
     assert meta["optimizer_step"] == 1 and "begins at iteration 0" not in ended.out
 
 
-def test_the_state_of_adam_in_a_run_of_muon(
+def test_the_state_of_adam_in_a_run_of_another_optimizer(
     product: Product, straight: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is refused by name, in a run and in its dry run, from a folder of Megatron-Core as from one of ours."""
@@ -84,6 +84,19 @@ def test_the_state_of_adam_in_a_run_of_muon(
         f"error: --optimizer muon: got the masters and moments of Adam in {folder}, expected the state of this optimizer; "
         "go on with --optimizer adam, or give --no-load-optim"
     )
+    for given, expected in (
+        (
+            {"optimizer": "schedule_free_adamw", "lr_decay_style": "constant"},
+            "error: --optimizer schedule_free_adamw: got the masters and moments",
+        ),
+        (
+            {"exp_avg_sq_dtype": "8bit"},
+            f"error: --exp-avg-sq-dtype 8bit: got moments in fp32 in {folder}, expected bytes and scales: moments are",
+        ),
+    ):
+        command = product.command(load=folder, train_iters=7, lr_decay_iters=7, **given)
+        assert main(command) == 1
+        assert capsys.readouterr().err.startswith(expected)
     ended = product.train(load=folder, optimizer="muon", no_load_optim=True, save=tmp_path / "muon", train_iters=7, lr_decay_iters=7)
     assert " iteration 7/7 " in ended.out
     ended = product.train(load=folder, exp_avg_dtype="bf16", save=tmp_path / "bf16", train_iters=7, lr_decay_iters=7)
