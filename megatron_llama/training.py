@@ -33,7 +33,7 @@ from megatron_llama.loop.build import (
 )
 from megatron_llama.loop.callbacks import Callback, Callbacks, Evaluation, Run
 from megatron_llama.loop.facts import run_facts
-from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, require_outputs
+from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, open_samples, require_outputs
 from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
 from megatron_llama.loop.progress import Progress
@@ -100,8 +100,7 @@ def untrained(inputs: Inputs) -> TrainResult:
 
 def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
     """Print the loss of a checkpoint or HuggingFace folder on the validation split."""
-    with raise_on_all_ranks(mesh.world):
-        samples = source(config, VALIDATION)
+    samples = open_samples(source, config, VALIDATION, mesh.world)
     runtime, state = forward_runtime(config, mesh)
     with open_log(config, mesh, state) as log:
         Validation(config, mesh, runtime, samples).run(state, log, last=True)

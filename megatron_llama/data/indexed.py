@@ -193,6 +193,11 @@ class IndexedDataset:
             self._pointers[0] == 0 and np.array_equal(np.diff(self._pointers), steps)
         )
 
+    @property
+    def found(self) -> str:
+        """What tells these files from others, as far as that is known without reading them."""
+        return f"{self.num_documents} documents with {self.num_tokens} tokens"
+
     @cached_property
     def sequences_are_documents(self) -> bool:
         """Whether each document has one sequence."""

@@ -153,6 +153,20 @@ class FetchedAhead(Protocol):
         read."""
 
 
+@runtime_checkable
+class OfFiles(Protocol):
+    """Samples of files that every rank has looked up by itself."""
+
+    def found(self) -> list[tuple[str, str]]:
+        """Return the name of each, and what was found there, which is the same on all ranks."""
+
+
+def found_files(samples: Samples) -> list[tuple[str, str]]:
+    """Return the files of samples, and what this rank has found there; none for samples that ranks
+    have opened together."""
+    return samples.found() if isinstance(samples, OfFiles) else []
+
+
 def reads_remotely(samples: Samples) -> bool:
     """Return whether samples come from a server and can be asked for ahead."""
     return isinstance(samples, FetchedAhead) and samples.is_remote
@@ -180,6 +194,9 @@ class TokenSamples(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """Return a few fields for JSON that differ for other samples."""
+
+    def found(self) -> tuple[str, str]:
+        """Return the name of the files, and what was found there."""
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """Return the tokens of a sample, int64 [seq_length + 1]. Raises DataError."""
@@ -213,6 +230,9 @@ class StreamSamples:
 
     def identity(self) -> dict[str, Any]:
         return self._stream.identity()
+
+    def found(self) -> list[tuple[str, str]]:
+        return [self._stream.found()]
 
     @property
     def is_remote(self) -> bool:
@@ -266,6 +286,9 @@ class BlendedSamples:
             for number, part in parts
             for name, value in part.items()
         }
+
+    def found(self) -> list[tuple[str, str]]:
+        return [file for part in self.parts for file in found_files(part)]
 
     @property
     def is_remote(self) -> bool:

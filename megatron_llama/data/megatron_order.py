@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_llama.config.blend import Blend
-from megatron_llama.data.loader import Batch, Samples, fetch, reads_remotely, side_by_side
+from megatron_llama.data.loader import (
+    Batch,
+    Samples,
+    fetch,
+    found_files,
+    reads_remotely,
+    side_by_side,
+)
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.errors import DataError
 
@@ -205,6 +212,9 @@ class MegatronBlend:
             for name, value in part.items()
         }
         return {**found, "samples in Megatron's order": len(self)}
+
+    def found(self) -> list[tuple[str, str]]:
+        return [file for part in self._parts for file in found_files(part)]
 
     @property
     def is_remote(self) -> bool:

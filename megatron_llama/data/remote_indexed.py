@@ -21,9 +21,17 @@ class RemoteIndexedDataset(IndexedDataset):
         """Raises DataError if a file is missing or damaged, or cannot be read."""
         self.prefix = prefix
         self._cache = cache
-        idx = _required(f"{prefix}.idx")
+        self._idx = _required(f"{prefix}.idx")
         self._bin = _required(f"{prefix}.bin")
-        self._open_index(cache.whole(idx), self._bin.size)
+        self._open_index(cache.whole(self._idx), self._bin.size)
+
+    @property
+    def found(self) -> str:
+        """The versions of the two files: every rank asks the server, at a time of its own."""
+        return ", ".join(
+            f"{suffix} of {file.size} bytes ({file.version})"
+            for suffix, file in ((".idx", self._idx), (".bin", self._bin))
+        )
 
     def _read(self, start: int, stop: int) -> Tokens:
         item = self.dtype.itemsize

@@ -81,6 +81,10 @@ class TokenStream:
         # Counts and no checksum: the start of a run is no time to read all tokens.
         return {"documents": self.num_documents, "tokens": self.num_tokens}
 
+    def found(self) -> tuple[str, str]:
+        """Return the prefix of the dataset, and what was found there."""
+        return self.dataset.prefix, self.dataset.found
+
     def require_samples(self, split: str) -> None:
         """Raise DataError if the stream, used for ``split``, is too short for one sample."""
         if len(self) == 0:

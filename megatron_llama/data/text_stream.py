@@ -183,6 +183,11 @@ class TextStream:
             "stream": digest[:32],
         }
 
+    def found(self) -> tuple[str, str]:
+        """Return the word of --data-path, and what was found there."""
+        digest = self.identity()["stream"]
+        return self.name, f"{self.num_files} files of {self.num_bytes} bytes ({digest})"
+
     def seek(self, rows: Sequence[Row] | None) -> None:
         """Go on from the rows that ``rows`` gave, of each lane; with None from the start."""
         self._open.clear()

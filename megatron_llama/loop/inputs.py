@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron_llama.config.schema import CheckpointConfig, Config, LoraConfig, T
 from megatron_llama.conversion.export import weight_folders
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import require_export
-from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples
+from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples, found_files
 from megatron_llama.data.megatron_order import (
     MegatronBlend,
     MegatronStream,
@@ -37,7 +38,11 @@ from megatron_llama.data.remote_indexed import open_dataset
 from megatron_llama.data.shards import is_stream
 from megatron_llama.data.stream import TokenStream, split_documents
 from megatron_llama.data.text_stream import fits, seek, text_streams
-from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import (
+    broadcast_object,
+    on_rank0,
+    raise_on_all_ranks,
+)
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import ConfigError, DataError, listing
 from megatron_llama.loop.bad_steps import ROLLBACK
@@ -210,18 +215,19 @@ def open_inputs(
     run does not resume from a checkpoint that was trained on other samples; without it that is a
     line. Raises UserError, the same on every rank."""
     source = source or partial(stream_samples, eod=None)
-    with raise_on_all_ranks(world):
-        training = source(config, TRAINING)
+    training = open_samples(source, config, TRAINING, world)
     # Machines may see different states of a shared folder for a while: all take what the first
     # rank finds.
     identity, start, state, start_lines = on_rank0(
         lambda: _first_state(config, training, same_data=same_data), world
     )
     with raise_on_all_ranks(world):
-        _require_same_text(training, identity)
         seek(training, state.places)
         config, length_lines = _with_run_length(config, len(training), state)
-        validation = source(config, VALIDATION) if config.training.eval_interval else None
+    validation = None
+    if config.training.eval_interval:
+        validation = open_samples(source, config, VALIDATION, world)
+    with raise_on_all_ranks(world):
         prompts = encoded_prompts(config, tokenizer, prompt)
     with raise_on_all_ranks(world):
         if world.rank == 0:
@@ -240,15 +246,25 @@ def open_inputs(
     )
 
 
-def _require_same_text(samples: Samples, identity: Mapping[str, Any]) -> None:
-    """Raise DataError if this rank has found other text than the first."""
-    if text_streams(samples) and samples.identity() != identity:
-        raise DataError(
-            "--data-path",
-            got=f"other files than rank 0 ({samples.identity()})",
-            expected=f"the same on every machine ({identity})",
-            do="wait until the folder is the same everywhere, or give a URL",
-        )
+def open_samples(source: Source, config: Config, part: int, world: Axis) -> Samples:
+    """Open the samples of TRAINING or VALIDATION on all ranks. Collective. Raises DataError, on
+    every rank also where one has found other files than the first: each looks for itself, and a
+    file may be replaced meanwhile, or be another one on another machine."""
+    with raise_on_all_ranks(world):
+        samples = source(config, part)
+    files = found_files(samples)
+    with raise_on_all_ranks(world):
+        for (name, own), (_, first) in zip_longest(
+            files, broadcast_object(files, world), fillvalue=("--data-path", "nothing")
+        ):
+            if own != first:
+                raise DataError(
+                    name,
+                    got=own,
+                    expected=f"what rank 0 has found: {first}",
+                    do="wait until the files are the same for all machines, and start again",
+                )
+    return samples
 
 
 def _warnings(config: Config, samples: int) -> Iterator[str]:
