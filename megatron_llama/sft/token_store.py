@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_llama.errors import DataError, describe
-from megatron_llama.sft.fingerprint import text_digest
+from megatron_llama.sft.fingerprint import BYTES, text_digest
 
 FORMAT_VERSION = 1
 """To be raised when the columns or what is told of them change."""
@@ -81,7 +81,8 @@ class TokenStore:
                 pass  # as damaged as one whose digests differ
             # A rename first: another process must not find half of it.
             aside = self._temporary(key)
-            path.rename(aside)
+            with suppress(FileNotFoundError):  # another run has found the damage, too
+                path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
             return False
 
@@ -115,10 +116,11 @@ class TokenStore:
     def _remove_abandoned(self) -> None:
         before = time.time() - _ABANDONED
         for folder in self._folder.glob(f"{_TEMPORARY}*"):
-            # Another process may remove it, too.
-            times = [file.stat().st_mtime for file in (folder, *folder.glob("*")) if file.exists()]
-            if times and max(times) < before:
-                shutil.rmtree(folder, ignore_errors=True)
+            # Another process may remove or rename it, too.
+            with suppress(FileNotFoundError):
+                times = [file.stat().st_mtime for file in (folder, *folder.glob("*"))]
+                if max(times) < before:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 class TokenWriter:
@@ -129,6 +131,7 @@ class TokenWriter:
         self._path = path
         self._files: dict[str, BinaryIO] = {}
         self._columns: dict[str, dict[str, Any]] = {}
+        self._digests: dict[str, hashlib.blake2b] = {}
 
     def add(self, columns: Mapping[str, NDArray[Any]]) -> None:
         """Append values, always to the same columns. Raises DataError if the disk is full."""
@@ -137,16 +140,19 @@ class TokenWriter:
                 if name not in self._files:
                     self._files[name] = (self._temporary / name).open("xb")
                     self._columns[name] = {"dtype": values.dtype.name, "count": 0}
+                    self._digests[name] = hashlib.blake2b(digest_size=BYTES)
                 assert values.dtype.name == self._columns[name]["dtype"], name
-                self._files[name].write(np.ascontiguousarray(values).data)
+                content = np.ascontiguousarray(values).data
+                self._files[name].write(content)
+                self._digests[name].update(content)
                 self._columns[name]["count"] += len(values)
 
     def publish(self, about: Mapping[str, Any]) -> None:
         """End the entry and give it its name, with ``about``, which is for JSON."""
         with _usable(self._path):
-            self.close()
             for name, column in self._columns.items():
-                column["digest"] = _digest(self._temporary / name)
+                self._files[name].close()
+                column["digest"] = self._digests[name].hexdigest()
             content: dict[str, Any] = {"columns": self._columns, "about": about}
             content["digest"] = text_digest(self._columns, about)
             (self._temporary / META).write_text(json.dumps(content))
@@ -158,9 +164,10 @@ class TokenWriter:
                 # Another run has written the same entry meanwhile.
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of an entry that is published, or that nobody wants any more."""
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # closing writes, once more, what a full disk has refused
+                file.close()
 
 
 def _mapped(path: Path, column: Mapping[str, Any]) -> NDArray[Any]:
@@ -175,7 +182,7 @@ def _mapped(path: Path, column: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=BYTES)
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from megatron_llama.preference.dataset import PairSamples, read_pairs
 from megatron_llama.preference.option_problems import objective_fields
 from megatron_llama.preference.run import PairData
 from megatron_llama.prove.pool import Place
-from megatron_llama.sft import dataset, fingerprint
+from megatron_llama.sft import dataset, fingerprint, token_store
 from megatron_llama.sft import run as runs
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import Examples, ExampleSamples, read_examples
@@ -305,6 +307,36 @@ def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path, chat: ChatT
     (tmp_path / "cache").write_text("")
     with pytest.raises(DataError, match="expected a folder that keeps the tokens of examples; give another --data-cache-path"):
         opened("sft", file, tmp_path / "cache", chat)
+
+
+@pytest.mark.parametrize("limit", [0, 300, 5000, 20000])
+def test_a_disk_without_room(limit: int, file: Path, tmp_path: Path, chat: ChatTokenizer) -> None:
+    """It is one error, wherever in a file the room ends, and what was written makes room again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(DataError, match="got File too large, expected a folder that keeps the tokens of examples"):
+            opened("kto", file, tmp_path / "cache", chat)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert entries(tmp_path / "cache") == []
+
+
+def test_two_runs_that_find_the_same_damage(file: Path, tmp_path: Path, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One removes the entry while the other looks at its files."""
+    opened("sft", file, tmp_path / "cache", chat)
+    [entry] = entries(tmp_path / "cache")
+    before = {path.name: path.read_bytes() for path in entry.iterdir()}
+    damage(entry / "ids", "a bit")
+    digest = token_store._digest
+
+    def and_lose(path: Path) -> str:
+        shutil.rmtree(entry, ignore_errors=True)
+        return digest(path)
+
+    monkeypatch.setattr(token_store, "_digest", and_lose)
+    opened("sft", file, tmp_path / "cache", chat)
+    assert entries(tmp_path / "cache") == [entry] and {path.name: path.read_bytes() for path in entry.iterdir()} == before
 
 
 def test_problems_stop_a_second_start_too(file: Path, tmp_path: Path, chat: ChatTokenizer) -> None:
