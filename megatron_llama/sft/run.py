@@ -182,6 +182,8 @@ class FileData(ABC, Generic[Read, Made]):
             with raise_on_all_ranks(world):
                 writes = self._leads and missing
                 writer = stack.enter_context(self._store.writing(key)) if writes else None
+                if writer is not None:
+                    writer.add(self.none().columns())  # files without a record have columns, too
             shares = self.rounds(files, config, (world.rank, world.size))
             seen = self.none()
             more = True

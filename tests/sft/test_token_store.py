@@ -339,6 +339,15 @@ def test_two_runs_that_find_the_same_damage(file: Path, tmp_path: Path, chat: Ch
     assert entries(tmp_path / "cache") == [entry] and {path.name: path.read_bytes() for path in entry.iterdir()} == before
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "content"), [("blank.jsonl", "\n\n"), ("none.json", "[]")])
+def test_files_without_a_record(kind: str, name: str, content: str, tmp_path: Path, chat: ChatTokenizer) -> None:
+    (tmp_path / name).write_text(content)
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"{name}: got no example that can be used \(0 cannot, 0 are too long\)"):
+            opened(kind, tmp_path / name, tmp_path / "cache", chat)
+
+
 def test_problems_stop_a_second_start_too(file: Path, tmp_path: Path, chat: ChatTokenizer) -> None:
     said = []
     for _ in range(2):
