@@ -43,17 +43,21 @@ _TEMPORARY = ".tmp-"
 
 
 def cache_folder(path: str | None) -> Path:
-    """Return the folder of --data-cache-path, or the default one. Raises ConfigError for a URL."""
-    if path is None:
-        return Path("~/.cache/megatron_llama/data").expanduser()
-    if is_url(path):
-        raise ConfigError(
-            "--data-cache-path",
-            got=path,
-            expected="a folder on a disk of this machine",
-            do="give a path, such as /scratch/data-cache",
-        )
-    return Path(path).expanduser()
+    """Return the folder of --data-cache-path, or the default one. Raises ConfigError for a URL, and
+    below a home that is not known."""
+    path = "~/.cache/megatron_llama/data" if path is None else path
+    got = path
+    if not is_url(path):
+        try:
+            return Path(path).expanduser()
+        except RuntimeError:  # a container may have a user who has no name
+            got = f"{path}, of a user without a home"
+    raise ConfigError(
+        "--data-cache-path",
+        got=got,
+        expected="a folder on a disk of this machine",
+        do="give a path, such as /scratch/data-cache",
+    )
 
 
 class BlockCache:

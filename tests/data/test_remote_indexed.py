@@ -316,6 +316,11 @@ def test_options_of_the_cache(dataset: IndexedDataset, server: RangeServer, tmp_
     assert type(open_dataset(dataset.prefix, data)) is IndexedDataset
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder(None) == tmp_path / ".cache/megatron_llama/data"
+    for word in ("~nobody-has-this-name/cache", None):
+        with pytest.raises(ConfigError, match=r"--data-cache-path: got ~.*cache.*, of a user without a home, expected a folder on a disk"):
+            cache_folder(word)
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31)
     with pytest.raises(ConfigError, match="--data-cache-gib: got 0, expected more than 0 GiB"):
         open_dataset(url, DataConfig(data_cache_gib=0.0))
     with pytest.raises(ConfigError, match="--data-cache-path: got s3://bucket/cache, expected a folder on a disk"):
