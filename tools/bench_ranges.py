@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=400.0, help="of the dataset")
     parser.add_argument("--rate", type=float, default=50e6, help="bytes a second of the server")
     parser.add_argument("--latency", type=float, default=0.005, help="seconds before each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="of three runs each")
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--rounds", type=int, default=5, help="of three runs each")
+    parser.add_argument("--steps", type=int, default=20, help="of each run")
     arguments = parser.parse_args()
     folder = arguments.folder
     prefix = folder / "data" / "docs"
