@@ -6,10 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import megatron_llama
 from megatron_llama.errors import DataError, describe
@@ -53,7 +52,7 @@ def code_digest() -> str:
     libraries that it uses: a fault that is mended must not live on in tokens that were kept."""
     package = Path(megatron_llama.__file__).parent
     sources = [
-        (str(file.relative_to(package)), file.read_text())
+        (str(file.relative_to(package)), file.read_text(encoding="utf-8"))
         for room in ROOMS
         for file in sorted((package / room).glob("*.py"))
     ]
@@ -65,8 +64,3 @@ def _version(library: str) -> str | None:
         return version(library)
     except PackageNotFoundError:
         return None
-
-
-def differences(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of what is not the same in all of them."""
-    return [name for name, value in parts[0].items() if any(one[name] != value for one in parts)]

@@ -25,7 +25,7 @@ from megatron_llama.sft.dataset import (
     example_rounds,
     refuse_problems,
 )
-from megatron_llama.sft.fingerprint import code_digest, differences, file_digests, text_digest
+from megatron_llama.sft.fingerprint import code_digest, file_digests, text_digest
 from megatron_llama.sft.records import example_files
 from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.sft.token_store import FORMAT_VERSION, TokenStore
@@ -120,18 +120,22 @@ class FileData(ABC, Generic[Read, Made]):
             before = _states(files)
             if self._leads:
                 parts = self._parts(files, config)
-        leaders = [one for one in all_gather_object(parts, world) if one]
-        if found := differences(leaders):
-            raise DataError(
-                describe(
-                    ", ".join(paths),
-                    got=f"machines that differ in {' and '.join(found)}",
-                    expected="the same examples and tokens on all of them",
-                    do="copy the files to all machines, or to a folder that they share, and "
-                    "install the same versions",
+        first, *others = (
+            (rank, one) for rank, one in enumerate(all_gather_object(parts, world)) if one
+        )
+        for rank, one in others:
+            if found := [name for name, value in first[1].items() if one[name] != value]:
+                raise DataError(
+                    describe(
+                        ", ".join(paths),
+                        got=f"machines that differ in {' and '.join(found)} (that of rank {rank} "
+                        "from that of rank 0)",
+                        expected="the same examples and tokens on all of them",
+                        do="copy the files to all machines, or to a folder that they share, and "
+                        "install the same versions",
+                    )
                 )
-            )
-        key = text_digest(leaders[0])
+        key = text_digest(first[1])
         whole = True
         with raise_on_all_ranks(world):
             if self._leads:

@@ -398,5 +398,7 @@ def test_machines_with_other_files(cluster: Cluster, file: Path, tmp_path: Path,
     other.parent.mkdir()
     other.write_bytes(file.read_bytes())
     folders = [tmp_path / "a", tmp_path / "b"]
-    found = cluster.run(2, open_in, "sft", [file, other], folders, llama3 / "tokenizer.json")
-    assert all("machines that differ in files" in said for _, said in found) and not any(folder.exists() for folder in folders)
+    found = cluster.run(4, open_in, "sft", [file, other], folders, llama3 / "tokenizer.json")
+    assert all("machines that differ in files (that of rank 2 from that of rank 0)" in said for _, said in found) and not any(
+        folder.exists() for folder in folders
+    )
