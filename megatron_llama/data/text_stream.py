@@ -83,6 +83,8 @@ class _Lane:
         its piece and its place."""
         self.asked: int | None = None
         """The number of the question that is not answered yet."""
+        self.blank = False
+        """Whether the piece was read from its beginning, and had no token yet."""
 
     def extend(self, answer: Answer) -> None:
         """Add the documents of an answer."""
@@ -144,6 +146,8 @@ class TextStream:
         self._ahead = max(self._block, of_a_step)
         self._open: dict[int, _Lane] = {}
         self._rows: dict[int, Row] = {}
+        self._blank: set[Piece] = set()
+        """The pieces that are known to have no token."""
         self._questions = 0
         self._helpers: list[Helper] = []
 
@@ -317,9 +321,15 @@ class TextStream:
         if isinstance(answer, Failure):
             raise answer.error
         assert isinstance(answer, Answer)
-        self._require_ids(answer, self._piece(answer.lane, lane.piece))
+        piece = self._piece(answer.lane, lane.piece)
+        self._require_ids(answer, piece)
+        lane.blank = (lane.blank or lane.place == piece.start) and not len(answer.tokens)
         lane.extend(answer)
         if answer.next_place is None:
+            if lane.blank:
+                self._blank.add(piece)
+                self._require_text(answer.lane)
+                lane.blank = False
             lane.piece += 1
             lane.place = self._piece_start(answer.lane, lane.piece)
         else:
@@ -329,6 +339,22 @@ class TextStream:
         if self._samples != ENDLESS and number * self.lanes + lane >= len(self._pieces):
             return 0  # it is refused if somebody needs it
         return self._piece(lane, number).start
+
+    def _require_text(self, lane: int) -> None:
+        """Raise DataError if none of the pieces that a lane will ever have has a token: it would
+        read them for ever."""
+        if self._samples != ENDLESS:
+            return
+        own = (self._piece(lane, number) for number in range(len(self._pieces)))
+        if self._blank.issuperset(self._pieces if self._settings.shuffled else own):
+            names = sorted({self._shards[piece.shard].file.path for piece in self._blank})
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise DataError(
+                f"--data-path {self.name}",
+                got=f"documents without text alone ({', '.join(names[:3])}{more})",
+                expected="text",
+                do="change --stream-key, or leave these files out",
+            )
 
     def _require_ids(self, answer: Answer, piece: Piece) -> None:
         tokens = answer.tokens

@@ -314,6 +314,31 @@ def test_what_cannot_be_used_is_named_with_its_line(
         steps([stream], 1, 0, 100)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("shuffled", "with_text", "refused"),
+    [
+        (True, "", True),
+        (True, "c", False),
+        (False, "", True),
+        (False, "ae", True),  # these come back to the first lane alone, and the others read for ever
+        (False, "abcd", False),
+    ],
+)
+def test_text_that_never_comes(
+    shuffled: bool, with_text: str, refused: bool, rank: int, settings: StreamSettings, tmp_path: Path
+) -> None:
+    """It is an error on each rank that would wait for it, which has half of the lanes."""
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.jsonl").write_bytes(lines(["one two three" * (name in with_text)] * 90))
+    reading = loader(open_stream(tmp_path, replace(settings, lanes=4, shuffled=shuffled)), rank, 2, 1)
+    if refused:
+        with pytest.raises(DataError, match=r"--data-path .*: got documents without text alone \(.*\), expected text; change"):
+            reading.microbatches(0)
+    else:
+        assert len(reading.microbatches(0)) == GLOBAL_BATCH_SIZE // 2
+
+
 def test_columns_are_named(settings: StreamSettings, tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"body": ["a", None]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a.parquet: column 'text': got no such column \(columns: 'body'\).*change --stream-key"):
