@@ -317,8 +317,19 @@ def _linked(base: str, folder: str) -> Iterator[str]:
     """Yield the files to which the index page of a folder links, those of its folders included."""
 
     def page() -> str:
-        with _request(folder, {}) as answer:
-            return answer.read().decode("utf-8", "replace")
+        try:
+            with _request(folder, {}) as answer:
+                return answer.read().decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            if error.code not in (404, 410):
+                raise
+            raise DataError(
+                folder,
+                got=f"no such page ({_reason(error)})",
+                expected="an index page with links to files of text, or for an indexed dataset the "
+                "URL to which .idx and .bin can be added",
+                do="check the URL",
+            ) from error
 
     links = _Links()
     links.feed(_tried(folder, page))

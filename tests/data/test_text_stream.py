@@ -354,6 +354,9 @@ def test_a_server_that_cannot_be_used(folder: Path, settings: StreamSettings, mo
     with serving(folder) as server:
         with pytest.raises(DataError, match=r"nothing\.jsonl: got HTTP status 404.*expected a server that answers"):
             found(server.url + "/nothing.jsonl")
+        # It may have been meant as the prefix of an indexed dataset.
+        with pytest.raises(DataError, match=r"/nothing/: got no such page \(HTTP status 404.*to which \.idx and \.bin can be added; check"):
+            found(server.url + "/nothing")
         server.failing = 1000
         with pytest.raises(DataError, match=r"got HTTP status 503.*after 8 tries"):
             found(server.url + "/data/a.jsonl")
