@@ -134,6 +134,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "warmup_ratio": "--lr-warmup-fraction",
         "adam_epsilon": "--adam-eps",
         "max_grad_norm": "--clip-grad",
+        "optim": "--optimizer, and for adamw_bnb_8bit --exp-avg-dtype 8bit --exp-avg-sq-dtype 8bit",
         "gradient_checkpointing": f"{_RECOMPUTE} full",
         "fsdp": _SHARDING,
         "output_dir": "--save",

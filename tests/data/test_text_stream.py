@@ -325,9 +325,7 @@ def test_what_cannot_be_used_is_named_with_its_line(
         (False, "abcd", False),
     ],
 )
-def test_text_that_never_comes(
-    shuffled: bool, with_text: str, refused: bool, rank: int, settings: StreamSettings, tmp_path: Path
-) -> None:
+def test_text_that_never_comes(shuffled: bool, with_text: str, refused: bool, rank: int, settings: StreamSettings, tmp_path: Path) -> None:
     """It is an error on each rank that would wait for it, which has half of the lanes."""
     for name in "abcdefgh":
         (tmp_path / f"{name}.jsonl").write_bytes(lines(["one two three" * (name in with_text)] * 90))
