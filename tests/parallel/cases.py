@@ -401,6 +401,11 @@ def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
+def bounds(loss_rounding: float, norm_rounding: float) -> tuple[float, float]:
+    """Of losses and norms, by the deviations of a run in fp32 from the same one in fp64: they depend on the processor's kernels."""
+    return max(LOSS_BOUND, 2 * loss_rounding), max(NORM_BOUND, 2 * norm_rounding)
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the parity table: the largest relative deviations over all steps, and their bounds."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.harness import Cluster
-from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STEPS, STRATEGIES, Layout, deviation
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STEPS, STRATEGIES, Layout, bounds, deviation
 from tests.preference.cases import CASES, align, align_twin
 
 SHORT = 4
@@ -25,9 +27,13 @@ LAYOUTS = (
 def assert_equal(cluster: Cluster, layout: Layout, name: str, *, chunked: bool = False) -> None:
     ranks = cluster.run(layout.world_size, align, layout, CASES[name], chunked)
     expected, expected_numbers = align_twin(layout, CASES[name])
+    loss = max(deviation(found.losses, expected.losses) for found, _ in ranks)
+    norm = max(deviation(found.norms, expected.norms) for found, _ in ranks)
+    if loss >= LOSS_BOUND or norm >= NORM_BOUND:
+        exact, _ = align_twin(replace(layout, fp64=True), CASES[name])
+        loss_bound, norm_bound = bounds(deviation(expected.losses, exact.losses), deviation(expected.norms, exact.norms))
+        assert loss < loss_bound and norm < norm_bound, (loss, loss_bound, norm, norm_bound)
     for found, numbers in ranks:
-        assert deviation(found.losses, expected.losses) < LOSS_BOUND
-        assert deviation(found.norms, expected.norms) < NORM_BOUND
         assert found.losses == ranks[0][0].losses
         for key, values in expected_numbers.items():
             # Rewards are differences of log-probabilities of about -30, which fp32 rounds to 2e-6.

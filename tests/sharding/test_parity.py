@@ -13,7 +13,7 @@ from megatron_llama.distributed.launcher import Place
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES, bounds
 from tests.sharding.training import (
     CLIP,
     TWICE,
@@ -49,8 +49,13 @@ def compare(cluster: Cluster, references: References, run: Run, **options: Any) 
     assert run.clip == 0 or min(expected[0].norms) > run.clip
     assert len({each.digest for each in found}) == 1, "ranks hold different parameters"
     loss, norm = differences(found, expected)
-    assert loss <= LOSS_BOUND and norm <= NORM_BOUND, (loss, norm)
-    assert farthest(found[0].values, expected[0].values, run.twin.idle) <= VALUE_BOUND
+    values = farthest(found[0].values, expected[0].values, run.twin.idle)
+    if loss > LOSS_BOUND or norm > NORM_BOUND or values > VALUE_BOUND:
+        # Rounding moves some models far by itself, by which processor's kernels it may be: torch's fp64 says how far its own fp32.
+        exact = references(replace(run, dtype=torch.float64))
+        loss_bound, norm_bound = bounds(*differences(expected, exact))
+        assert loss <= loss_bound and norm <= norm_bound, (loss, loss_bound, norm, norm_bound)
+        assert values <= max(VALUE_BOUND, 2 * farthest(expected[0].values, exact[0].values, run.twin.idle))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
