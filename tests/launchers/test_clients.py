@@ -23,7 +23,8 @@ import yaml
 pytestmark = pytest.mark.launchers
 ROOT = Path(__file__).parent.parent.parent
 LAUNCH = ROOT / "examples" / "launch"
-TIMEOUT = 300.0
+TIMEOUT = 900.0
+"""Where other tests use all cores, the processes of Ray itself have little time: 1:10 alone, over five minutes then."""
 
 
 def unknown(given: Any, kept: Any, path: str = "") -> list[str]:
