@@ -262,7 +262,7 @@ class FedLogger(MetricLogger, Protocol):
 
     @property
     def name(self) -> str:
-        """Of the service, and of what it was asked for there."""
+        """The service, and what it was asked for there: its project or experiment."""
         ...
 
     @property

@@ -83,7 +83,7 @@ class Measured:
         return int(known[-1]) if len(known) else None
 
     def median(self, name: str) -> float | None:
-        """Of a column."""
+        """The median of a column over the steps of the newest batch size; None without a number."""
         found = self.column(name)
         if self.batch is not None:
             found = found[self.column("global_batch_size") == self.batch]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
-from megatron_llama.config.families import FAMILIES
-from megatron_llama.config.schema import MODEL_SIZES, Config, ModelConfig
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.errors import describe
+from megatron_llama.plans.checks.whole_units import whole_units
 from megatron_llama.plans.param_groups import (
     FLAG,
     INIT_STD,
@@ -18,13 +18,7 @@ from megatron_llama.plans.param_groups import (
     read_group,
     with_values,
 )
-from megatron_llama.plans.params import (
-    ParamSpec,
-    has_tied_head,
-    is_adapter,
-    stage_units,
-    whole_model,
-)
+from megatron_llama.plans.params import ParamSpec, has_tied_head, is_adapter
 
 
 def param_group_problems(config: Config) -> Iterator[str]:
@@ -36,18 +30,11 @@ def param_group_problems(config: Config) -> Iterator[str]:
             groups.append(read_group(text))
         except Malformed as problem:
             yield str(problem)
-    model = config.model
-    sizes = [getattr(model, name) for name in (*MODEL_SIZES, "make_vocab_size_divisible_by")]
-    # num_key_value_heads is derived from others, which other checks look at.
-    sizes += [model.num_key_value_heads, model.head_dim]
-    if not groups or min(sizes) <= 0 or model.model_type not in FAMILIES:
+    specs = [spec for unit in whole_units(config) for spec in unit.params]
+    if not groups or not specs:
         return
-    units = stage_units(
-        model, whole_model(model), 0, freeze=config.optimizer.freeze, lora=config.lora
-    )
-    specs = [spec for unit in units for spec in unit.params]
     for group in groups:
-        yield from _match_problems(group, specs, model)
+        yield from _match_problems(group, specs, config.model)
     names = [part.name for spec in specs for part in spec.slices]
     for first, second, key in dict.fromkeys(
         found for name in names if (found := _conflict_of(groups, name)) is not None
