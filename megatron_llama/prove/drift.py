@@ -349,7 +349,9 @@ def _rises(quantity: Quantity, curve: Sequence[_Point], floor: float) -> list[Ri
             passed = place + steps
             if any(row[0].iteration <= rise.iteration <= row[-1].iteration for rise in found):
                 continue  # a shorter row has it, and says the step more sharply
-            first = next(point.iteration for point in row if point.at_least >= size)
+            # A step that alone is no proof is the beginning where the steps behind it prove it.
+            begins = min(size, TAILS[quantity][0].upper * level)
+            first = next(point.iteration for point in row if point.at_least >= begins)
             # The first row that is too far apart has only some of the steps that are.
             starts = range(place, min(place + steps, len(curve) - steps) + 1)
             most = max(_size_at_least(curve[start : start + steps]) for start in starts)
