@@ -95,8 +95,9 @@ class ModelConfig:
     eos_token_id: int | None = None
     """Written to the exported config.json; ends generation. Default: the tokenizer's."""
     pad_token_id: int | None = None
-    """Written to the exported config.json. HuggingFace's reward models read the score at the last
-    token that is not this one."""
+    """Written to the exported config.json. Lookups do not train the row of this token, unless
+    --train-pad-embedding says so; -1 is the last row. HuggingFace's reward models read the score at
+    the last token that is not this one. Default: none, and all rows are trained."""
     num_labels: int = 0
     """0: a language model. 1: a reward model, which has a score in the place of the output head:
     HuggingFace's ForSequenceClassification."""
@@ -361,6 +362,10 @@ class OptimizerConfig:
     """Patterns (`*` and `?`) of HuggingFace parameter names that are not trained: `--freeze
     'model.embed_tokens.*' 'model.layers.0.*'`. Weights that are stored as one, such as q, k and v,
     are frozen together."""
+    train_pad_embedding: bool = False
+    """Lookups of the model's pad_token_id train its row of the embedding, as in Megatron. Without
+    this they give it no gradient, as in HuggingFace (`padding_idx`): of a gradient it has that of a
+    tied head, and weight decay. Random weights then begin with zeros in that row."""
     param_group: tuple[str, ...] = field(default=(), metadata={"repeats": True})
     """Options of some parameters: `--param-group 'embed*: lr=1e-3, weight_decay=0'`, several values
     or several times. Before the colon stands a pattern (`*` and `?`) of HuggingFace parameter
