@@ -50,6 +50,9 @@ from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.sft.template import BUILT_IN
 
 AS_GIVEN = "as given"
+LAST_TOKEN = -1
+"""As pad_token_id the last row of the embedding: ``materials.py`` ends documents and answers with
+that token, so that a padding token is among the tokens here."""
 
 
 def shrink(parsed: Parsed, world_size: int, ranks: int) -> tuple[Case, ...]:
@@ -92,6 +95,8 @@ def _small(given: Given, here: World) -> Config:
     keeps_sizes = here == world and is_small(yours)
     small = given.config if keeps_sizes else yours
     small = _with(small, small_vocabulary(yours.model, world.tp, here.tp))
+    if yours.model.pad_token_id is not None:
+        small = _with(small, {"pad_token_id": LAST_TOKEN})
     if not keeps_sizes:
         small = _with(small, _sizes(given, here))
         buffers = small_buffers(yours, world, resolve(small, here.world_size), here)
