@@ -85,6 +85,8 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
     }
     preset = config.model.preset
     base = trained or ModelConfig() if preset is None else _preset(preset, given)
+    if trained is not None:  # a preset has the sizes of the weights, and no padding token
+        base = replace(base, pad_token_id=trained.pad_token_id)
     folder = config.checkpoint.init_from_hf
     if folder is not None:
         from_folder = read_hf_config(folder, ignored=config.checkpoint.ignore_hf_config_fields)
