@@ -363,9 +363,9 @@ class OptimizerConfig:
     'model.embed_tokens.*' 'model.layers.0.*'`. Weights that are stored as one, such as q, k and v,
     are frozen together."""
     train_pad_embedding: bool = False
-    """Lookups of the model's pad_token_id train its row of the embedding, as in Megatron. Without
-    this they give it no gradient, as in HuggingFace (`padding_idx`): of a gradient it has that of a
-    tied head, and weight decay. Random weights then begin with zeros in that row."""
+    """Train the embedding of the model's pad_token_id as that of any token, as Megatron does.
+    Otherwise its lookups give it no gradient, as in HuggingFace (`padding_idx`): only weight decay
+    and the gradient of a tied head change it, and in a new model it begins as zeros."""
     param_group: tuple[str, ...] = field(default=(), metadata={"repeats": True})
     """Options of some parameters: `--param-group 'embed*: lr=1e-3, weight_decay=0'`, several values
     or several times. Before the colon stands a pattern (`*` and `?`) of HuggingFace parameter
