@@ -147,7 +147,10 @@ def parse_meta(folder: Path) -> CheckpointMeta:
             optimizer_step=int(content["optimizer_step"]),
             weight_sum=float(content.get("weight_sum", 0.0)),
             loss_scale=[float(number) for number in content["loss_scale"]],
-            model=model_config_from_hf(content["model"], where=f"{path} model"),
+            # Older files do not name the padding token of a language model, which had no meaning.
+            model=model_config_from_hf(
+                {"pad_token_id": None, **content["model"]}, where=f"{path} model"
+            ),
             seed=int(content["seed"]),
             tokenizer_model=content["tokenizer_model"],
             torch_version=str(content["torch_version"]),

@@ -171,22 +171,13 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         **family.windows.write(model),
         "bos_token_id": model.bos_token_id,
         "eos_token_id": model.eos_token_id,
-        **_written_padding(model, family),
+        # Also null: for a file without the field some classes take a token of their own.
+        "pad_token_id": model.pad_token_id,
         **_written_labels(model),
         "use_cache": True,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
-
-
-def _written_padding(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """pad_token_id, where there is one; null where the class would take another token: one that the
-    model does not have, with which it refuses to be made, or one at which no score is read."""
-    if model.pad_token_id is not None or model.num_labels:
-        return {"pad_token_id": model.pad_token_id}
-    if family.defaults.get("pad_token_id", 0) < model.vocab_size:
-        return {}
-    return {"pad_token_id": None}
 
 
 def _written_labels(model: ModelConfig) -> dict[str, Any]:
@@ -227,7 +218,7 @@ def unheld_fields(model: ModelConfig) -> dict[str, Any]:
         field.name: getattr(back, field.name)
         for field in fields(ModelConfig)
         if getattr(back, field.name) != getattr(model, field.name)
-        and field.name not in ("preset", "make_vocab_size_divisible_by", "pad_token_id")
+        and field.name not in ("preset", "make_vocab_size_divisible_by")
     }
 
 
@@ -276,19 +267,21 @@ def _labels(reader: ConfigReader, family: Family) -> int:
 
 
 def _padding_token(reader: ConfigReader, model: ModelConfig) -> int | None:
-    """The padding token of a reward model, which decides where the score is read. That of a
-    language model does not count."""
-    return reader.token("pad_token_id") if model.num_labels else None
-
-
-def padding_token(config_json: Mapping[str, Any], model: ModelConfig) -> int | None:
-    """The padding token with which a language model becomes a reward model: that of its
-    ``config.json``, unless it is no token of the model, or ends texts, whose score would then be
-    read one token too early."""
-    value = config_json.get("pad_token_id")
-    if not isinstance(value, int) or isinstance(value, bool) or value == model.eos_token_id:
+    """The padding token: lookups do not train its row, and of a reward model it decides where the
+    score is read. A class's own default counts if the model has that token."""
+    token = reader.token("pad_token_id")
+    if "pad_token_id" not in reader.json and token is not None and token >= model.vocab_size:
         return None
-    return value if 0 <= value < model.vocab_size else None
+    return token
+
+
+def padding_token(model: ModelConfig) -> int | None:
+    """The padding token with which a language model becomes a reward model: its own, unless it is
+    no token of the model, or ends texts, whose score would then be read one token too early."""
+    token = model.pad_token_id
+    if token is None or token == model.eos_token_id:
+        return None
+    return token if 0 <= token < model.vocab_size else None
 
 
 def _activation(reader: ConfigReader, name: str) -> str:

@@ -37,10 +37,9 @@ HARMLESS = _names(
     # Heads of other tasks, and an encoder, which causal language models do not have.
     "id2label label2id num_labels problem_type finetuning_task task_specific_params "
     "classifier_dropout is_decoder tie_encoder_decoder cross_attention_hidden_size",
-    # Ids and files of the tokenizer, and lengths that are meant for it. The row of pad_token_id in
-    # the embedding is read like any other.
-    "pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id "
-    "tokenizer_class prefix model_max_length max_sequence_length max_seq_len seq_length",
+    # Ids and files of the tokenizer, and lengths that are meant for it.
+    "unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id tokenizer_class "
+    "prefix model_max_length max_sequence_length max_seq_len seq_length",
     # From which layer on a window counts; whether there is one is said elsewhere.
     "max_window_layers",
     # How generate() draws tokens: this program's commands have options for it.

@@ -54,6 +54,7 @@ from megatron_llama.loop.start import (
     data_changes,
     find_start,
     order_changes,
+    padding_changes,
     sample_changes,
     update_changes,
 )
@@ -343,6 +344,7 @@ def _first_state(
         *data_changes(meta.config, config),
         *order_changes(meta, config),
         *update_changes(meta.config, config),
+        *padding_changes(meta, config),
     )
     lines += [f"warning: {text}" for text in others]
     return identity, start, meta.state, lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
 from megatron_llama.plans.itemsize import EIGHT_BIT
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.params import Rectangle, padding_idx, trains_embedding
 from megatron_llama.preference.option_problems import OBJECTIVE
 
 AUTO = "auto"
@@ -309,6 +309,49 @@ def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"--param-group was {'; '.join(before) or 'not given'} when the checkpoint was saved "
             f"and is {'; '.join(now) or 'not given'}: updates go on with other rates or decay"
         )
+
+
+def padding_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
+    """Say that lookups of a resumed run do not train the same rows of the embedding as before."""
+    if not trains_embedding(config):
+        return
+    optimizer = replace(config.optimizer, train_pad_embedding=_trained_pad_embedding(meta))
+    saved = replace(config, model=meta.model, optimizer=optimizer)
+    before, now = (
+        "all rows" if row is None else f"all rows but {row}"
+        for row in (padding_idx(saved), padding_idx(config))
+    )
+    if before != now:
+        yield (
+            f"lookups trained {before} of the embedding when the checkpoint was saved and train "
+            f"{now} (--pad-token-id, --train-pad-embedding)"
+        )
+
+
+def with_pad_embedding_as_before(
+    config: Config, start: Start | None, explicit: Collection[str]
+) -> tuple[Config, list[str]]:
+    """Return the configuration with --train-pad-embedding where it goes on with a run whose lookups
+    trained all rows, unless the option was given; and a line that says so."""
+    padding = config.model.pad_token_id
+    given = "train_pad_embedding" in explicit
+    if padding is None or given or start is None or begins_anew(config.checkpoint, start):
+        return config, []
+    # Megatron trains all rows.
+    if start.native and not _trained_pad_embedding(native.read_meta(start.path)):
+        return config, []
+    line = (
+        f"--train-pad-embedding: the embedding of pad_token_id {padding} stays trained, as in the "
+        f"run that saved {start.path} (--no-train-pad-embedding: from now on as in transformers)"
+    )
+    optimizer = replace(config.optimizer, train_pad_embedding=True)
+    return replace(config, optimizer=optimizer), [line]
+
+
+def _trained_pad_embedding(meta: CheckpointMeta) -> bool:
+    """Whether the run that saved a checkpoint had --train-pad-embedding; all that are older than
+    the option did what it says."""
+    return bool(meta.config.get("optimizer", {}).get("train_pad_embedding", True))
 
 
 def order_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
