@@ -258,7 +258,11 @@ def parsed_records(
             try:
                 if isinstance(record.value, UnusableError):
                     raise record.value
-                name = formats.setdefault(str(file), name or detect(record.value))
+                # A table of two formats has null in the fields of the other one.
+                present = {
+                    field: value for field, value in record.value.items() if value is not None
+                }
+                name = formats.setdefault(str(file), name or detect(present))
                 yield record.where, read(record.value, name)
             except UnusableError as problem:
                 yield record.where, problem
