@@ -61,6 +61,19 @@ class Conversation:
             yield from _strings({key: value for key, value in message.items() if key != "role"})
         yield from _strings(self.tools)
 
+    @property
+    def has_null(self) -> bool:
+        """Whether something in the tools, or in calls of them, is null."""
+        waiting: list[Any] = [self.tools or (), *(one.get("tool_calls") for one in self.messages)]
+        while waiting:
+            value = waiting.pop()
+            parts = value.values() if isinstance(value, Mapping) else value
+            if isinstance(value, Mapping | list | tuple):
+                if any(part is None for part in parts):
+                    return True
+                waiting += parts
+        return False
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -86,7 +99,11 @@ def _strings(value: Any) -> Iterator[str]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
             waiting += value
-        elif not (value is None or isinstance(value, int | float) and math.isfinite(value)):
+        elif not (
+            value is None
+            or isinstance(value, int)
+            or (isinstance(value, float) and math.isfinite(value))
+        ):
             raise UnusableError(
                 "no JSON value",
                 got=f"the {type(value).__name__} {str(value)[:40]}",
