@@ -19,7 +19,7 @@ from megatron_llama.tokenizer.files import read_json_object
 
 SUFFIXES = (".jsonl", ".json", *TABLES)
 SAVED = "state.json"
-"""The file by which ``datasets`` knows a folder of its ``save_to_disk``. It lists the data files."""
+"""The file by which ``datasets`` knows a folder of its ``save_to_disk``. It lists data files."""
 SPLITS = "dataset_dict.json"
 """The same of a folder with one such folder for each split."""
 INFO = "dataset_info.json"
