@@ -312,8 +312,8 @@ def batch_changes(before: Mapping[str, Any], state: TrainState, config: Config) 
         )
         yield (
             f"warning: {'; '.join(changed)}: the run goes on at iteration {state.iteration:,}, "
-            f"with the sample behind the {state.consumed_samples:,} that are consumed; the learning "
-            f"rate's schedule {schedule}; {_end(state, config)}"
+            f"with the sample behind the {state.consumed_samples:,} that are consumed; the "
+            f"learning rate's schedule {schedule}; {_end(state, config)}"
         )
     name = "micro_batch_size"
     if before.get(name, now.micro_batch_size) != now.micro_batch_size:
