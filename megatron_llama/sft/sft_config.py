@@ -15,7 +15,8 @@ class SFTConfig:
     """Conversations, what of them is in the loss, and how they fill samples."""
 
     train_data: tuple[str, ...] = ()
-    """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`."""
+    """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`, `.arrow`,
+    `.feather`. A folder may be one that `save_to_disk` of `datasets` wrote."""
     valid_data: tuple[str, ...] = ()
     """Files for evaluation. Default: a share of --train-data, as --split says."""
     data_format: Format = "auto"
