@@ -49,6 +49,7 @@ from megatron_llama.loop.bad_steps import ROLLBACK
 from megatron_llama.loop.start import (
     AUTO,
     Start,
+    batch_changes,
     begins_anew,
     damaged,
     data_changes,
@@ -315,6 +316,7 @@ def _first_state(
             )
         state = start.state()
         lines += sample_lines(start.args(), state.consumed_samples, config)
+        lines += batch_changes(start.args(), state, config)
         if options.load_optim:
             lines += update_lines(start.optimizer(config.model), config)
         return identity, start, state, lines
@@ -347,6 +349,7 @@ def _first_state(
         *padding_changes(meta, config),
     )
     lines += [f"warning: {text}" for text in others]
+    lines += batch_changes(meta.config.get("training", {}), meta.state, config)
     return identity, start, meta.state, lines
 
 

@@ -19,7 +19,7 @@ from megatron_llama.checkpoint.meta import (
 )
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
-from megatron_llama.config.batch_ramp import run_samples
+from megatron_llama.config.batch_ramp import BatchSizes, run_samples
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
 from megatron_llama.conversion.formats import candidates, open_model
 from megatron_llama.conversion.hf.reader import HFWeights
@@ -287,6 +287,56 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
                     f"{flag} was {before} when the checkpoint was saved and is {now}: the samples "
                     f"are others{', unless this is the same dataset' if moved else ''}"
                 )
+
+
+def batch_changes(before: Mapping[str, Any], state: TrainState, config: Config) -> Iterator[str]:
+    """Describe what other batches mean for a run that goes on at ``state``. ``before`` has the
+    batch sizes with which the checkpoint was saved, by the names of their options."""
+    now = config.training
+    sizes = [
+        (name, _words(before[name] or ()), _words(getattr(now, name)))
+        for name in ("global_batch_size", "rampup_batch_size")
+        if name in before
+    ]
+    changed = [
+        f"--{name.replace('_', '-')} was {old or 'not given'} when the checkpoint was saved and "
+        f"is {new or 'not given'}"
+        for name, old, new in sizes
+        if old != new
+    ]
+    if changed:
+        schedule = (
+            "counts samples, so it goes on where it was"
+            if config.optimizer.lr_decay_samples
+            else "counts iterations, so each sample meets another rate than it would have"
+        )
+        yield (
+            f"warning: {'; '.join(changed)}: the run goes on at iteration {state.iteration:,}, "
+            f"with the sample behind the {state.consumed_samples:,} that are consumed; the "
+            f"learning rate's schedule {schedule}; {_end(state, config)}"
+        )
+    name = "micro_batch_size"
+    if before.get(name, now.micro_batch_size) != now.micro_batch_size:
+        yield (
+            f"--micro-batch-size was {before[name]} when the checkpoint was saved and is "
+            f"{now.micro_batch_size}: samples and steps are the same, sums are rounded differently"
+        )
+
+
+def _end(state: TrainState, config: Config) -> str:
+    """Say where a run ends that goes on at ``state``."""
+    training = config.training
+    if training.epochs:
+        return "the run ends with its last pass"
+    sizes = BatchSizes.from_training(training)
+    consumed = state.consumed_samples
+    for _ in range(state.iteration, training.train_iters):
+        consumed += sizes.at(consumed)
+    asked = training.train_samples
+    missed = f" instead of the {asked:,} of --train-samples" if asked not in (0, consumed) else ""
+    return (
+        f"the run ends after iteration {training.train_iters:,} with {consumed:,} samples{missed}"
+    )
 
 
 def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:

@@ -176,6 +176,12 @@ def unpaired(found: Preference) -> tuple[Unpaired, ...]:
     return Unpaired(found.chosen, True), Unpaired(found.rejected, False)
 
 
+def has_null(found: Preference) -> bool:
+    """Whether something in the tools of a record, or in calls of them, is null."""
+    examples = (one.completion.example for one in unpaired(found))
+    return any(isinstance(example, Conversation) and example.has_null for example in examples)
+
+
 def paired(found: Preference) -> Pair:
     """Return the pair. Raises UnusableError for a completion that was judged alone."""
     if isinstance(found, Unpaired):

@@ -90,6 +90,9 @@ class ChatTokenizer:
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         return self._tokenizer.encode_packed(texts)
 
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        return self._tokenizer.encode_long(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
 

@@ -3,6 +3,7 @@ everything that can be wrong with them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -60,6 +61,19 @@ class Conversation:
             yield from _strings({key: value for key, value in message.items() if key != "role"})
         yield from _strings(self.tools)
 
+    @property
+    def has_null(self) -> bool:
+        """Whether something in the tools, or in calls of them, is null."""
+        waiting: list[Any] = [self.tools or (), *(one.get("tool_calls") for one in self.messages)]
+        while waiting:
+            value = waiting.pop()
+            parts = value.values() if isinstance(value, Mapping) else value
+            if isinstance(value, Mapping | list | tuple):
+                if any(part is None for part in parts):
+                    return True
+                waiting += parts
+        return False
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -74,7 +88,8 @@ Example = Conversation | Passage
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, keys of objects included."""
+    """Yield every text in a JSON value, keys of objects included. Raises UnusableError for what
+    JSON does not have, such as a date in a column of a table."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -84,6 +99,17 @@ def _strings(value: Any) -> Iterator[str]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
             waiting += value
+        elif not (
+            value is None
+            or isinstance(value, int)
+            or (isinstance(value, float) and math.isfinite(value))
+        ):
+            raise UnusableError(
+                "no JSON value",
+                got=f"the {type(value).__name__} {str(value)[:40]}",
+                expected="a text, a number, true, false or null",
+                do="write it as text",
+            )
 
 
 def detect(record: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ class SFTConfig:
     """Conversations, what of them is in the loss, and how they fill samples."""
 
     train_data: tuple[str, ...] = ()
-    """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`."""
+    """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`, `.arrow`,
+    `.feather`. A folder may be one that `save_to_disk` of `datasets` wrote."""
     valid_data: tuple[str, ...] = ()
     """Files for evaluation. Default: a share of --train-data, as --split says."""
     data_format: Format = "auto"
@@ -36,8 +37,8 @@ class SFTConfig:
     """When an example cannot be used: stop before training with a list, or leave it out and say how
     many."""
     on_long_sample: Literal["truncate", "drop", "stop"] = "truncate"
-    """When an example has more than seq_length + 1 tokens: cut its end, leave it out, or count it
-    as one that cannot be used."""
+    """When an example has more than seq_length + 1 tokens: cut its end, and leave it out only if no
+    answer is left then; leave it out in any case; or count it as one that cannot be used."""
     on_changed_data: Literal["stop", "continue"] = "stop"
     """When a run is resumed and its training samples are not those that its checkpoint was trained
     on: stop before training and say what differs, or warn and go on at the same place in the new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +45,12 @@ class Tokenizer(Protocol):
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         """Encode each text on the calling thread, and return its ids as bytes (see ``packed``)."""
+        ...
+
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        """Yield the ids of ``encode_packed`` for one text piece by piece, so that little of a long
+        text is in memory as words. A tokenizer of which no place is known where a text can be cut
+        without other ids yields one piece."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

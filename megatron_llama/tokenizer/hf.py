@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,11 @@ class HFTokenizer:
             if self._words is not None
             else encode_many(self._tokenizer, texts)
         )
+
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        if self._words is not None:
+            return self._words.encode_long(text)
+        return iter(encode_many(self._tokenizer, [text]))
 
     @cached_property
     def _words(self) -> HFWords | None:

@@ -72,6 +72,11 @@ class SentencePieceTokenizer:
             return self._words.encode(texts)
         return encode_pieces(self._processor, texts)
 
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        if self._words is not None:
+            return self._words.encode_long(text)
+        return iter(encode_pieces(self._processor, [text]))
+
     @cached_property
     def _words(self) -> Words | None:
         """The same ids in less time, or None where the model does not allow it."""

@@ -22,7 +22,7 @@ from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.library import encode_many
 from megatron_llama.tokenizer.packed import pack
-from megatron_llama.tokenizer.words import SPLIT_WORD, Words
+from megatron_llama.tokenizer.words import SPLIT_WORD, Words, split_cut
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -101,7 +101,7 @@ class TiktokenTokenizer:
 
     @cached_property
     def _words(self) -> Words:
-        return Words(SPLIT_WORD, partial(encode_many, self._tokenizer))
+        return Words(SPLIT_WORD, partial(encode_many, self._tokenizer), split_cut)
 
     @cached_property
     def _library(self) -> Any:
@@ -132,6 +132,9 @@ class TiktokenTokenizer:
             else self._words.encode([text])[0]
             for text in texts
         ]
+
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        return self._words.encode_long(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._twin.decode(list(ids), skip_special_tokens=True)

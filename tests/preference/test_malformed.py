@@ -169,12 +169,12 @@ def test_long_pairs(tmp_path: Path, chat: ChatTokenizer) -> None:
 def test_what_truncation_leaves(tmp_path: Path, chat: ChatTokenizer) -> None:
     asked = {**GIVEN["trl"], "prompt": [turn("user", "why? " * 80)]}
     same = {**GIVEN["trl"], "chosen": [LONG], "rejected": [turn("assistant", LONG["content"] + "!")]}
-    path, pairs = read(tmp_path, "\n".join(map(json.dumps, [asked, same])), chat)
-    assert [(problem.where, problem.reason) for problem in pairs.problems] == [
-        (f"{path}:1", "zero target tokens after truncation"),
-        (f"{path}:2", "identical completions after truncation"),
-    ]
-    assert "of which the first 49 are the same in both halves" in str(pairs.problems[1])
+    usual = {**GIVEN["trl"], "chosen": [LONG]}
+    _, pairs = read(tmp_path, "\n".join(map(json.dumps, [asked, usual, same])), chat)
+    assert (len(pairs), pairs.numbers, pairs.truncated, pairs.dropped, pairs.problems) == (1, [1], 1, 2, [])
+    assert "too long: 1 examples truncated, 2 dropped (2 of them since the cut leaves no answer to learn)" in list(pairs.report())
+    _, judged = read(tmp_path, json.dumps(asked), chat, method="kto")
+    assert (len(judged), judged.truncated, judged.dropped) == (0, 0, 2)
 
 
 def test_templates_that_change_the_prompt(tmp_path: Path, llama3: Path) -> None:

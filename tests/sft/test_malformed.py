@@ -83,7 +83,11 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     "an empty question": (chat(turn("user", ""), ANSWER), "empty question", "field 'messages[0]': got nothing but spaces"),
     "an empty system message": (chat(turn("system", ""), USER, ANSWER), "empty system message", "field 'messages[0]': got nothing but"),
     "a special token": (chat(turn("user", "x<|eot_id|>y"), ANSWER), "special token in a message", "'<|eot_id|>' at character 1"),
-    "cut before the answer": (chat(turn("user", "why? " * 200), ANSWER), "zero target tokens after truncation", "among the first 65"),
+    "an infinite number": (
+        '{"messages": [{"role": "user", "content": "x", "n": 1e999}]}',
+        "no JSON value",
+        "got the float inf, expected a text, a number, true, false or null",
+    ),
     "a tool first": (chat(turn("tool"), ANSWER), "wrong role order", "'messages[0]': got tool first, expected system or user"),
 }
 OTHER_FORMATS: dict[str, tuple[str, str, str, str]] = {
@@ -295,6 +299,12 @@ def test_long_examples(tmp_path: Path, chat: ChatTokenizer) -> None:
     _, left = read(tmp_path, content, chat, on_long_sample="drop")
     assert (len(left), left.truncated, left.dropped, left.problems) == (1, 0, 1, [])
     assert list(left.report())[2] == "too long: 0 examples truncated, 1 dropped"
+    asked = f"{GOOD}\n{json.dumps({'messages': [turn('user', 'why? ' * 200), ANSWER]})}\n{long}\n".encode()
+    _, useful = read(tmp_path, asked, chat)
+    assert (len(useful), useful.truncated, useful.dropped, useful.problems) == (2, 1, 1, []), (
+        "what has no answer left is left out, and said"
+    )
+    assert list(useful.report())[2] == "too long: 1 examples truncated, 1 dropped (1 of them since the cut leaves no answer to learn)"
     path, stopped = read(tmp_path, content, chat, on_long_sample="stop")
     assert [str(problem).split(" tokens")[0] for problem in stopped.problems] == [f"{path}:2: got {max(cut.lengths)}"]
 
