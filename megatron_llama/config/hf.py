@@ -7,7 +7,6 @@ transformers 5: ``rope_parameters`` (rope_type, rope_theta, factor, ...), ``dtyp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,10 +17,11 @@ from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.families.family import Family
 from megatron_llama.config.families.reader import COPY, ConfigReader
 from megatron_llama.config.hf_fields import field_problems
+from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS, normal_rope, rope_problems
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING
-from megatron_llama.errors import CheckpointError, describe, listing
+from megatron_llama.errors import CheckpointError, listing
 
 
 def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> ModelConfig:
@@ -33,28 +33,12 @@ def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> Mode
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """The content of a ``config.json``. Raises CheckpointError when it is missing or damaged."""
-    try:
-        config_json = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+    if not Path(path).is_file():
         do = "give a HuggingFace folder (config.json, *.safetensors)"
         raise CheckpointError(
-            describe(str(path), got=error.strerror or error, expected="a readable file", do=do)
-        ) from error
-    except ValueError as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise CheckpointError(
-            describe(f"{path}{line}", got=error, expected="valid JSON", do="copy the file again")
-        ) from error
-    if not isinstance(config_json, dict):
-        raise CheckpointError(
-            describe(
-                str(path),
-                got=type(config_json).__name__,
-                expected="a JSON object",
-                do="copy the file again",
-            )
+            path, got="No such file or directory", expected="a readable file", do=do
         )
-    return config_json
+    return read_json_object(path)
 
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(

@@ -192,5 +192,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected valid JSON"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="got list, expected a JSON object"):
+    with pytest.raises(CheckpointError, match="got a JSON list, expected a JSON object"):
         read_hf_config(tmp_path)

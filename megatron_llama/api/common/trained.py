@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
+from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.rope import longest_sequence, longest_sequence_name
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.formats import ModelReader, open_model
@@ -159,7 +159,7 @@ def generation_notes(source: ModelReader) -> Iterator[str]:
     would write another text than this program does from the same options."""
     for path in source.tokenizer_files:
         if path.name == "generation_config.json":
-            content = json.loads(path.read_text())
+            content = read_json_object(path)
             for name, neutral in UNUSED_IN_GENERATION.items():
                 if content.get(name) not in (None, neutral):
                     yield f"{path} {name} {content[name]}: not applied here"
@@ -171,7 +171,7 @@ def _end_tokens(source: ModelReader) -> Iterator[int]:
     found: list[Any] = [source.model.eos_token_id, source.extra.get("eos_token_id")]
     for path in source.tokenizer_files:
         if path.name == "generation_config.json":
-            found.append(json.loads(path.read_text()).get("eos_token_id"))
+            found.append(read_json_object(path).get("eos_token_id"))
     for entry in found:
         for token in entry if isinstance(entry, list) else [entry]:
             if isinstance(token, int):
