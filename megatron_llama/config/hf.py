@@ -8,6 +8,7 @@ transformers 5: ``rope_parameters`` (rope_type, rope_theta, factor, ...), ``dtyp
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -161,6 +162,33 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WRITTEN_ANEW = ("architectures", "model_type", "torch_dtype", "dtype", "auto_map")
+"""Fields of which a file that is written has its own value. The code that auto_map names does not
+come along."""
+
+
+def carried_config(
+    model: ModelConfig, hf_config: Mapping[str, Any], *, dtype: str
+) -> dict[str, Any]:
+    """A ``config.json`` for the model, as ``hf_config_from_model`` writes it, with the fields of
+    ``hf_config``, the file that it came with, as far as they say the same of the model: end tokens
+    in a list, ids and notes that are no numbers of the model, an older spelling."""
+    written = hf_config_from_model(model, dtype=dtype)
+    meant = model_config_from_hf(written, where="config.json")
+    for name in TOKEN_IDS[:2] if hf_config else ():
+        if name not in hf_config and written[name] is None:
+            del written[name]
+    for name, value in hf_config.items():
+        if name in WRITTEN_ANEW or (name in written and written[name] == value):
+            continue
+        changed = {**written, name: value}
+        with suppress(CheckpointError):
+            if model_config_from_hf(changed, where="config.json") == meant:
+                written = changed
+    return written
 
 
 def _written_padding(model: ModelConfig, family: Family) -> dict[str, Any]:

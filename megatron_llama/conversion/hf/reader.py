@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.json_file import read_weight_map
@@ -69,6 +70,7 @@ class HFWeights:
                 do="leave tie_word_embeddings to the folder",
             )
         self._file_of: dict[str, Any] = {}
+        self._read = {"config.json", SUMS}
         named, *others = present_weight_files(self.folder)
         self.notes: tuple[str, ...] = ()
         """What else in the folder holds weights."""
@@ -78,6 +80,12 @@ class HFWeights:
             self.notes = (f"{note}, as in transformers",)
         refuse(f"{self.folder} stores tensors twice:", list(self._open_files(named)))
         refuse(f"{self.folder} does not hold the model:", list(self._problems()))
+
+    def files_left_out(self, kept: Collection[str]) -> list[str]:
+        """Return the names of what else lies in the folder, ``kept`` apart: nothing of it goes into
+        another folder of the model."""
+        names = {path.name for path in self.folder.iterdir()}
+        return sorted(names - self._read - {*kept})
 
     @property
     def dtype(self) -> str:
@@ -90,7 +98,9 @@ class HFWeights:
     def _open_files(self, named: Path) -> Iterator[str]:
         """Open the weight files and note which of them holds each tensor. Yield the tensors of
         which two files hold different values: transformers takes the value of either."""
+        self._read.add(named.name)
         for path in _listed_files(named):
+            self._read.add(path.name)
             file = _open(path)
             for name in list(file.keys()):
                 known = self._file_of.setdefault(name, file)
@@ -189,6 +199,11 @@ class HFReader:
         self.notes = self._weights.notes
         self.dtype = self._weights.dtype
         self.tokenizer_files = tokenizer_files_of(folder)
+
+    def files_left_out(self) -> list[str]:
+        """Return the names of the files in the folder that do not go into a conversion."""
+        kept = {path.relative_to(self.folder).parts[0] for path in self.tokenizer_files}
+        return self._weights.files_left_out(kept)
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         self._weights(rectangle, out)
