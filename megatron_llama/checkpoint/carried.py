@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.config.hf import TOKEN_IDS, read_config_json
+from megatron_llama.config.hf_fields import GENERATION_FIELDS
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.errors import CheckpointError
 from megatron_llama.tokenizer.base import Tokenizer
@@ -49,8 +50,9 @@ def read_carried(folder: str | Path) -> Carried:
 
 def derived_generation(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the generation config that transformers derives from a ``config.json``."""
-    ids = {name: hf_config[name] for name in TOKEN_IDS if hf_config.get(name) is not None}
-    return {"_from_model_config": True, **ids}
+    names = [*TOKEN_IDS, *sorted(GENERATION_FIELDS & hf_config.keys())]
+    found = {name: hf_config[name] for name in names if hf_config.get(name) is not None}
+    return {"_from_model_config": True, **found}
 
 
 def end_tokens(fields: Mapping[str, Any], where: str) -> list[int]:
