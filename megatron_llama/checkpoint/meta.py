@@ -55,8 +55,9 @@ class TrainState:
     places: Sequence[Sequence[Sequence[int]]] | None = None
     """Where each lane of each text that is streamed has come to (``TextStream.rows``); None in a
     run of counted samples."""
-    hf_config: Mapping[str, Any] = field(default_factory=dict)
-    """The ``config.json`` that the model came with; empty if there was none."""
+    hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The ``config.json`` that the model came with, which is no position; empty if there was
+    none."""
 
 
 @dataclass(frozen=True)

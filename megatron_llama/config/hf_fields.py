@@ -30,32 +30,30 @@ GENERATION_FIELDS = _names(
 )
 """How generate() draws tokens: this program's commands have options for it. Files of today have
 these fields in ``generation_config.json``."""
-HARMLESS = (
-    _names(
-        # Who wrote the file, with which program, and where its code and weights lie. The code of
-        # auto_map runs only where the user trusts it; the family's class runs without it.
-        "_name_or_path _commit_hash _from_model_config transformers_version auto_map "
-        "transformers.js_config unsloth_version unsloth_fixed is_llama_config",
-        # In which precision, and by which kernel, the same is computed. pretraining_tp cuts matrix
-        # products into summands, chunk_size_feed_forward computes some rows at a time.
-        "torch_dtype dtype use_bfloat16 torchscript tf_legacy_loss gradient_checkpointing "
-        "pretraining_tp chunk_size_feed_forward attn_implementation _attn_implementation "
-        "_attn_implementation_internal _attn_implementation_autoset _flash_attn_2_enabled "
-        "use_flash_attention use_flash_attn use_flash_attention_2",
-        # What a call returns or keeps beside the logits.
-        "use_cache return_dict use_return_dict output_hidden_states output_attentions "
-        "tie_last_hidden_states keys_to_ignore_at_inference",
-        # Heads of other tasks, and an encoder, which causal language models do not have.
-        "id2label label2id num_labels problem_type finetuning_task task_specific_params "
-        "classifier_dropout is_decoder tie_encoder_decoder cross_attention_hidden_size",
-        # Ids and files of the tokenizer, and lengths that are meant for it. The row of pad_token_id in
-        # the embedding is read like any other.
-        "pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id "
-        "tokenizer_class prefix model_max_length max_sequence_length max_seq_len seq_length",
-        # From which layer on a window counts; whether there is one is said elsewhere.
-        "max_window_layers",
-    )
-    | GENERATION_FIELDS
+HARMLESS = _names(
+    # Who wrote the file, with which program, and where its code and weights lie. The code of
+    # auto_map runs only where the user trusts it; the family's class runs without it.
+    "_name_or_path _commit_hash _from_model_config transformers_version auto_map "
+    "transformers.js_config unsloth_version unsloth_fixed is_llama_config",
+    # In which precision, and by which kernel, the same is computed. pretraining_tp cuts matrix
+    # products into summands, chunk_size_feed_forward computes some rows at a time.
+    "torch_dtype dtype use_bfloat16 torchscript tf_legacy_loss gradient_checkpointing "
+    "pretraining_tp chunk_size_feed_forward attn_implementation _attn_implementation "
+    "_attn_implementation_internal _attn_implementation_autoset _flash_attn_2_enabled "
+    "use_flash_attention use_flash_attn use_flash_attention_2",
+    # What a call returns or keeps beside the logits.
+    "use_cache return_dict use_return_dict output_hidden_states output_attentions "
+    "tie_last_hidden_states keys_to_ignore_at_inference",
+    # Heads of other tasks, and an encoder, which causal language models do not have.
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params "
+    "classifier_dropout is_decoder tie_encoder_decoder cross_attention_hidden_size",
+    # Ids and files of the tokenizer, and lengths that are meant for it. The row of pad_token_id in
+    # the embedding is read like any other.
+    "pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id "
+    "tokenizer_class prefix model_max_length max_sequence_length max_seq_len seq_length",
+    # From which layer on a window counts; whether there is one is said elsewhere.
+    "max_window_layers",
+    *GENERATION_FIELDS,
 )
 """Fields that do not change what the model computes, whatever their value."""
 FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
