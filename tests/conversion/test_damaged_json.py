@@ -67,7 +67,7 @@ def test_a_damaged_file(name: str, damage: str, folder: Path, capsys: Capture) -
 def test_transformers_refuses_it_too(name: str, damage: str, folder: Path) -> None:
     """The last two files of ``READERS`` it no longer reads where the configuration of the tokenizer is of today."""
     (folder / name).write_bytes(DAMAGES[damage][0])
-    with pytest.raises(Exception):  # noqa: B017, PT011  # each file has another error there, tracebacks among them
+    with pytest.raises(Exception):  # noqa: B017  # each file has another error there, tracebacks among them
         READERS[name](folder)
 
 
