@@ -51,6 +51,8 @@ def read_carried(folder: str | Path) -> Carried:
 def derived_generation(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the generation config that transformers derives from a ``config.json``."""
     names = [*TOKEN_IDS, *sorted(GENERATION_FIELDS & hf_config.keys())]
+    if hf_config.get("use_cache") is False:  # true is what generate() does without a word on it
+        names.append("use_cache")
     found = {name: hf_config[name] for name in names if hf_config.get(name) is not None}
     return {"_from_model_config": True, **found}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import megatron_llama as ml
 import pytest
 import torch
 from megatron_llama.api.common.trained import load_trained, open_reader
@@ -35,6 +36,7 @@ SIZES = {
     "eos_token_id": END,
 }
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+STEP = ["--global-batch-size", 1, "--seq-length", 16, "--lr", 0, "--weight-decay", 0, "--split", "100,0,0"]
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model.safetensors.index.json", "SHA256SUMS")
 
 
@@ -227,9 +229,8 @@ def test_a_run_and_its_exports(name: str, tokenizer: Tokenizer, dataset: Path, t
     """A step at a learning rate of 0: what the run exports at its end, and what is exported and converted from its checkpoint."""
     original = tmp_path / "hf"
     FOLDERS[name](original, tokenizer)
-    run = ["--train-iters", 1, "--global-batch-size", 1, "--seq-length", 16, "--lr", 0, "--weight-decay", 0, "--split", "100,0,0"]
     where = ["--save", tmp_path / "run", "--export-hf", tmp_path / "end"]
-    command("pretrain", "--init-from-hf", original, "--data-path", dataset, *run, *where)
+    command("pretrain", "--init-from-hf", original, "--data-path", dataset, "--train-iters", 1, *STEP, *where)
     said = capsys.readouterr().out
     command("export", "--load", tmp_path / "run", "--output", tmp_path / "export")
     command("convert", tmp_path / "run", tmp_path / "converted", "--to", "hf")
@@ -284,3 +285,74 @@ def meanings(original: Path, back: Path, named: set[str]) -> Iterator[str]:
     text = "Hello <|im_start|>world<one>"
     if old(text).input_ids != new(text).input_ids or old.chat_template != new.chat_template or old.special_tokens_map != new.special_tokens_map:
         yield "the tokenizer"
+
+
+def generation_ends(folder: Path) -> list[int]:
+    """The tokens at which transformers' generate() ends a text."""
+    value = AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id
+    return value if isinstance(value, list) else [value]
+
+
+def test_runs_that_follow_a_run(tokenizer: Tokenizer, dataset: Path, tmp_path: Path) -> None:
+    """A run that is resumed, and one that begins with the weights of another, know the files of the first."""
+    original = tmp_path / "hf"
+    harmless_files(original, tokenizer)
+    change(original, eos_token_id=[END, IM_END])
+    (original / "generation_config.json").unlink()
+    run = [*STEP, "--data-path", dataset, "--save"]
+    command("pretrain", "--init-from-hf", original, "--train-iters", 1, *run, tmp_path / "run")
+    command("pretrain", "--load", tmp_path / "run", "--train-iters", 2, *run, tmp_path / "run")
+    command("pretrain", "--load", tmp_path / "run", "--finetune", "--train-iters", 1, *run, tmp_path / "next", "--export-hf", tmp_path / "end")
+    command("export", "--load", tmp_path / "run", "--output", tmp_path / "export")
+    left_out = "README.md LICENSE .gitattributes modeling_own.py training_args.bin trainer_state.json runs config.json auto_map "
+    for back in ("end", "export"):
+        assert list(losses(original, tmp_path / back, f"{left_out} config.json attention_dropout ")) == []
+
+
+def test_a_chat_templates_end_joins_those_of_the_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    original = tmp_path / "hf"
+    model_folder(original, tokenizer)
+    change(original, eos_token_id=[END, 7])
+    (original / "generation_config.json").unlink()
+    change(original, "tokenizer_config.json", chat_template=CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    where = ["--save", tmp_path / "run", "--export-hf", tmp_path / "end"]
+    command("sft", "--init-from-hf", original, "--train-data", tmp_path / "chats.jsonl", "--train-iters", 1, *STEP[:2], "--seq-length", 64, *STEP[4:], *where)
+    command("export", "--load", tmp_path / "run", "--output", tmp_path / "export")
+    command("convert", tmp_path / "run", tmp_path / "converted", "--to", "hf")
+    for back in ("end", "export", "converted"):
+        assert generation_ends(tmp_path / back) == [END, 7, IM_END]
+        assert json.loads((tmp_path / back / "config.json").read_text())["eos_token_id"] == [END, 7]
+    assert load_trained(open_reader(tmp_path / "run"), torch.float32).stops == {END, 7, IM_END}
+
+
+def test_an_end_token_of_the_options(tokenizer: Tokenizer, dataset: Path, tmp_path: Path, capsys: Capture) -> None:
+    """It takes the place of the model's in config.json, ends texts as well, and a line says both."""
+    original = tmp_path / "hf"
+    ends_in_both(original, tokenizer)
+    run = [*STEP, "--train-iters", 1, "--eos-token-id", 9]
+    command("pretrain", "--init-from-hf", original, "--data-path", dataset, *run, "--export-hf", tmp_path / "end")
+    said = capsys.readouterr().out
+    assert f"exports: {original}/config.json eos_token_id [{END}, {IM_END}, 7]: written as 9" in said
+    assert f"exports: {original}/generation_config.json eos_token_id [{IM_END}, {END}]: written as [{IM_END}, {END}, 9]" in said
+    assert json.loads((tmp_path / "end" / "config.json").read_text())["eos_token_id"] == 9
+    assert generation_ends(tmp_path / "end") == [IM_END, END, 9]
+
+
+def test_a_state_dict_with_the_folder_that_it_came_from(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    original = tmp_path / "hf"
+    ends_in_both(original, tokenizer)
+    ml.save_hf(ml.load(original), tmp_path / "out", config=original, tokenizer_model=original)
+    assert list(losses(original, tmp_path / "out", "")) == []
+
+
+def test_a_field_that_the_user_ignores_is_left_out(tokenizer: Tokenizer, tmp_path: Path, capsys: Capture) -> None:
+    original = tmp_path / "hf"
+    plain(original, tokenizer)
+    change(original, own_note="x")
+    ignored = ["--ignore-hf-config-fields", "own_note"]
+    command("convert", original, tmp_path / "there", "--to", "native", *ignored)
+    assert 'note: config.json own_note "x": left out\n' in capsys.readouterr().out
+    command("convert", tmp_path / "there", tmp_path / "back", "--to", "hf")
+    assert "own_note" not in json.loads((tmp_path / "back" / "config.json").read_text())
