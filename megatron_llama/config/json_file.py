@@ -25,7 +25,7 @@ def read_json_object(
     What transformers refuses is refused: a byte-order mark, another encoding than UTF-8, and any
     value but an object. Raises ``error`` with the file, and with the line where there is one."""
     try:
-        data = Path(path).read_bytes()
+        data = (Path(path) if isinstance(path, str) else path).read_bytes()
     except OSError as problem:
         got = problem.strerror or problem
         raise error(path, got=got, expected="a readable file", do=do) from problem

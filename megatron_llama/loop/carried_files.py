@@ -29,7 +29,7 @@ def carried_files(
     ``start`` or with --init-from-hf, and a line for each file and field that does not. Raises
     CheckpointError."""
     folder = config.checkpoint.init_from_hf
-    lines = []
+    lines: list[str] = []
     if start is not None:
         carried = start.carried(config.model)
         where = f"{start.path}"

@@ -205,7 +205,7 @@ def command(*words: object) -> None:
     assert main(list(map(str, words))) == 0
 
 
-@pytest.mark.parametrize("form", ["native", "megatron", "torch_dist"])
+@pytest.mark.parametrize("form", ["native", "megatron", pytest.param("torch_dist", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_conversion_there_and_back(name: str, form: str, tokenizer: Tokenizer, tmp_path: Path, capsys: Capture) -> None:
     FOLDERS[name](tmp_path / "hf", tokenizer)
