@@ -7,8 +7,8 @@ transformers 5: ``rope_parameters`` (rope_type, rope_theta, factor, ...), ``dtyp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +18,11 @@ from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.families.family import Family
 from megatron_llama.config.families.reader import COPY, ConfigReader
 from megatron_llama.config.hf_fields import field_problems
+from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS, normal_rope, rope_problems
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING
-from megatron_llama.errors import CheckpointError, describe, listing
+from megatron_llama.errors import CheckpointError, listing
 
 
 def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> ModelConfig:
@@ -33,28 +34,12 @@ def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> Mode
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """The content of a ``config.json``. Raises CheckpointError when it is missing or damaged."""
-    try:
-        config_json = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+    if not Path(path).is_file():
         do = "give a HuggingFace folder (config.json, *.safetensors)"
         raise CheckpointError(
-            describe(str(path), got=error.strerror or error, expected="a readable file", do=do)
-        ) from error
-    except ValueError as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise CheckpointError(
-            describe(f"{path}{line}", got=error, expected="valid JSON", do="copy the file again")
-        ) from error
-    if not isinstance(config_json, dict):
-        raise CheckpointError(
-            describe(
-                str(path),
-                got=type(config_json).__name__,
-                expected="a JSON object",
-                do="copy the file again",
-            )
+            path, got="No such file or directory", expected="a readable file", do=do
         )
-    return config_json
+    return read_json_object(path)
 
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -178,6 +163,34 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WRITTEN_ANEW = ("architectures", "model_type", "torch_dtype", "dtype", "auto_map")
+"""Fields of which a file that is written has its own value. The code that auto_map names does not
+come along."""
+
+
+def carried_config(
+    model: ModelConfig, hf_config: Mapping[str, Any], *, dtype: str
+) -> dict[str, Any]:
+    """A ``config.json`` for the model, as ``hf_config_from_model`` writes it, with the fields of
+    ``hf_config``, the file that it came with, as far as they say the same of the model: end tokens
+    in a list, ids and notes that are no numbers of the model, an older spelling."""
+    written = hf_config_from_model(model, dtype=dtype)
+    meant = model_config_from_hf(written, where="config.json")
+    for name in TOKEN_IDS if hf_config else ():
+        without = {key: value for key, value in written.items() if key != name}
+        if name not in hf_config and model_config_from_hf(without, where="config.json") == meant:
+            written = without
+    for name, value in hf_config.items():
+        if name in WRITTEN_ANEW or (name in written and written[name] == value):
+            continue
+        changed = {**written, name: value}
+        with suppress(CheckpointError):
+            if model_config_from_hf(changed, where="config.json") == meant:
+                written = changed
+    return written
 
 
 def _written_labels(model: ModelConfig) -> dict[str, Any]:

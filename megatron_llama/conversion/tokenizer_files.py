@@ -59,9 +59,14 @@ def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
     return None
 
 
-def with_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+def with_end_tokens(
+    model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Tokenizer
+) -> ModelConfig:
     """Return the model with the begin and end tokens of its tokenizer where it names none: weights
-    of Megatron and Meta do not say them, and a text without an end token never ends."""
+    of Megatron and Meta do not say them, and a text without an end token never ends. A model with a
+    ``hf_config`` that names none has none."""
+    if hf_config:
+        return model
     bos = tokenizer.bos_id if model.bos_token_id is None else model.bos_token_id
     eos = tokenizer.eos_id if model.eos_token_id is None else model.eos_token_id
     return replace(model, bos_token_id=bos, eos_token_id=eos)

@@ -10,6 +10,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_llama.checkpoint import checkpoint_dir, native
+from megatron_llama.checkpoint.carried import (
+    GENERATION,
+    Carried,
+    derived_generation,
+    read_generation,
+)
 from megatron_llama.checkpoint.meta import (
     META,
     CheckpointMeta,
@@ -18,7 +24,7 @@ from megatron_llama.checkpoint.meta import (
     model_differences,
 )
 from megatron_llama.checkpoint.storage import refuse
-from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
+from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
 from megatron_llama.conversion.formats import candidates, open_model
@@ -72,6 +78,17 @@ class Start:
             return weights_of(native.open_weights(self.path), model, seed)
         weights = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
         return weights_of(weights, model, seed)
+
+    def carried(self, model: ModelConfig) -> Carried:
+        """What came with the weights of ``model`` beside its numbers. Raises CheckpointError."""
+        if self.native:
+            with local_copy(self.path.parent / checkpoint_dir.TOKENIZER) as folder:
+                generation = read_generation(folder)
+            return Carried(native.read_meta(self.path).state.hf_config, generation)
+        source = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
+        beside = {path.parent for path in source.tokenizer_files if path.name == GENERATION}
+        generation = read_generation(beside.pop()) if beside else derived_generation(source.extra)
+        return Carried(source.extra, generation)
 
     def optimizer(self, model: ModelConfig) -> OptimizerState:
         """Open the optimizer's state of ``model`` in a folder of another format that has one.

@@ -276,7 +276,8 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
     bos = model.bos_token_id
     eos = model.eos_token_id
     if tokenizer is not None:
-        bos = tokenizer.bos_id if bos is None else bos
+        # A trained model may well have no begin token.
+        bos = tokenizer.bos_id if bos is None and not trained else bos
         eos = tokenizer.eos_id if eos is None else eos
     model = replace(model, vocab_size=size, bos_token_id=bos, eos_token_id=eos)
     problems = list(token_problems(model))

@@ -186,14 +186,14 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     "fsdp_dtensor": (lambda inner, args: (inner / "metadata.json").unlink(), "got .metadata alone: a folder of fsdp_dtensor or torch_dcp"),
     "a newer backend": (backend(sharded_backend_version=2), "sharded_backend_version: got 2, expected 1; update megatron_llama"),
     "another common part": (backend(common_backend="yaml"), "common_backend: got yaml, expected torch"),
-    "metadata.json cut off": (lambda inner, args: (inner / "metadata.json").write_text('{"shar'), "metadata.json: got damaged content"),
+    "metadata.json cut off": (lambda inner, args: (inner / "metadata.json").write_text('{"shar'), "metadata.json:1: got Unterminated string"),
     "metadata.json of a list": (
         lambda inner, args: (inner / "metadata.json").write_text("[1]"),
-        "metadata.json: got list, expected an object",
+        "metadata.json: got a JSON list, expected a JSON object",
     ),
     "metadata.json that is deep": (
         lambda inner, args: (inner / "metadata.json").write_text("[" * 200_000),
-        "metadata.json: got damaged content",
+        "metadata.json: got maximum recursion depth exceeded",
     ),
     "a flipped bit in the common part": (flip_step, "common.pt: got damaged content (a checksum does not match)"),
     "no common part": (lambda inner, args: (inner / "common.pt").unlink(), "common.pt: got No such file"),

@@ -153,7 +153,7 @@ def test_config_that_names_an_unknown_token(llama3_like: Path, tmp_path: Path) -
     with pytest.raises(DataError, match="got a JSON list, expected a JSON object"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match="expected a JSON file"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json:1: got Expecting property name .*, expected valid JSON"):
         load_tokenizer(tmp_path)
 
 
