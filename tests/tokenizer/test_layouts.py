@@ -89,6 +89,8 @@ def test_a_model_alone_has_a_begin_token_unless_it_is_said(layouts: Path, tmp_pa
         folder = tmp_path / source.name
         folder.mkdir()
         shutil.copy(source / "tokenizer.model", folder)
+        if source.name != "llama2":
+            shutil.copy(source / "params.json", folder)
         tokenizer = load_tokenizer(folder)
         assert tokenizer.encode_prompt("a text") == [tokenizer.bos_id, *tokenizer.encode("a text")]
         assert tokenizer.encode_prompt("a</s>")[-1] == tokenizer.eos_id if source.name == "llama2" else True
