@@ -36,6 +36,7 @@ SINGLE = "model.safetensors"
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
