@@ -13,11 +13,12 @@ from megatron_llama.checkpoint.folders import sync
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer
 
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -49,7 +50,7 @@ def copy_tokenizer_files(files: Sequence[Path], folder: Path) -> None:
 def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
     """Return the tokenizer among the files, or None if there is none. Raises CheckpointError when
     it cannot be read."""
-    for name in ("tokenizer.json", "tokenizer.model"):
+    for name in USUAL_NAMES:
         for path in files:
             if path.name == name:
                 try:

@@ -35,7 +35,7 @@ from tokenizers.models import BPE
 
 from megatron_llama.tokenizer.export import SPACE
 from megatron_llama.tokenizer.library import encode_many
-from megatron_llama.tokenizer.tiktoken import SPLIT
+from megatron_llama.tokenizer.tiktoken import CUTS, SPLIT
 from megatron_llama.tokenizer.words import (
     PIECE,
     SPLIT_WORD,
@@ -60,13 +60,6 @@ _SPLIT = MappingProxyType(
 _GPT2 = MappingProxyType({**_BYTE_LEVEL, "use_regex": True})
 _DIGITS = MappingProxyType({"type": "Digits", "individual_digits": True})
 _NFC = MappingProxyType({"type": "NFC"})
-OTHER_SPLITS = (
-    SPLIT.replace("{1,3}", ""),
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-"""The expressions of Qwen and of Mistral's tekken. ``split_cut`` holds for them, too."""
 
 
 class HFWords:
@@ -177,9 +170,12 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
     if normalizer is None and known == [_SPLIT, _BYTE_LEVEL]:
         words = Words(SPLIT_WORD, partial(encode_many, tokenizer), split_cut)
         return HFWords(tokenizer, words, split_cut)
-    splits = [[{**_SPLIT, "pattern": {"Regex": split}}, _BYTE_LEVEL] for split in OTHER_SPLITS]
-    if normalizer in (None, _NFC) and known in ([_GPT2], [_DIGITS, _GPT2], *splits):
-        return HFWords(tokenizer, None, split_cut)
+    if normalizer in (None, _NFC):
+        if known in ([_GPT2], [_DIGITS, _GPT2]):
+            return HFWords(tokenizer, None, split_cut)
+        for split, cut in CUTS.items():
+            if known == [{**_SPLIT, "pattern": {"Regex": split}}, _BYTE_LEVEL]:
+                return HFWords(tokenizer, None, cut)
     return None
 
 

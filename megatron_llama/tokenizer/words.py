@@ -47,6 +47,7 @@ SPLIT_CUT = re.compile(
 )
 """Where the expressions of byte-level tokenizers end a word whatever surrounds it, in text of any
 kind; ``hf_words`` says why."""
+_SPACE_CUT = re.compile("(?<=[!-~])(?= )")
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 """The field normalizer_spec { add_dummy_prefix: false }. Appended to a serialized model it
 overrides what the model says, since protocol buffers merge."""
@@ -107,6 +108,18 @@ def split_cut(text: str, least: int) -> int:
     """The cut of byte-level tokenizers (``SPLIT_CUT``)."""
     found = SPLIT_CUT.search(text, least)
     return len(text) if found is None else found.start()
+
+
+def space_cut(text: str, least: int) -> int:
+    """The cut before a space behind a printed ASCII character, where each of these expressions ends
+    a word."""
+    found = _SPACE_CUT.search(text, least)
+    return len(text) if found is None else found.start()
+
+
+def no_cut(text: str, least: int) -> int:
+    """The cut of tokenizers of which no place is known: the end."""
+    return len(text)
 
 
 def cut_pieces(text: str, cut: Cut) -> Iterator[str]:

@@ -185,7 +185,7 @@ def test_megatron_types_for_hugging_face(name: str, folder: Path, llama3_like: P
 
 
 def test_paths_that_hold_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"got no such file, expected a \.model file, a tokenizer\.json or a folder"):
+    with pytest.raises(DataError, match=r"got no such file, expected a \.model file, a tokenizer\.json, a tekken\.json or a folder"):
         load_tokenizer(tmp_path / "missing")
     with pytest.raises(DataError, match=r"got a folder without them, expected tokenizer\.json or tokenizer\.model"):
         load_tokenizer(tmp_path)

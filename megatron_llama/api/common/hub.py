@@ -37,6 +37,7 @@ SINGLE = "model.safetensors"
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
