@@ -21,7 +21,7 @@ from megatron_llama.checkpoint.checkpoint_dir import (
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import fresh_staging, new_folder
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
+from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
@@ -197,6 +197,4 @@ def _save_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_hf(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        for file in Path(folder).iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
+        copy_files(Path(folder), target)

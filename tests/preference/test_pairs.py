@@ -14,10 +14,10 @@ from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.dataset import Pairs, pair_rounds, read_pairs
 from megatron_llama.preference.methods import CHOSEN, REJECTED
 from megatron_llama.preference.pairs import Pair, Unpaired, detect, encode_pair, read_preference
+from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.formats import Conversation, Passage
 from megatron_llama.sft.sft_config import SFTConfig
-from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.hf import HFTokenizer
 from transformers import AutoTokenizer
 

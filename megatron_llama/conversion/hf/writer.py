@@ -36,6 +36,7 @@ EXPORT_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates",
     SUMS,
 )
 """What an export, or a conversion to this format, may hold."""
@@ -120,7 +121,7 @@ def export_hf(
             task.run()
         if tokenizer is not None:
             tokenizer.save_hf(fresh)
-            for path in fresh.iterdir():
+            for path in fresh.rglob("*"):
                 sync(path)
     return target
 
