@@ -1,7 +1,8 @@
-"""Finds what a template leaves out of a conversation: a text without it would be trained in silence.
+"""Finds what a template leaves out of a conversation, which would be missing from training in
+silence.
 
-What changes no character of the text when it is taken away has not been rendered. Of an answer that
-is learnt, that text is what the loss counts.
+What changes no character of the text when it is taken away, or is another, has not been rendered.
+Of an answer that is learnt, that text is what the loss counts.
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ def _says_nothing(message: Mapping[str, Any]) -> bool:
 def _without_parts(
     message: Mapping[str, Any], *, counted: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the parts of a message by name, each with the message without it."""
+    """Yield the parts of a message by name, each with the message without it, or with another."""
     content = message.get("content")
     calls = message.get("tool_calls") or ()
     # An earlier answer beside calls may be reasoning alone, which some templates leave out there.
     if isinstance(content, str) and content.strip() and (counted or not calls):
         yield "content", {**message, "content": ""}
+        # Some templates refuse empty content, whatever they make of other.
+        yield "content", {**message, "content": f"{content}x"}
     for at in range(len(calls)):
         rest = [*calls[:at], *calls[at + 1 :]]
         less = {name: value for name, value in message.items() if name != "tool_calls"}
