@@ -109,7 +109,10 @@ def test_where_a_template_is_found(llama3: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ 2 }}")
     assert ChatTokenizer(tokenizer).template.source == "{{ 2 }}"
     assert ChatTokenizer(tokenizer, "chatml").template.source == BUILT_IN["chatml"]
-    with pytest.raises(DataError, match=r"--chat-template nowhere: got .*expected a jinja file in UTF-8, or one of plain, chatml, llama2, llama3, qwen2.5, "):
+    with pytest.raises(
+        DataError,
+        match=r"--chat-template nowhere: got .*expected a jinja file in UTF-8, or one of plain, chatml, llama2, llama3, qwen2.5, ",
+    ):
         ChatTokenizer(tokenizer, "nowhere")
     (tmp_path / "chat_template.jinja").write_text("fine\n{% if %}")
     with pytest.raises(DataError, match=r"chat_template.jinja:2: got .*expected a jinja template"):
