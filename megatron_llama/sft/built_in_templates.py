@@ -85,12 +85,13 @@ _QWEN_2_5 = (
     {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
         {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
     {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant' }}
+        {{- '<|im_start|>assistant\n' }}
         {%- generation %}
-        {%- if content or not message.tool_calls %}{{- '\n' + content }}{%- endif %}
+        {{- content if content or not message.tool_calls else '' }}
         {%- for called in message.tool_calls or [] %}
             {%- set call = called.function if called.function is defined else called %}
-            {{- '\n<tool_call>\n{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}
+            {{- '\n' if content or not loop.first else '' }}
+            {{- '<tool_call>\n{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}
             {{- call.arguments | tojson }}{{- '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
