@@ -13,8 +13,8 @@ from megatron_llama.checkpoint.folders import sync
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.chat_templates import TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.settings import TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",

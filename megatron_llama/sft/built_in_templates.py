@@ -12,46 +12,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_GENERAL = {
-    # For tokenizers that have nothing but a begin and an end token. It needs no others: headers
-    # are text.
-    "plain": (
-        "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-        "{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
-        "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
-    ),
-    "chatml": (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-        "{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-        "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    ),
-    "llama2": (
-        "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
-        "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
-        "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
-        "{% for message in rest %}{% if message['role'] == 'user' %}"
-        "{{ bos_token + '[INST] ' + (system if loop.first else '') + "
-        "message['content'].strip() + ' [/INST]' }}"
-        "{% elif message['role'] == 'assistant' %}"
-        "{% generation %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% "
-        "endgeneration %}"
-        "{% else %}{{ raise_exception('Llama 2 knows no role ' + message['role']) "
-        "}}{% endif %}{% endfor %}"
-    ),
-    "llama3": (
-        "{{ bos_token }}{% for message in messages %}"
-        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-        "{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ message['content'].strip() + '<|eot_id|>' }}{% endgeneration %}"
-        "{% else %}{{ message['content'].strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ "
-        "'<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-    ),
-}
+_GENERAL = MappingProxyType(
+    {
+        # For tokenizers that have nothing but a begin and an end token. It needs no others: headers
+        # are text.
+        "plain": (
+            "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
+            "{% if message['role'] == 'assistant' %}"
+            "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
+            "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+        ),
+        "chatml": (
+            "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+            "{% if message['role'] == 'assistant' %}"
+            "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+            "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        ),
+        "llama2": (
+            "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
+            "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
+            "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
+            "{% for message in rest %}{% if message['role'] == 'user' %}"
+            "{{ bos_token + '[INST] ' + (system if loop.first else '') + "
+            "message['content'].strip() + ' [/INST]' }}"
+            "{% elif message['role'] == 'assistant' %}"
+            "{% generation %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% "
+            "endgeneration %}"
+            "{% else %}{{ raise_exception('Llama 2 knows no role ' + message['role']) "
+            "}}{% endif %}{% endfor %}"
+        ),
+        "llama3": (
+            "{{ bos_token }}{% for message in messages %}"
+            "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+            "{% if message['role'] == 'assistant' %}"
+            "{% generation %}{{ message['content'].strip() + '<|eot_id|>' }}{% endgeneration %}"
+            "{% else %}{{ message['content'].strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ "
+            "'<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+        ),
+    }
+)
 _QWEN_TOOLS = r"""
     {{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" }}
     {{- "You are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.sft.built_in_templates import BUILT_IN, FAMILIES
@@ -11,25 +12,30 @@ from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import ChatTemplate, Rendered
 
 NAMES = ("llama3", *FAMILIES)
-_SYSTEM = {"role": "system", "content": "Be brief."}
-_ASKED = {"role": "user", "content": "What is 2 + 3?"}
-_SAID = {"role": "assistant", "content": " It is 5. "}
-_THOUGHT = {"role": "assistant", "reasoning_content": "Add them.", "content": "It is 5."}
-_CALLED = {
-    "role": "assistant",
-    "reasoning_content": "Call it.",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
-}
-_FOUND = {"role": "tool", "name": "add", "content": "5"}
-_TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds numbers."}}]
+_SYSTEM = MappingProxyType({"role": "system", "content": "Be brief."})
+_ASKED = MappingProxyType({"role": "user", "content": "What is 2 + 3?"})
+_SAID = MappingProxyType({"role": "assistant", "content": " It is 5. "})
+_THOUGHT = MappingProxyType(
+    {"role": "assistant", "reasoning_content": "Add them.", "content": "It is 5."}
+)
+_TAGGED = MappingProxyType({"role": "assistant", "content": "<think>\nAdd.\n</think>\n\nIt is 5."})
+_CALLED = MappingProxyType(
+    {
+        "role": "assistant",
+        "reasoning_content": "Call it.",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+    }
+)
+_FOUND = MappingProxyType({"role": "tool", "name": "add", "content": "5"})
+_TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds numbers."}},)
 _PROBES: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]] = (
-    ([_ASKED, _SAID], None),
-    ([_SYSTEM, _ASKED, _SAID], None),
-    ([_ASKED, _THOUGHT], None),
-    ([_ASKED, {"role": "assistant", "content": "<think>\nAdd.\n</think>\n\nIt is 5."}], None),
-    ([_SYSTEM, _ASKED, _CALLED], _TOOLS),
-    ([_ASKED, _CALLED, _FOUND, _FOUND, _THOUGHT], _TOOLS),
+    ((_ASKED, _SAID), None),
+    ((_SYSTEM, _ASKED, _SAID), None),
+    ((_ASKED, _THOUGHT), None),
+    ((_ASKED, _TAGGED), None),
+    ((_SYSTEM, _ASKED, _CALLED), _TOOLS),
+    ((_ASKED, _CALLED, _FOUND, _FOUND, _THOUGHT), _TOOLS),
 )
 _TURNS = (_ASKED, _SAID, _ASKED, _SAID)
 

@@ -248,12 +248,9 @@ def message_of(
             do="add it",
         )
     # As in transformers, a template does not see content that is null, and may refuse that.
-    text = (
-        None
-        if calls and turn.get(content) is None
-        else _content(turn[content], f"{name}.{content}")
-    )
-    return {"role": ROLES[who], "content": text, **kept}
+    hidden = calls and turn.get(content) is None
+    said = None if hidden else _content(turn[content], f"{name}.{content}")
+    return {"role": ROLES[who], "content": said, **kept}
 
 
 def _content(value: Any, name: str) -> str:

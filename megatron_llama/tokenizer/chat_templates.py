@@ -16,10 +16,8 @@ from typing import Any
 
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object, replace_file
+from megatron_llama.tokenizer.settings import CONFIG, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
-CONFIG = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATE_FOLDER = "additional_chat_templates"
 DEFAULT = "default"
 """The name of the template that is taken where no other is."""
 TOOL_USE = "tool_use"
@@ -32,12 +30,6 @@ class TemplateSource:
 
     text: str
     where: str
-
-
-def template_files(folder: Path) -> list[str]:
-    """Return the paths of the files with templates in a folder, relative to it."""
-    found = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
-    return [str(path.relative_to(folder)) for path in found if path.is_file()]
 
 
 def read_chat_templates(folder: Path) -> dict[str, TemplateSource]:

@@ -10,9 +10,11 @@ from typing import Any
 from tokenizers import AddedToken
 
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.chat_templates import CONFIG, template_files
 from megatron_llama.tokenizer.files import read_json_object
 
+CONFIG = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
 SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -39,6 +41,12 @@ def files_beside(file: Path) -> dict[str, bytes]:
     folder = file.parent
     names = [*FILES_BESIDE, *template_files(folder)]
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def template_files(folder: Path) -> list[str]:
+    """Return the paths of the files with templates in a folder, relative to it."""
+    found = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
+    return [str(path.relative_to(folder)) for path in found if path.is_file()]
 
 
 def read_settings(file: Path) -> dict[str, Any]:
