@@ -22,7 +22,7 @@ from megatron_llama.checkpoint.checkpoint_dir import (
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import fresh_staging, new_folder
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
+from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
@@ -201,6 +201,4 @@ def _save_beside(tokenizer: Tokenizer | None, target: Path, generation: Mapping[
         return
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(tokenizer, Path(folder), generation)
-        target.mkdir(parents=True, exist_ok=True)
-        for file in Path(folder).iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
+        copy_files(Path(folder), target)

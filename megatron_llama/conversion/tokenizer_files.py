@@ -14,6 +14,7 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer
+from megatron_llama.tokenizer.settings import TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -24,16 +25,18 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
 )
+TEMPLATES = (TEMPLATE_FILE, TEMPLATE_FOLDER)
+"""What holds the chat templates of a tokenizer."""
 
 
 def tokenizer_files_of(*folders: Path) -> tuple[Path, ...]:
     """Return the files that the first of the folders with any of them holds."""
     for folder in folders:
-        found = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+        names = [*TOKENIZER_FILES, *template_files(folder)]
+        found = tuple(folder / name for name in names if (folder / name).is_file())
         if found:
             return found
     return ()
@@ -42,9 +45,13 @@ def tokenizer_files_of(*folders: Path) -> tuple[Path, ...]:
 def copy_tokenizer_files(files: Sequence[Path], folder: Path) -> None:
     """Copy the files into the folder and sync them. Raises CheckpointError."""
     for path in files:
-        with writing(folder / path.name):
-            shutil.copyfile(path, folder / path.name)
-            sync(folder / path.name)
+        named = path.parent.name == TEMPLATE_FOLDER
+        target = folder / TEMPLATE_FOLDER / path.name if named else folder / path.name
+        with writing(target):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+            sync(target)
+            sync(target.parent)
 
 
 def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:

@@ -45,8 +45,8 @@ from megatron_llama.prove.samples import (
     trained_examples,
     training_share,
 )
+from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.sft_config import SFTConfig
-from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.fingerprint import Fingerprint
 from megatron_llama.tokenizer.load import load_tokenizer
 

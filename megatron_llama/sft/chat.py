@@ -8,19 +8,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_llama.errors import DataError, counted, describe
+from megatron_llama.sft.built_in_templates import BUILT_IN
+from megatron_llama.sft.families import family_of
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.template import BUILT_IN, find_template
+from megatron_llama.sft.template import ChatTemplate, Rendered, find_template, own_template
+from megatron_llama.sft.unrendered import refuse_unrendered
 from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.chat_templates import (
+    DEFAULT,
+    read_chat_templates,
+    write_chat_templates,
+)
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.hf import as_hf_tokenizer
 
 LossOn = Literal["assistant", "last", "all"]
-TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 _SOMETHING = "an answer"
 
@@ -48,16 +56,17 @@ class ChatTokenizer:
         """``wanted``: a template's file or name, instead of the tokenizer's own. ``now``: the day
         for a template that writes it into the text."""
         self._tokenizer = tokenizer
+        self._wanted = wanted
         self._built_in = wanted if wanted in BUILT_IN else None
+        self._now = now
         self.vocab_size = tokenizer.vocab_size
         self.base_vocab_size = tokenizer.base_vocab_size
         self.bos_id = tokenizer.bos_id
         self.eos_id = tokenizer.eos_id
         self._reader = as_hf_tokenizer(tokenizer)
         path: Path | None = getattr(tokenizer, "path", None)
-        self.template = find_template(
-            wanted, path.parent if path is not None else None, self._reader.special_names(), now
-        )
+        self._folder = path.parent if path is not None else None
+        self.template = find_template(wanted, self._folder, self._reader.special_names(), now)
         self._special = re.compile(
             "|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True)))
             or r"(?!)"
@@ -78,7 +87,7 @@ class ChatTokenizer:
         that a template may write into the text."""
         return {
             "the tokenizer": [self._reader.identity(), self.bos_id, self.eos_id, self.vocab_size],
-            "the chat template": [self.template.name, self.template.source],
+            "the chat template": [self.template.name, *self.template.sources],
         }
 
     def encode(self, text: str) -> list[int]:
@@ -101,9 +110,18 @@ class ChatTokenizer:
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the tokenizer, the chat template, and the token that ends an answer among those
-        that end generation."""
+        that end generation.
+
+        The tokenizer keeps its own templates, all of them, unless another one was given; then that
+        one replaces them. It does not where it renders last answers as the tokenizer's own does:
+        that one also renders prompts, which training does without."""
         self._tokenizer.save_hf(folder)
-        replace_file(Path(folder) / TEMPLATE_FILE, self.template.source.encode())
+        own = self._own_templates
+        if self._wanted is None or (self._built_in and self._family == self._built_in):
+            templates = own or {DEFAULT: self.template.source}
+        else:
+            templates = {DEFAULT: self.template.source}
+        write_chat_templates(Path(folder), templates)
         path = Path(folder) / GENERATION_FILE
         config = read_json_object(path) if path.is_file() else {"bos_token_id": self.bos_id}
         given = config.get("eos_token_id", self.eos_id)
@@ -201,7 +219,8 @@ class ChatTokenizer:
             if ids[: len(before)] != before:
                 ids = [*before, *ids]
         else:
-            text = self.template.render(prompt.messages, prompt.tools, prompt=True).text
+            template = self.template.of(prompt.tools)
+            text = template.render(prompt.messages, prompt.tools, prompt=True).text
             ids = self._reader.encode(text)
         return Encoded(text, ids, [False] * len(ids))
 
@@ -236,39 +255,85 @@ class ChatTokenizer:
         self, example: Conversation, loss_on: LossOn
     ) -> tuple[str, Sequence[tuple[int, int]]]:
         """The rendered text and the ranges of its characters that are in the loss."""
-        whole = self.template.render(example.messages, example.tools)
+        template = self.template.of(example.tools)
+        whole = template.render(example.messages, example.tools)
+        last = len(example.messages) - 1
+        refuse_unrendered(
+            template, example, whole, lambda index: loss_on == "assistant" or index == last
+        )
         if loss_on == "all":
             return whole.text, ()
-        spans = (
-            list(whole.answers)
-            if self.template.marks_answers
-            else list(self._differences(example, whole.text))
-        )
-        return whole.text, spans[-1:] if loss_on == "last" else spans
+        if loss_on == "last":
+            return whole.text, self._last_answer(template, example, whole)
+        if template.marks_answers:
+            return whole.text, whole.answers
+        return whole.text, [*self._differences(template, example, whole.text)]
 
-    def _differences(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
+    def _last_answer(
+        self, template: ChatTemplate, example: Conversation, whole: Rendered
+    ) -> Sequence[tuple[int, int]]:
+        """Return the characters of the last answer, whatever the template makes of earlier ones."""
+        before = template.render(example.messages[:-1], example.tools, prompt=True)
+        earlier = before.answer_texts()
+        if template.marks_answers:
+            if whole.answer_texts()[: len(earlier)] == earlier:
+                return whole.answers[len(earlier) :]
+        elif whole.text.startswith(before.text):
+            return [(len(before.text), len(whole.text))]
+        got = "a template that renders the messages before the last answer differently without it"
+        raise self._inseparable(template, got, "all")
+
+    def _differences(
+        self, template: ChatTemplate, example: Conversation, whole: str
+    ) -> Iterator[tuple[int, int]]:
         """Yield for each answer the characters that it adds to the text of the messages before
         it."""
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self.template.render(example.messages[:index], example.tools, prompt=True).text
-            until = self.template.render(example.messages[: index + 1], example.tools).text
+            before = template.render(example.messages[:index], example.tools, prompt=True).text
+            until = template.render(example.messages[: index + 1], example.tools).text
             if not (until.startswith(before) and whole.startswith(until)):
-                expected = (
-                    "{% generation %} around answers, or a text that only grows with each message"
-                )
-                do = (
-                    f"mark the answers in {self.template.name}, or give --chat-template or "
-                    "--loss-on all"
-                )
                 got = (
                     f"a template that renders messages[:{index + 1}] differently when others follow"
                 )
-                raise UnusableError(
-                    "answers cannot be told apart", got=got, expected=expected, do=do
-                )
+                raise self._inseparable(template, got, "last or all")
             yield len(before), len(until)
+
+    def _inseparable(self, template: ChatTemplate, got: str, others: str) -> UnusableError:
+        do = f"mark the answers in {template.name}, or give --chat-template or --loss-on {others}"
+        if self._family is not None:
+            do = (
+                f"give --chat-template {self._family}, which renders each answer as this one "
+                f"renders a last one, or --loss-on {others}"
+            )
+        return UnusableError(
+            "answers cannot be told apart",
+            got=got,
+            expected="{% generation %} around answers, or a text that only grows with each message",
+            do=do,
+        )
+
+    @cached_property
+    def _own_templates(self) -> dict[str, str]:
+        """The templates of the tokenizer by name; none if it has none, or if they cannot be
+        read."""
+        if self._folder is None:
+            return {}
+        with suppress(DataError):
+            return {name: each.text for name, each in read_chat_templates(self._folder).items()}
+        return {}
+
+    @cached_property
+    def _family(self) -> str | None:
+        """The built-in template that renders last answers as the tokenizer's own template does."""
+        if self._folder is None:
+            return None
+        names = self._reader.special_names()
+        with suppress(DataError):
+            own = own_template(self._folder, names, self._now)
+            return None if own is None else family_of(own, names, self._now)
+        return None
 
 
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:

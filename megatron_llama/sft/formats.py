@@ -48,7 +48,8 @@ class Conversation:
     """Messages in the order of the conversation; the last one is the assistant's."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Each with ``role`` and ``content``, a string; the assistant's may have ``tool_calls``."""
+    """Each with ``role`` and ``content``, a string; the assistant's may have ``tool_calls``, and
+    then content that is None."""
     tools: tuple[Any, ...] | None = field(default=None)
     repairs: tuple[Repair, ...] = ()
     """What was mended in the order of its messages."""
@@ -272,10 +273,10 @@ def message_of(
             expected=f"{content!r}",
             do="add it",
         )
-    text = (
-        "" if calls and turn.get(content) is None else _content(turn[content], f"{name}.{content}")
-    )
-    return {"role": ROLES[who], "content": text, **kept}
+    # As in transformers, a template does not see content that is null, and may refuse that.
+    hidden = calls and turn.get(content) is None
+    said = None if hidden else _content(turn[content], f"{name}.{content}")
+    return {"role": ROLES[who], "content": said, **kept}
 
 
 def _content(value: Any, name: str) -> str:
@@ -325,7 +326,7 @@ def checked(
                 else "wrong role order"
             )
             raise UnusableError(reason, field=where, got=got, expected=expected, do=do)
-        if not message["content"].strip() and not message.get("tool_calls"):
+        if not message.get("tool_calls") and not message["content"].strip():
             word = {ASSISTANT: "answer", "user": "question"}.get(role, f"{role} message")
             do = "leave the example out"
             raise UnusableError(

@@ -24,8 +24,9 @@ class SFTConfig:
     `value`), `alpaca` (`instruction`, `input`, `output`), `prompt` (`prompt` and `completion`),
     `text`. `auto`: what the first example of each file is."""
     chat_template: str | None = None
-    """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`. Default: the
-    tokenizer's own, else `plain`."""
+    """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`, `qwen2.5`, `qwen3`,
+    `phi3`, `gemma`, `gemma3`, `mistral`. Default: the tokenizer's own (for a conversation with
+    tools the one named `tool_use`, if there is one), else `plain`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens in the loss: all answers, the last answer of each conversation, or everything. A
     `text` example is all answer."""

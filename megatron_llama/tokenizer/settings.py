@@ -13,6 +13,8 @@ from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object
 
 CONFIG = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
 SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -28,16 +30,23 @@ FILES_BESIDE = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
-    "chat_template.jinja",
     "generation_config.json",
 )
-"""Files beside a tokenizer that belong to it; the last one lists the tokens that end an answer."""
+"""Files beside a tokenizer that belong to it, as its chat templates do; the last one lists the
+tokens that end an answer."""
 
 
 def files_beside(file: Path) -> dict[str, bytes]:
-    """Return the content of each of them that is there, by name."""
-    there = (path for name in FILES_BESIDE if (path := file.with_name(name)).is_file())
-    return {path.name: path.read_bytes() for path in there}
+    """Return the content of each of them that is there, by its path in the folder."""
+    folder = file.parent
+    names = [*FILES_BESIDE, *template_files(folder)]
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def template_files(folder: Path) -> list[str]:
+    """Return the paths of the files with templates in a folder, relative to it."""
+    found = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
+    return [str(path.relative_to(folder)) for path in found if path.is_file()]
 
 
 def read_settings(file: Path) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def test_templates_that_change_the_prompt(tmp_path: Path, llama3: Path) -> None:
     cases = {
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": ("prompt rendered differently", "from character 0 on when an answer follows ('1Why?' becomes '2Why?"),
         "{{ raise_exception('no') }}": ("template error", "got no (from"),
-        "Q{% for m in messages %}{{ m.role }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}": ("zero target tokens", "got a completion without a token of its own"),
+        "Q{% for m in messages %}{{ m.role }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}": ("content not rendered", "got content of message 1 of 2 (user)"),
     }  # fmt: skip
     for number, (source, (reason, words)) in enumerate(cases.items()):
         file = tmp_path / f"{number}.jinja"

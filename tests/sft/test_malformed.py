@@ -260,7 +260,14 @@ def test_templates_that_fail_or_leave_nothing(tmp_path: Path, llama3: Path) -> N
         "{{ raise_exception('no system here') }}": ("template error", "got no system here (from"),
         "{{ messages[7].content }}": ("template error", "got list object has no element 7"),
         "{{ 1 // 0 }}": ("template error", "got ZeroDivisionError"),
-        "{% generation %}{% endgeneration %}x": ("zero target tokens", "tokens, none of an answer"),
+        "{% generation %}{% endgeneration %}x": (
+            "content not rendered",
+            "got content of message 1 of 2 (user), and a template that leaves it out",
+        ),
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}": (
+            "content not rendered",
+            "got content of message 2 of 2 (assistant), and a template that leaves it outside {% generation %}",
+        ),
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": (
             "answers cannot be told apart",
             "messages[:2] differently",

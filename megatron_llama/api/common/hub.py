@@ -45,6 +45,7 @@ TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "config.json",
 )
 MODEL = (*TOKENIZER, "generation_config.json", INDEX)

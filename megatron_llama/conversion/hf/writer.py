@@ -37,6 +37,7 @@ EXPORT_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates",
     SUMS,
 )
 """What an export, or a conversion to this format, may hold."""
@@ -118,7 +119,7 @@ def export_hf(
         ):
             task.run()
         save_tokenizer(tokenizer, fresh, carried.generation)
-        for path in fresh.iterdir():
+        for path in fresh.rglob("*"):
             sync(path)
     return target
 

@@ -96,7 +96,7 @@ def write_peft(
         write_synced(fresh / CONFIG, config.encode())
         if tokenizer is not None:
             tokenizer.save_hf(fresh)
-            for path in fresh.iterdir():
+            for path in fresh.rglob("*"):
                 sync(path)
 
 
