@@ -25,6 +25,7 @@ from megatron_llama.preference.pairs import (
     encode_unpaired,
     paired,
     read_preference,
+    refuse_marks,
     unpaired,
 )
 from megatron_llama.sft.chat import ChatTokenizer
@@ -184,7 +185,7 @@ def parsed_preferences(
     record with a known one decides for its file, and ``formats`` gets it."""
 
     def read(record: Mapping[str, Any], name: str) -> Preference:
-        return read_preference(record, name, options.repair_conversations)
+        return read_preference(record, name, options.repair_conversations, options.ignore_keys)
 
     return parsed_records(files, align.preference_format, detect, read, formats)
 
@@ -200,6 +201,8 @@ def encode_preference(
         encoded = [encode_unpaired(tokenizer, one) for one in alone]
         return encoded, kinds, alone[0].completion.repairs
     pair = paired(found)
+    if method in ("orpo", "reward"):
+        refuse_marks(pair, method)
     return encode_pair(tokenizer, pair), (CHOSEN, REJECTED), pair.chosen.repairs
 
 

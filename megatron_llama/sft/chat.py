@@ -9,17 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
+from megatron_llama.sft.obey import LossOn, refuse_contradictions, refuse_unread
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.template import BUILT_IN, find_template
+from megatron_llama.sft.template import BUILT_IN, Rendered, find_template
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.hf import as_hf_tokenizer
 
-LossOn = Literal["assistant", "last", "all"]
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 _SOMETHING = "an answer"
@@ -182,10 +182,14 @@ class ChatTokenizer:
             return self._passage(example, loss_on)
         for text in example.texts:
             self._refuse_special(text)
-        text, spans = self._answers(example, loss_on)
-        ids, places = self._reader.encode_with_places(text)
-        loss_mask = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
-        return _useful(text, ids, loss_mask)
+        refuse_contradictions(example, loss_on)
+        whole = self._render(example)
+        refuse_unread(example, self.template, whole.text)
+        ids, places = self._reader.encode_with_places(whole.text)
+        if loss_on == "all":
+            left_out = _overlapping(places, list(self._left_out(example, whole.text)))
+            return _useful(whole.text, ids, [not out for out in left_out])
+        return _useful(whole.text, ids, _overlapping(places, self._answers(example, whole, loss_on)))
 
     def read_prompt(self, prompt: Conversation | Passage) -> Encoded:
         """Encode what stands before an answer: messages with the beginning of an answer, or the
@@ -198,7 +202,7 @@ class ChatTokenizer:
             if ids[: len(before)] != before:
                 ids = [*before, *ids]
         else:
-            text = self.template.render(prompt.messages, prompt.tools, prompt=True).text
+            text = self._render(prompt, prompt=True).text
             ids = self._reader.encode(text)
         return Encoded(text, ids, [False] * len(ids))
 
@@ -229,43 +233,92 @@ class ChatTokenizer:
             loss_mask = [*loss_mask, *[True] * len(behind)]
         return _useful(text, ids, loss_mask)
 
-    def _answers(
-        self, example: Conversation, loss_on: LossOn
-    ) -> tuple[str, Sequence[tuple[int, int]]]:
-        """The rendered text and the ranges of its characters that are in the loss."""
-        whole = self.template.render(example.messages, example.tools)
-        if loss_on == "all":
-            return whole.text, ()
-        spans = (
-            list(whole.answers)
-            if self.template.marks_answers
-            else list(self._differences(example, whole.text))
+    def _render(
+        self, example: Conversation, count: int | None = None, *, prompt: bool = False
+    ) -> Rendered:
+        """Render the first ``count`` messages of a conversation; None: all of them."""
+        return self.template.render(
+            example.messages[:count], example.tools, prompt=prompt, variables=example.variables
         )
-        return whole.text, spans[-1:] if loss_on == "last" else spans
 
-    def _differences(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
-        """Yield for each answer the characters that it adds to the text of the messages before
-        it."""
+    def _answers(
+        self, example: Conversation, whole: Rendered, loss_on: LossOn
+    ) -> Sequence[tuple[int, int]]:
+        """The ranges of the text's characters that are in the loss."""
+        if loss_on == "last":
+            # That it is to be learned has been checked.
+            return self._every_answer(example, whole)[-1:]
+        unlearned = {
+            index
+            for index, learned in enumerate(example.learned)
+            if learned is False and example.messages[index]["role"] == ASSISTANT
+        }
+        if not unlearned:
+            return self._every_answer(example, whole)
+        by_message = (
+            self._marked_answers(example, whole)
+            if self.template.marks_answers
+            else self._differences(example, whole.text)
+        )
+        return [span for index, *span in by_message if index not in unlearned]
+
+    def _every_answer(self, example: Conversation, whole: Rendered) -> Sequence[tuple[int, int]]:
+        if self.template.marks_answers:
+            return whole.answers
+        return [(start, stop) for _, start, stop in self._differences(example, whole.text)]
+
+    def _marked_answers(
+        self, example: Conversation, whole: Rendered
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield what ``{% generation %}`` encloses, each behind the number of its message: of the
+        one with which it appears."""
+        known = 0
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self.template.render(example.messages[:index], example.tools, prompt=True).text
-            until = self.template.render(example.messages[: index + 1], example.tools).text
+            until = self._render(example, index + 1)
+            spans = until.answers
+            end = spans[-1][1] if spans else 0
+            if spans != whole.answers[: len(spans)] or not whole.text.startswith(until.text[:end]):
+                self._refuse_changes(index + 1)
+            for start, stop in spans[known:]:
+                yield index, start, stop
+            known = len(spans)
+
+    def _left_out(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
+        """Yield the characters that each message adds to the text that is marked as not to be
+        learned."""
+        for index, learned in enumerate(example.learned):
+            if learned is not False:
+                continue
+            before = self._render(example, index).text if index else ""
+            until = self._render(example, index + 1).text
             if not (until.startswith(before) and whole.startswith(until)):
-                expected = (
-                    "{% generation %} around answers, or a text that only grows with each message"
-                )
-                do = (
-                    f"mark the answers in {self.template.name}, or give --chat-template or "
-                    "--loss-on all"
-                )
-                got = (
-                    f"a template that renders messages[:{index + 1}] differently when others follow"
-                )
-                raise UnusableError(
-                    "answers cannot be told apart", got=got, expected=expected, do=do
-                )
+                self._refuse_changes(index + 1)
             yield len(before), len(until)
+
+    def _differences(self, example: Conversation, whole: str) -> Iterator[tuple[int, int, int]]:
+        """Yield for each answer the number of its message, and the characters that it adds to the
+        text of the messages before it."""
+        for index, message in enumerate(example.messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._render(example, index, prompt=True).text
+            until = self._render(example, index + 1).text
+            if not (until.startswith(before) and whole.startswith(until)):
+                self._refuse_changes(index + 1)
+            yield index, len(before), len(until)
+
+    def _refuse_changes(self, count: int) -> NoReturn:
+        """Raise UnusableError for a template that changes the first ``count`` messages when others
+        follow."""
+        raise UnusableError(
+            "answers cannot be told apart",
+            got=f"a template that renders messages[:{count}] differently when others follow",
+            expected="{% generation %} around answers, or a text that only grows with each message",
+            do=f"mark the answers in {self.template.name}, or give --chat-template or "
+            "--loss-on all",
+        )
 
 
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:

@@ -9,7 +9,7 @@ an underscore and without the means to change what they are given. What they see
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -21,6 +21,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -121,8 +122,18 @@ class ChatTemplate:
             ) from error
         self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
         """Whether it marks answers by ``{% generation %}``."""
+        self._fields = frozenset(_fields_of(tree))
+        self._variables = find_undeclared_variables(tree)
         self.tells_time = "strftime_now" in source
         """Whether a text may depend on the day on which it is rendered."""
+
+    def names_field(self, name: str) -> bool:
+        """Whether the template asks anything for a field of this name, as of a message."""
+        return name in self._fields
+
+    def names_variable(self, name: str) -> bool:
+        """Whether the template asks for a variable of this name."""
+        return name in self._variables
 
     def render(
         self,
@@ -130,9 +141,11 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         *,
         prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
-        """Render messages; with ``prompt`` also the beginning of an answer. Raises UnusableError
-        with what the template says of these messages."""
+        """Render messages; with ``prompt`` also the beginning of an answer, and with
+        ``variables`` that the template may ask for. Raises UnusableError with what the template
+        says of these messages."""
         given = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
@@ -140,8 +153,8 @@ class ChatTemplate:
         try:
             marked = self._template.render(
                 messages=given,
+                **{"documents": None, **variables},
                 tools=None if tools is None else list(tools),
-                documents=None,
                 add_generation_prompt=prompt,
             )
         except Exception as error:  # a template can fail in every way that Python can
@@ -182,6 +195,16 @@ class _Generation(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         ends = [nodes.Output([nodes.TemplateData(mark)]) for mark in (_START, _END)]
         return nodes.Scope([ends[0], *body, ends[1]]).set_lineno(line)
+
+
+def _fields_of(tree: nodes.Template) -> Iterator[str]:
+    """Yield the names of fields that a template spells: attributes, and texts that may be keys."""
+    for attribute in tree.find_all(nodes.Getattr):
+        if not (isinstance(attribute.node, nodes.Name) and attribute.node.name == "loop"):
+            yield attribute.attr
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
 
 
 def _tojson(
