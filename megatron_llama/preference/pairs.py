@@ -386,11 +386,11 @@ def _ultrafeedback(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pa
 def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
     """What both conversations begin with is the prompt."""
     known = ("prompt", "chosen", "rejected", *CONTEXT, *_SCORES)
-    # UltraFeedback's files have the chosen conversation a second time.
-    copied = record.get("messages") == record.get("chosen")
-    refuse_unknown(record, (*known, "messages") if copied else known)
     chosen = messages_of(field_of(record, "chosen"), "chosen")
     rejected = messages_of(field_of(record, "rejected"), "rejected")
+    # UltraFeedback's files have the chosen conversation a second time.
+    copied = record.get("messages") == record["chosen"]
+    refuse_unknown(record, (*known, "messages") if copied else known)
     halves = [
         [{key: value for key, value in message.items() if key != LOSS_MARK} for _, message in half]
         for half in (chosen, rejected)
@@ -438,7 +438,6 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
 
 
 def _openai(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
-    refuse_unknown(record, ("input", "preferred_output", "non_preferred_output", *_SCORES))
     given = field_of(record, "input")
     if not isinstance(given, dict):
         raise UnusableError(
@@ -471,16 +470,17 @@ def _openai(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
         messages_of(field_of(record, name), name)
         for name in ("preferred_output", "non_preferred_output")
     )
+    refuse_unknown(record, ("input", "preferred_output", "non_preferred_output", *_SCORES))
     return _halves(before, chosen, rejected, given, repairs, place="input.tools")
 
 
 def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
-    refuse_unknown(record, (*ALPACA_PROMPT, "chosen", "rejected", *_SCORES))
     before = alpaca_prompt(record)
     chosen, rejected = (
         [(name, _answer(text_of(field_of(record, name), name), name))]
         for name in ("chosen", "rejected")
     )
+    refuse_unknown(record, (*ALPACA_PROMPT, "chosen", "rejected", *_SCORES))
     return _halves(before, chosen, rejected, _with_typed_tools(record), repairs)
 
 
@@ -505,8 +505,8 @@ def _turns(
     """The names of role and content in a record's messages, and the messages. Raises UnusableError
     for a field that is neither these, nor ``beside`` them, nor rendered with them."""
     name = "conversations" if "conversations" in record or "messages" not in record else "messages"
-    refuse_unknown(record, (name, *beside, *CONTEXT))
     turns = field_of(record, name)
+    refuse_unknown(record, (name, *beside, *CONTEXT))
     first = turns[0] if isinstance(turns, list) and turns else None
     by_role = isinstance(first, dict) and "role" in first
     keys = ("role", "content") if by_role or name == "messages" else ("from", "value")
@@ -519,9 +519,9 @@ def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) ->
     if "prompt" in record or "completion" in record:
         return Unpaired(_prompt_completion(record, repairs), label)
     if "instruction" in record:
-        refuse_unknown(record, (*ALPACA_PROMPT, "output", *_LABELS))
         before = alpaca_prompt(record)
         answer = _answer(text_of(field_of(record, "output"), "output"), "output")
+        refuse_unknown(record, (*ALPACA_PROMPT, "output", *_LABELS))
         completion = _one(before, [("output", answer)], _with_typed_tools(record), repairs)
         return Unpaired(completion, label)
     keys, placed = _turns(record, _LABELS)

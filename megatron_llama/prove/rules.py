@@ -26,7 +26,7 @@ _KEPT = (
     "zenflow_topk_ratio zenflow_overlap_step lora_dropout lora_target_modules "
     # what is read
     "data_order megatron_data_order reset_position_ids reset_attention_mask eod_mask_loss "
-    "data_format loss_on repair_conversations on_bad_sample on_long_sample packing "
+    "data_format loss_on repair_conversations ignore_keys on_bad_sample on_long_sample packing "
     "neftune_noise_alpha"
 )
 KEPT = frozenset(_KEPT.split())

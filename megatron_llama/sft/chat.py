@@ -271,15 +271,18 @@ class ChatTokenizer:
         self, example: Conversation, whole: Rendered
     ) -> Iterator[tuple[int, int, int]]:
         """Yield what ``{% generation %}`` encloses, each behind the number of its message: of the
-        one with which it appears."""
+        one with which it appears. Only its end may change when others follow, as some templates
+        have another token behind the last answer."""
         known = 0
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
             until = self._render(example, index + 1)
-            spans = until.answers
-            end = spans[-1][1] if spans else 0
-            if spans != whole.answers[: len(spans)] or not whole.text.startswith(until.text[:end]):
+            spans = whole.answers[: len(until.answers)]
+            starts = [start for start, _ in until.answers]
+            if starts != [start for start, _ in spans] or not whole.text.startswith(
+                until.text[: starts[-1] if starts else 0]
+            ):
                 self._refuse_changes(index + 1)
             for start, stop in spans[known:]:
                 yield index, start, stop

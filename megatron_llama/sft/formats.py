@@ -163,8 +163,8 @@ def _messages(record: Mapping[str, Any], repairs: Collection[Repair]) -> Convers
 
 def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     name = "conversations"
-    refuse_unknown(record, (name, *CONTEXT))
     placed = [*system_of(record), *messages_of(field_of(record, name), name, "from", "value")]
+    refuse_unknown(record, (name, *CONTEXT))
     tools = with_types(tools_of(record.get("tools")))
     return checked(placed, name, tools, repairs, variables_of(record))
 

@@ -49,18 +49,38 @@ def refuse_unread(example: Conversation, template: ChatTemplate, text: str) -> N
     missing in ``text``, and so in the training. A template that never names a field may still
     render whole messages; then the text changes without the field."""
     for keys, place, read in _beside_texts(example, template):
-        if read:
-            continue
-        less = _without(example, keys)
-        if template.render(less.messages, less.tools, variables=less.variables).text == text:
-            raise UnusableError(
-                "a field that the template does not render",
-                field=place,
-                got="a value",
-                expected=f"a chat template that reads it, other than {template.name}",
-                do="give --chat-template with one that does, or leave the field out with "
-                f"--ignore-keys {' '.join(keys)}",
-            )
+        if not read:
+            _refuse_same(_without(example, keys), template, text, keys, place)
+    for index, message in enumerate(example.messages):
+        # A template may name calls and still have a case without them.
+        if message.get("tool_calls"):
+            less = _without(example, ("tool_calls",), only=index)
+            place = f"{_place_of(example, index)}.tool_calls"
+            _refuse_same(less, template, text, ("tool_calls",), place)
+
+
+def _refuse_same(
+    less: Conversation, template: ChatTemplate, text: str, keys: Collection[str], place: str
+) -> None:
+    """Raise UnusableError if a conversation has the same text as with the fields ``keys``."""
+    try:
+        rendered = template.render(less.messages, less.tools, variables=less.variables).text
+    except UnusableError:
+        # The template cannot do without them, so it has read them.
+        return
+    if rendered == text:
+        raise UnusableError(
+            "a field that the template does not render",
+            field=place,
+            got="a value",
+            expected=f"a chat template that reads it, other than {template.name}",
+            do="give --chat-template with one that does, or leave the field out with "
+            f"--ignore-keys {' '.join(keys)}",
+        )
+
+
+def _place_of(example: Conversation, index: int) -> str:
+    return example.places[index] if example.places else f"messages[{index}]"
 
 
 def _beside_texts(
@@ -68,7 +88,7 @@ def _beside_texts(
 ) -> Iterator[tuple[tuple[str, ...], str, bool]]:
     """Yield the fields beside roles and texts that have a value, each with the place where it
     stands first, and whether the template names it."""
-    seen = {"role", "content"}
+    seen = {"role", "content", "tool_calls"}
     for index, message in enumerate(example.messages):
         # What a tool says follows the call that asked for it, also in templates without names.
         linked = ("name", "tool_call_id") if message["role"] == "tool" else ()
@@ -78,8 +98,8 @@ def _beside_texts(
             keys = tuple(name for name in REASONING if name in message)
             keys = keys if key in REASONING else (key,)
             seen.update(keys)
-            place = example.places[index] if example.places else f"messages[{index}]"
-            yield keys, f"{place}.{keys[0]}", any(map(template.names_field, keys))
+            place = f"{_place_of(example, index)}.{keys[0]}"
+            yield keys, place, any(map(template.names_field, keys))
     if example.tools:
         yield ("tools",), "tools", template.names_variable("tools")
     for key, value in example.variables.items():
@@ -89,12 +109,18 @@ def _beside_texts(
             yield ("chat_template_kwargs",), place, template.names_variable(key)
 
 
-def _without(example: Conversation, keys: Collection[str]) -> Conversation:
+def _without(
+    example: Conversation, keys: Collection[str], only: int | None = None
+) -> Conversation:
+    """Return a conversation without fields of its messages, or of ``only`` one of them, and of
+    the record."""
     return replace(
         example,
         messages=tuple(
             {key: value for key, value in message.items() if key not in keys}
-            for message in example.messages
+            if only in (None, index)
+            else message
+            for index, message in enumerate(example.messages)
         ),
         tools=None if "tools" in keys else example.tools,
         variables={} if "chat_template_kwargs" in keys else example.variables,

@@ -147,13 +147,27 @@ def test_joined_tokens_are_counted(tmp_path: Path, chat: ChatTokenizer) -> None:
     assert [line for line in pairs.report() if line.startswith("in 1 examples the tokenizer joins the end of the prompt")]
 
 
-def test_of_several_messages_the_assistants_count(chat: ChatTokenizer, tmp_path: Path) -> None:
+def calling(folder: Path, place: Path) -> ChatTokenizer:
+    """LLaMA 3's template with calls of tools behind the text of an answer."""
+    (place / "calls.jinja").write_text(
+        BUILT_IN["llama3"].replace(
+            "message['content'].strip() + '<|eot_id|>' }}{% endg",
+            "message['content'] }}{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}{{ '<|eot_id|>' }}{% endg",
+        )
+    )
+    return ChatTokenizer(HFTokenizer(folder / "tokenizer.json"), str(place / "calls.jinja"))
+
+
+def test_of_several_messages_the_assistants_count(chat: ChatTokenizer, llama3: Path, tmp_path: Path) -> None:
     """The answers in front of the completion are prompt, and what a tool says is nobody's choice."""
     record = {"prompt": [ASKED, YES, MORE], "chosen": [turn := {**CALL, "content": "look!"}, FOUND, LAST], "rejected": [NO]}
+    [problem] = read(tmp_path / "a.jsonl", chat, [record]).problems
+    assert problem.reason == "a field that the template does not render" and "field 'chosen[0].tool_calls'" in str(problem)
+    chat = calling(llama3, tmp_path)
     pairs = read(tmp_path / "a.jsonl", chat, [record])
     assert not pairs.problems
     learned = chat.decode([int(id) for id, counts in zip(pairs.ids[0], pairs.loss_mask[0], strict=True) if counts])
-    assert learned.replace("<|eot_id|>", "") == turn["content"] + LAST["content"]
+    assert learned.replace("<|eot_id|>", "") == turn["content"] + '{"name": "look", "arguments": {}}' + LAST["content"]
     assert pairs.prompts[0] == pairs.prompts[1] and not pairs.loss_mask[0][: pairs.prompts[0]].any()
 
 
