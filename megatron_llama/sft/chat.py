@@ -270,23 +270,28 @@ class ChatTokenizer:
     def _marked_answers(
         self, example: Conversation, whole: Rendered
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield what ``{% generation %}`` encloses, each behind the number of its message: of the
-        one with which it appears. Only its end may change when others follow, as some templates
-        have another token behind the last answer."""
+        """Yield what ``{% generation %}`` encloses, each range behind the number of its message:
+        of the one with which it appears."""
         known = 0
+        last = len(example.messages) - 1
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
-            until = self._render(example, index + 1)
-            spans = whole.answers[: len(until.answers)]
-            starts = [start for start, _ in until.answers]
-            if starts != [start for start, _ in spans] or not whole.text.startswith(
-                until.text[: starts[-1] if starts else 0]
-            ):
-                self._refuse_changes(index + 1)
-            for start, stop in spans[known:]:
+            count = len(whole.answers)
+            if index < last:
+                # Some templates end the last answer by another token, unless a prompt follows.
+                until = self._render(example, index + 1, prompt=True)
+                starts = [start for start, _ in until.answers]
+                count = len(starts)
+                if (
+                    count < known
+                    or starts != [start for start, _ in whole.answers[:count]]
+                    or not whole.text.startswith(until.text[: starts[-1] if starts else 0])
+                ):
+                    self._refuse_changes(index + 1)
+            for start, stop in whole.answers[known:count]:
                 yield index, start, stop
-            known = len(spans)
+            known = count
 
     def _left_out(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
         """Yield the characters that each message adds to the text that is marked as not to be
