@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_llama.data.documents import json_type
 from megatron_llama.sft.chat import ChatTokenizer, Encoded
-from megatron_llama.sft.fields import is_empty, refuse_unknown, without_keys
+from megatron_llama.sft.fields import refuse_unknown, without_keys
 from megatron_llama.sft.formats import (
     ALPACA_PROMPT,
     ASSISTANT,
@@ -190,8 +190,9 @@ def refuse_marks(found: Preference, method: str) -> None:
     conversations."""
     for one in unpaired(found):
         example = one.completion.example
-        marks = () if isinstance(example, Passage) else zip(example.places, example.learned)
-        for place, learned in marks:
+        if isinstance(example, Passage) or not example.learned:
+            continue
+        for place, learned in zip(example.places, example.learned, strict=True):
             if learned is False:
                 raise UnusableError(
                     "a mark that the method cannot obey",

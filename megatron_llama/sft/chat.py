@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
@@ -189,7 +189,9 @@ class ChatTokenizer:
         if loss_on == "all":
             left_out = _overlapping(places, list(self._left_out(example, whole.text)))
             return _useful(whole.text, ids, [not out for out in left_out])
-        return _useful(whole.text, ids, _overlapping(places, self._answers(example, whole, loss_on)))
+        return _useful(
+            whole.text, ids, _overlapping(places, self._answers(example, whole, loss_on))
+        )
 
     def read_prompt(self, prompt: Conversation | Passage) -> Encoded:
         """Encode what stands before an answer: messages with the beginning of an answer, or the

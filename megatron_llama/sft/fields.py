@@ -21,9 +21,7 @@ _PREFERENCE = "give the file to align (--method kto), or --ignore-keys {} to lea
 _SCORES = "remove the field: align scores the reference itself (--reference-scores)"
 _REMEDIES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            NO_LEARNING, "leave the example out: images and sound cannot be learned"
-        ),
+        **dict.fromkeys(NO_LEARNING, "leave the example out: images and sound cannot be learned"),
         "functions": "write them as tools, each {'type': 'function', 'function': {...}}",
         "function_call": "write it as tool_calls, an array of {'type': 'function', 'function': "
         "{...}}",
@@ -44,14 +42,14 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
     }
 )
 """What to do about fields that other programs act upon."""
-HARMLESS = frozenset(
+_HARMLESS = (
     # what names a record
     "id _id idx index uid uuid guid hash key example_id sample_id row_id record_id doc_id task_id "
     "question_id prompt_id message_id parent_id conversation_id conversation_hash chat_id "
     "session_id user_id parent_message_id __index_level_0__ "
     # where it is from
-    "source sources source_id data_source source_dataset dataset dataset_name dataset_source subset "
-    "split origin provenance url urls link file filename file_name file_path line dump repo "
+    "source sources source_id data_source source_dataset dataset dataset_name dataset_source "
+    "subset split origin provenance url urls link file filename file_name file_path line dump repo "
     "license licence copyright author authors creator annotator annotator_id worker_id "
     "model model_name models generator generator_model engine "
     "timestamp date time created created_at create_time updated_at update_time version "
@@ -65,8 +63,9 @@ HARMLESS = frozenset(
     "quality quality_score score scores rating ratings toxic toxicity moderation openai_moderation "
     "detoxify_moderation redacted "
     # how a service is to answer, which says nothing of the answers that are there
-    "parallel_tool_calls".split()
+    "parallel_tool_calls"
 )
+HARMLESS = frozenset(_HARMLESS.split())
 """Fields that tell people about a record or a message, and change nothing in its training."""
 
 

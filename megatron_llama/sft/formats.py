@@ -48,11 +48,12 @@ _CALLS = ("function_call", "tool_call")
 """Roles of messages whose text is the JSON of calls, as LLaMA-Factory and ms-swift have them."""
 CONTEXT = ("system", "tools", "chat_template_kwargs")
 """Fields beside messages that a template renders."""
-_RESERVED = frozenset(
+_NO_VARIABLES = (
     "messages conversation chat_template tools add_generation_prompt continue_final_message "
     "tokenize padding truncation max_length return_tensors return_dict tokenizer_kwargs "
-    "return_assistant_tokens_mask".split()
+    "return_assistant_tokens_mask"
 )
+_RESERVED = frozenset(_NO_VARIABLES.split())
 """Names in ``chat_template_kwargs`` that say what is rendered and how, and are no variables."""
 _FOLLOWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import compress
 from typing import Literal
 
 from megatron_llama.sft.fields import REASONING, is_empty, is_harmless
@@ -34,7 +35,7 @@ def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
                 expected=f"marks of what --loss-on {loss_on} counts",
                 do="remove the mark, or give another --loss-on, or --ignore-keys with its name",
             )
-    if all(learned is False for learned, counts in zip(example.learned, counted) if counts):
+    if all(learned is False for learned in compress(example.learned, counted)):
         what = {"all": "message", "assistant": "answer", "last": "last answer"}[loss_on]
         raise UnusableError(
             f"every {what} is marked as not learned",
@@ -109,9 +110,7 @@ def _beside_texts(
             yield ("chat_template_kwargs",), place, template.names_variable(key)
 
 
-def _without(
-    example: Conversation, keys: Collection[str], only: int | None = None
-) -> Conversation:
+def _without(example: Conversation, keys: Collection[str], only: int | None = None) -> Conversation:
     """Return a conversation without fields of its messages, or of ``only`` one of them, and of
     the record."""
     return replace(

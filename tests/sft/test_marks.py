@@ -75,9 +75,7 @@ def refusal(chat: ChatTokenizer, record: dict[str, Any], loss_on: Any = "assista
 
 def theirs(auto: Any, source: str, without: int) -> tuple[list[int], list[bool]]:
     """Ids of transformers, and its mask without the answer with this number."""
-    encoded = auto.apply_chat_template(
-        list(TALK), chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    encoded = auto.apply_chat_template(list(TALK), chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     mask: list[bool] = []
     answers = 0
     for counts, run in groupby(encoded["assistant_masks"]):
@@ -122,7 +120,10 @@ def test_of_everything_each_marked_message_is_left_out(index: int, llama3: Path)
     """The tokens that transformers renders for the message: all but those before it and behind it."""
     auto = AutoTokenizer.from_pretrained(llama3)
     auto.chat_template = BUILT_IN["llama3"]
-    before, until = (len(auto.apply_chat_template(list(TALK[:end]), tokenize=True, return_dict=True)["input_ids"]) if end else 0 for end in (index, index + 1))
+    before, until = (
+        len(auto.apply_chat_template(list(TALK[:end]), tokenize=True, return_dict=True)["input_ids"]) if end else 0
+        for end in (index, index + 1)
+    )
     encoded = ours(llama3, "llama3", marked({index: {"train": False}}), "all")
     assert encoded.loss_mask == [not before <= place < until for place in range(len(encoded.ids))]
     assert 0 < until - before < len(encoded.ids)
