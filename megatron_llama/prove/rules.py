@@ -26,7 +26,7 @@ _KEPT = (
     "zenflow_topk_ratio zenflow_overlap_step lora_dropout lora_target_modules "
     # what is read
     "data_order megatron_data_order reset_position_ids reset_attention_mask eod_mask_loss "
-    "data_format loss_on repair_conversations ignore_keys on_bad_sample on_long_sample packing "
+    "data_format loss_on repair_conversations on_bad_sample on_long_sample packing "
     "neftune_noise_alpha"
 )
 KEPT = frozenset(_KEPT.split())
@@ -133,7 +133,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "num_labels": "a reward model is trained by align, on pairs",
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), OWN_TEXT),
         **dict.fromkeys(("tokenizer_model", "tokenizer_type"), OWN_TEXT),
-        **dict.fromkeys(("train_data", "split", "on_changed_data"), OWN_TEXT),
+        **dict.fromkeys(("train_data", "ignore_keys", "split", "on_changed_data"), OWN_TEXT),
         **dict.fromkeys(("data_cache_path", "data_cache_gib"), OWN_TEXT),
         **dict.fromkeys(
             ("stream_key", "stream_window", "stream_lanes", "stream_workers"), OWN_TEXT

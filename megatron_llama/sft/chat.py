@@ -262,7 +262,7 @@ class ChatTokenizer:
             if self.template.marks_answers
             else self._differences(example, whole.text)
         )
-        return [span for index, *span in by_message if index not in unlearned]
+        return [(start, stop) for index, start, stop in by_message if index not in unlearned]
 
     def _every_answer(self, example: Conversation, whole: Rendered) -> Sequence[tuple[int, int]]:
         if self.template.marks_answers:

@@ -155,10 +155,8 @@ def read_example(
 def _messages(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     name = "messages" if "messages" in record or "conversations" not in record else "conversations"
     placed = [*system_of(record), *messages_of(field_of(record, name), name)]
-    known = (name, *CONTEXT)
-    if repeats_question(record.get("prompt"), placed):
-        known = (*known, "prompt")
-    refuse_unknown(record, known)
+    repeated = ["prompt"] if repeats_question(record.get("prompt"), placed) else []
+    refuse_unknown(record, (name, *CONTEXT, *repeated))
     return checked(placed, name, tools_of(record.get("tools")), repairs, variables_of(record))
 
 
@@ -536,12 +534,10 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Placed]:
 def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     prompt = alpaca_prompt(record)
     answer = filled(text_of(field_of(record, "output"), "output"), "output")
-    known = (*ALPACA_PROMPT, "output")
     whole = record.get("text")
-    # Stanford's file has the prompt as a text, too.
-    if isinstance(whole, str) and record["instruction"] in whole and answer in whole:
-        known = (*known, "text")
-    refuse_unknown(record, known)
+    # Stanford's file has everything as a text, too.
+    repeats = isinstance(whole, str) and record["instruction"] in whole and answer in whole
+    refuse_unknown(record, (*ALPACA_PROMPT, "output", *(["text"] if repeats else [])))
     placed = [*prompt, (f"instruction[{len(prompt)}]", {"role": ASSISTANT, "content": answer})]
     tools = with_types(tools_of(record.get("tools")))
     return checked(placed, "instruction", tools, repairs, variables_of(record))

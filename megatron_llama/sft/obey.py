@@ -47,8 +47,12 @@ def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
 
 def refuse_unread(example: Conversation, template: ChatTemplate, text: str) -> None:
     """Raise UnusableError for a field that the template does not render: what it says would be
-    missing in ``text``, and so in the training. A template that never names a field may still
-    render whole messages; then the text changes without the field."""
+    missing in ``text``, and so in the training.
+
+    A template is taken to read the tools, variables and reasonings that it names: that it leaves
+    out the reasoning of earlier answers, for one, is its own affair. Of other fields the name
+    says too little, as calls and tools have names, too. They are rendered if the text changes
+    without them."""
     for keys, place, read in _beside_texts(example, template):
         if not read:
             _refuse_same(_without(example, keys), template, text, keys, place)
@@ -88,7 +92,7 @@ def _beside_texts(
     example: Conversation, template: ChatTemplate
 ) -> Iterator[tuple[tuple[str, ...], str, bool]]:
     """Yield the fields beside roles and texts that have a value, each with the place where it
-    stands first, and whether the template names it."""
+    stands first, and whether the template reads it for all that is known without rendering."""
     seen = {"role", "content", "tool_calls"}
     for index, message in enumerate(example.messages):
         # What a tool says follows the call that asked for it, also in templates without names.
@@ -96,11 +100,12 @@ def _beside_texts(
         for key, value in message.items():
             if key in seen or key in linked or is_empty(value) or is_harmless(key):
                 continue
-            keys = tuple(name for name in REASONING if name in message)
-            keys = keys if key in REASONING else (key,)
+            keys = REASONING if key in REASONING else (key,)
             seen.update(keys)
-            place = f"{_place_of(example, index)}.{keys[0]}"
-            yield keys, place, any(map(template.names_field, keys))
+            named = any(map(template.names_field, keys))
+            # What is not there is false, too.
+            read = named and (key in REASONING or not value)
+            yield keys, f"{_place_of(example, index)}.{keys[0]}", read
     if example.tools:
         yield ("tools",), "tools", template.names_variable("tools")
     for key, value in example.variables.items():

@@ -188,6 +188,20 @@ def test_what_a_template_does_not_render(chat: ChatTokenizer) -> None:
         assert read(chat, record) == read(chat, TALK)
 
 
+def test_a_name_that_a_template_has_for_something_else(templated: Any, theirs: Any) -> None:
+    """Qwen's template asks tools and calls for their names, and nobody who speaks."""
+    chat = templated("qwen2_5_training")
+    messages = [{**USER, "name": "Ada"}, *CALLING[1:]]
+    messages[2] = {**messages[2], "name": "look", "tool_call_id": "1"}
+    assert "field 'messages[0].name': got a value, expected a chat template that reads it" in refusal(
+        chat, {"messages": messages, "tools": TOOLS}
+    )
+    messages[0] = USER
+    assert read(chat, {"messages": messages, "tools": TOOLS}) == theirs("qwen2_5_training", CALLING, tools=TOOLS), (
+        "links of calls are not said"
+    )
+
+
 def test_templates_that_render_whole_messages(llama3: Path, tmp_path: Path) -> None:
     """They name no field and render all of them."""
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}")
