@@ -26,6 +26,7 @@ from megatron_llama.preference.pairs import (
     has_null,
     paired,
     read_preference,
+    refuse_marks,
     unpaired,
 )
 from megatron_llama.sft.chat import ChatTokenizer
@@ -186,7 +187,7 @@ def parsed_preferences(
     record with a known one decides for its file, and ``formats`` gets it."""
 
     def read(record: Mapping[str, Any], name: str) -> Preference:
-        return read_preference(record, name, options.repair_conversations)
+        return read_preference(record, name, options.repair_conversations, options.ignore_keys)
 
     return parsed_records(files, align.preference_format, detect, read, formats)
 
@@ -202,6 +203,8 @@ def encode_preference(
         encoded = [encode_unpaired(tokenizer, one) for one in alone]
         return encoded, kinds, alone[0].completion.repairs
     pair = paired(found)
+    if method in ("orpo", "reward"):
+        refuse_marks(pair, method)
     return encode_pair(tokenizer, pair), (CHOSEN, REJECTED), pair.chosen.repairs
 
 

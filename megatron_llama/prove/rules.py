@@ -134,7 +134,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "num_labels": "a reward model is trained by align, on pairs",
         **dict.fromkeys(("bos_token_id", "eos_token_id"), OWN_TEXT),
         **dict.fromkeys(("tokenizer_model", "tokenizer_type"), OWN_TEXT),
-        **dict.fromkeys(("train_data", "split", "on_changed_data"), OWN_TEXT),
+        **dict.fromkeys(("train_data", "ignore_keys", "split", "on_changed_data"), OWN_TEXT),
         **dict.fromkeys(("data_cache_path", "data_cache_gib"), OWN_TEXT),
         **dict.fromkeys(
             ("stream_key", "stream_window", "stream_lanes", "stream_workers"), OWN_TEXT

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.families import family_of
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
+from megatron_llama.sft.marks import LossOn, refuse_contradictions
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import ChatTemplate, Rendered, find_template, own_template
 from megatron_llama.sft.unrendered import refuse_unrendered
@@ -28,7 +29,6 @@ from megatron_llama.tokenizer.chat_templates import (
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.hf import as_hf_tokenizer
 
-LossOn = Literal["assistant", "last", "all"]
 GENERATION_FILE = "generation_config.json"
 _SOMETHING = "an answer"
 
@@ -203,10 +203,16 @@ class ChatTokenizer:
             return self._passage(example, loss_on)
         for text in example.texts:
             self._refuse_special(text)
-        text, spans = self._answers(example, loss_on)
-        ids, places = self._reader.encode_with_places(text)
-        loss_mask = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
-        return _useful(text, ids, loss_mask)
+        refuse_contradictions(example, loss_on)
+        template = self.template.of(example.tools)
+        whole = _rendered(template, example)
+        refuse_unrendered(template, example, whole, loss_on)
+        ids, places = self._reader.encode_with_places(whole.text)
+        if loss_on == "all":
+            left_out = _overlapping(places, [*self._left_out(template, example, whole.text)])
+            return _useful(whole.text, ids, [not out for out in left_out])
+        answers = self._answers(template, example, whole, loss_on)
+        return _useful(whole.text, ids, _overlapping(places, answers))
 
     def read_prompt(self, prompt: Conversation | Passage) -> Encoded:
         """Encode what stands before an answer: messages with the beginning of an answer, or the
@@ -219,8 +225,7 @@ class ChatTokenizer:
             if ids[: len(before)] != before:
                 ids = [*before, *ids]
         else:
-            template = self.template.of(prompt.tools)
-            text = template.render(prompt.messages, prompt.tools, prompt=True).text
+            text = _rendered(self.template.of(prompt.tools), prompt, prompt=True).text
             ids = self._reader.encode(text)
         return Encoded(text, ids, [False] * len(ids))
 
@@ -252,28 +257,31 @@ class ChatTokenizer:
         return _useful(text, ids, loss_mask)
 
     def _answers(
-        self, example: Conversation, loss_on: LossOn
-    ) -> tuple[str, Sequence[tuple[int, int]]]:
-        """The rendered text and the ranges of its characters that are in the loss."""
-        template = self.template.of(example.tools)
-        whole = template.render(example.messages, example.tools)
-        last = len(example.messages) - 1
-        refuse_unrendered(
-            template, example, whole, lambda index: loss_on == "assistant" or index == last
-        )
-        if loss_on == "all":
-            return whole.text, ()
+        self, template: ChatTemplate, example: Conversation, whole: Rendered, loss_on: LossOn
+    ) -> Sequence[tuple[int, int]]:
+        """Return the ranges of the text's characters that are in the loss."""
         if loss_on == "last":
-            return whole.text, self._last_answer(template, example, whole)
-        if template.marks_answers:
-            return whole.text, whole.answers
-        return whole.text, [*self._differences(template, example, whole.text)]
+            # That it is to be learned has been checked.
+            return self._last_answer(template, example, whole)
+        unlearned = {
+            index
+            for index, learned in enumerate(example.learned)
+            if learned is False and example.messages[index]["role"] == ASSISTANT
+        }
+        if template.marks_answers and not unlearned:
+            return whole.answers
+        by_message = (
+            self._marked_answers(template, example, whole)
+            if template.marks_answers
+            else self._differences(template, example, whole.text)
+        )
+        return [(start, stop) for index, start, stop in by_message if index not in unlearned]
 
     def _last_answer(
         self, template: ChatTemplate, example: Conversation, whole: Rendered
     ) -> Sequence[tuple[int, int]]:
         """Return the characters of the last answer, whatever the template makes of earlier ones."""
-        before = template.render(example.messages[:-1], example.tools, prompt=True)
+        before = _rendered(template, example, len(example.messages) - 1, prompt=True)
         earlier = before.answer_texts()
         if template.marks_answers:
             if whole.answer_texts()[: len(earlier)] == earlier:
@@ -283,22 +291,64 @@ class ChatTokenizer:
         got = "a template that renders the messages before the last answer differently without it"
         raise self._inseparable(template, got, "all")
 
-    def _differences(
-        self, template: ChatTemplate, example: Conversation, whole: str
-    ) -> Iterator[tuple[int, int]]:
-        """Yield for each answer the characters that it adds to the text of the messages before
-        it."""
+    def _marked_answers(
+        self, template: ChatTemplate, example: Conversation, whole: Rendered
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield what ``{% generation %}`` encloses, each range behind the number of its message:
+        of the one with which it appears."""
+        known = 0
+        last = len(example.messages) - 1
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = template.render(example.messages[:index], example.tools, prompt=True).text
-            until = template.render(example.messages[: index + 1], example.tools).text
+            count = len(whole.answers)
+            if index < last:
+                # Some templates end the last answer by another token, unless a prompt follows.
+                until = _rendered(template, example, index + 1, prompt=True)
+                starts = [start for start, _ in until.answers]
+                count = len(starts)
+                if (
+                    count < known
+                    or starts != [start for start, _ in whole.answers[:count]]
+                    or not whole.text.startswith(until.text[: starts[-1] if starts else 0])
+                ):
+                    raise self._changing(template, index + 1)
+            for start, stop in whole.answers[known:count]:
+                yield index, start, stop
+            known = count
+
+    def _left_out(
+        self, template: ChatTemplate, example: Conversation, whole: str
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the characters that each message adds to the text that is marked as not to be
+        learned."""
+        for index, learned in enumerate(example.learned):
+            if learned is not False:
+                continue
+            before = _rendered(template, example, index).text if index else ""
+            until = _rendered(template, example, index + 1).text
             if not (until.startswith(before) and whole.startswith(until)):
-                got = (
-                    f"a template that renders messages[:{index + 1}] differently when others follow"
-                )
-                raise self._inseparable(template, got, "last or all")
+                raise self._changing(template, index + 1)
             yield len(before), len(until)
+
+    def _differences(
+        self, template: ChatTemplate, example: Conversation, whole: str
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield for each answer the number of its message, and the characters that it adds to the
+        text of the messages before it."""
+        for index, message in enumerate(example.messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = _rendered(template, example, index, prompt=True).text
+            until = _rendered(template, example, index + 1).text
+            if not (until.startswith(before) and whole.startswith(until)):
+                raise self._changing(template, index + 1)
+            yield index, len(before), len(until)
+
+    def _changing(self, template: ChatTemplate, count: int) -> UnusableError:
+        """The error of a template that changes the first ``count`` messages when others follow."""
+        got = f"a template that renders messages[:{count}] differently when others follow"
+        return self._inseparable(template, got, "last or all")
 
     def _inseparable(self, template: ChatTemplate, got: str, others: str) -> UnusableError:
         do = f"mark the answers in {template.name}, or give --chat-template or --loss-on {others}"
@@ -334,6 +384,15 @@ class ChatTokenizer:
             own = own_template(self._folder, names, self._now)
             return None if own is None else family_of(own, names, self._now)
         return None
+
+
+def _rendered(
+    template: ChatTemplate, example: Conversation, count: int | None = None, *, prompt: bool = False
+) -> Rendered:
+    """Render the first ``count`` messages of a conversation; None: all of them."""
+    return template.render(
+        example.messages[:count], example.tools, prompt=prompt, variables=example.variables
+    )
 
 
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:

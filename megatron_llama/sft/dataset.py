@@ -259,7 +259,7 @@ def parsed_examples(
     example with a known one decides for its file, and ``formats`` gets it."""
 
     def read(record: Mapping[str, Any], name: str) -> Example:
-        return read_example(record, name, options.repair_conversations)
+        return read_example(record, name, options.repair_conversations, options.ignore_keys)
 
     return parsed_records(files, options.data_format, detect, read, formats)
 

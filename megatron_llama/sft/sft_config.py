@@ -34,6 +34,9 @@ class SFTConfig:
     """Mend conversations in these ways, and say how many: leave out what the assistant says before
     the first question; join messages of one role that follow each other, by an empty line; leave
     out what follows the last answer."""
+    ignore_keys: tuple[str, ...] = ()
+    """Names of fields of examples and messages that are not read. A field that is not known here
+    is refused otherwise, unless it only tells about the example, as `id` or `source` do."""
     on_bad_sample: Literal["stop", "drop"] = "stop"
     """When an example cannot be used: stop before training with a list, or leave it out and say how
     many."""

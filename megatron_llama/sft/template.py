@@ -9,23 +9,26 @@ an underscore and without the means to change what they are given. What they see
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from megatron_llama.errors import DataError, describe
 from megatron_llama.sft.built_in_templates import BUILT_IN
+from megatron_llama.sft.fields import REASONING
 from megatron_llama.sft.formats import MARKS
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.tokenizer.chat_templates import (
@@ -37,9 +40,6 @@ from megatron_llama.tokenizer.chat_templates import (
 )
 
 _START, _END = MARKS
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The fields of a message that may hold its reasoning. As in transformers, templates see it in the
-first of them, and in ``thinking``."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ class ChatTemplate:
         """Whether it marks answers by ``{% generation %}``."""
         self.tells_time = any("strftime_now" in each for each in self.sources)
         """Whether a text may depend on the day on which it is rendered."""
+        self._fields = frozenset(_fields_of(tree))
+        self._variables = find_undeclared_variables(tree)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -111,21 +113,30 @@ class ChatTemplate:
         there is a list of them, even an empty one."""
         return self if tools is None or self.tool_use is None else self.tool_use
 
+    def names_field(self, name: str) -> bool:
+        """Whether the template asks anything for a field of this name, as of a message."""
+        return name in self._fields
+
+    def names_variable(self, name: str) -> bool:
+        """Whether the template asks for a variable of this name."""
+        return name in self._variables
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         *,
         prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
         """Render messages by this template, whatever the tools are; with ``prompt`` also the
-        beginning of an answer. Raises UnusableError with what the template says of these
-        messages."""
+        beginning of an answer, and with ``variables`` that the template may ask for. Raises
+        UnusableError with what the template says of these messages."""
         try:
             marked = self._template.render(
                 messages=[*map(_shown, messages)],
+                **{"documents": None, **variables},
                 tools=None if tools is None else list(tools),
-                documents=None,
                 add_generation_prompt=prompt,
             )
         except Exception as error:  # a template can fail in every way that Python can
@@ -152,7 +163,7 @@ class ChatTemplate:
 
 def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates see it: without fields that are null, and with its reasoning under
-    the names that they read."""
+    ``reasoning_content`` and ``thinking`` too, as transformers shows it."""
     given = {name: value for name, value in message.items() if value is not None}
     reasoning = next((given[name] for name in REASONING if name in given), None)
     if reasoning is None:
@@ -184,6 +195,16 @@ class _Generation(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         ends = [nodes.Output([nodes.TemplateData(mark)]) for mark in (_START, _END)]
         return nodes.Scope([ends[0], *body, ends[1]]).set_lineno(line)
+
+
+def _fields_of(tree: nodes.Template) -> Iterator[str]:
+    """Yield the names of fields that a template spells: attributes, and texts that may be keys."""
+    for attribute in tree.find_all(nodes.Getattr):
+        if not (isinstance(attribute.node, nodes.Name) and attribute.node.name == "loop"):
+            yield attribute.attr
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
 
 
 def _tojson(

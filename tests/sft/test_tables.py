@@ -243,7 +243,7 @@ def test_types_of_columns(name: str, tmp_path: Path) -> None:
 )
 def test_values_that_json_does_not_have(value: Any, with_tools: ChatTokenizer, tmp_path: Path) -> None:
     """They are refused by name where an example uses them, and do no harm in other columns."""
-    good = {"messages": [said("user", "?"), said("assistant", "!")], "other": {"value": value}, "another": value}
+    good = {"messages": [said("user", "?"), said("assistant", "!")], "metadata": {"value": value}, "timestamp": value}
     files = [table([good, {**good, "messages": [said("user", "?"), calls("f", value=value), said("assistant", "!")]}], tmp_path)]
     found = read_examples(files, with_tools, SFTConfig(), SEQ_LENGTH)
     [problem] = found.problems

@@ -255,7 +255,7 @@ def test_what_a_template_leaves_out_is_refused(what: str, llama3: Path, tmp_path
     command = ["data", "check", str(tmp_path / "data.jsonl"), "--tokenizer-model", str(llama3)]
     assert main([*command, "--chat-template", str(tmp_path / "chat.jinja")]) == (1 if reason else 0)
     said = capsys.readouterr()
-    assert (f"{tmp_path}/data.jsonl:1: got " in said.out + said.err) == bool(reason) and words in said.out + said.err
+    assert (f"{tmp_path}/data.jsonl:1: field " in said.out + said.err) == bool(reason) and words in said.out + said.err
     auto = AutoTokenizer.from_pretrained(llama3)
     text = auto.apply_chat_template(messages, tools=TOOLS, chat_template=(tmp_path / "chat.jinja").read_text(), tokenize=False)
     assert "found" in text, "transformers renders it"
