@@ -15,7 +15,7 @@ from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import BUILT_IN, find_template
-from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.base import Token, Tokenizer
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.hf import as_hf_tokenizer
 
@@ -92,6 +92,9 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
+
+    def tokens(self) -> list[Token]:
+        return self._tokenizer.tokens()
 
     def token(self, id: int) -> str | None:
         return self._tokenizer.token(id)
