@@ -488,9 +488,9 @@ class DataConfig:
     stream_workers: int = 2
     """Processes of each rank that read and tokenize text."""
     tokenizer_model: str | None = None
-    """Sentencepiece `.model`, HF `tokenizer.json`, a folder with one of them, or a name on the hub,
-    `org/name` or `org/name@revision`. Default: what the dataset or HF folder says. Needed only to
-    turn text into ids and back."""
+    """A `.model` of sentencepiece or LLaMA, HF `tokenizer.json`, Mistral's `tekken.json`, a folder
+    with one of them, or a name on the hub, `org/name` or `org/name@revision`. Default: what the
+    dataset or HF folder says. Needed only to turn text into ids and back."""
     tokenizer_type: (
         Literal[
             "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"

@@ -20,7 +20,7 @@ from megatron_llama.sft.marks import LossOn, refuse_contradictions
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import ChatTemplate, Rendered, find_template, own_template
 from megatron_llama.sft.unrendered import refuse_unrendered
-from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.base import Token, Tokenizer
 from megatron_llama.tokenizer.chat_templates import (
     DEFAULT,
     read_chat_templates,
@@ -104,6 +104,9 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
+
+    def tokens(self) -> list[Token]:
+        return self._tokenizer.tokens()
 
     def token(self, id: int) -> str | None:
         return self._tokenizer.token(id)

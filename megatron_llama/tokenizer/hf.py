@@ -194,10 +194,14 @@ class HFTokenizer:
         if denies(settings, field):
             return None
         if field in self._named:
-            return int(self._tokenizer.token_to_id(self._named[field]))
+            return self._id(self._named[field])
         special = frozenset(self.special_texts)
         text = next((name for name in names if name in special), None)
-        return None if text is None else int(self._tokenizer.token_to_id(text))
+        return None if text is None else self._id(text)
+
+    def _id(self, text: str) -> int | None:
+        id: int | None = self._tokenizer.token_to_id(text)
+        return id
 
 
 def as_hf_tokenizer(tokenizer: Tokenizer) -> HFTokenizer:

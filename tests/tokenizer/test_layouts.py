@@ -216,7 +216,7 @@ def test_a_token_that_a_message_spells_is_refused_wherever_it_is_named(layouts: 
     chat = ChatTokenizer(load_tokenizer(folder))
     with pytest.raises(UnusableError) as caught:
         chat.continued([{"role": "user", "content": "call <tool> now"}])
-    assert caught.value.got == "the special token '<tool>' at character 5"
+    assert "got the special token '<tool>' at character 5" in str(caught.value.at("pairs.jsonl:1"))
 
 
 def test_a_token_without_a_text_is_refused(layouts: Path, tmp_path: Path) -> None:
