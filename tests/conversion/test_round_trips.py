@@ -15,6 +15,7 @@ import megatron_llama as ml
 import pytest
 import torch
 from megatron_llama.api.common.trained import load_trained, open_reader
+from megatron_llama.checkpoint.meta import parse_meta
 from megatron_llama.cli import main
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -356,3 +357,16 @@ def test_a_field_that_the_user_ignores_is_left_out(tokenizer: Tokenizer, tmp_pat
     assert 'note: config.json own_note "x": left out\n' in capsys.readouterr().out
     command("convert", tmp_path / "there", tmp_path / "back", "--to", "hf")
     assert "own_note" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_a_conversion_by_an_earlier_version(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It has a list of end tokens among the fields of the model, and no config.json."""
+    ends_in_config(tmp_path / "hf", tokenizer)
+    command("convert", tmp_path / "hf", tmp_path / "there", "--to", "native")
+    folder = tmp_path / "there" / "iter_0000000"
+    content = json.loads((folder / "meta.json").read_text())
+    del content["hf_config"]
+    content["model"]["eos_token_id"] = [END, IM_END]
+    (folder / "meta.json").write_text(json.dumps(content))
+    assert parse_meta(folder).state.hf_config == {"eos_token_id": [END, IM_END]}
+    assert load_trained(open_reader(folder), torch.float32).stops == {END, IM_END}
