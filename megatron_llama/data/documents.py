@@ -139,10 +139,10 @@ def _long_texts(raw: bytes, keys: Sequence[str]) -> list[str] | None:
     if not isinstance(record, dict):
         return None
     values = [record.get(key.encode().decode("latin-1")) for key in keys]
-    del record
-    if not all(isinstance(value, str) for value in values):
+    found = [value for value in values if isinstance(value, str)]
+    if len(found) < len(keys):
         return None
-    return [value.encode("latin-1").decode("utf-8") for value in values]
+    return [text.encode("latin-1").decode("utf-8") for text in found]
 
 
 def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) -> None:
