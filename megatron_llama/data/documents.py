@@ -13,8 +13,8 @@ from megatron_llama.data.readers import CHUNK_BYTES, LONG_BYTES, Chunk
 from megatron_llama.errors import DataError, describe, listing
 
 LISTED = 10
-_BEYOND_ASCII = re.compile(rb"\\u(?!00[0-7])")
-"""The escape of a character that is no single byte in UTF-8."""
+_BEYOND_ASCII = re.compile(rb"(?<!\\)(?:\\\\)*\\u(?!00[0-7])")
+"""The escape of a character that is no single byte in UTF-8, and not a backslash before a u."""
 
 
 @dataclass
@@ -106,6 +106,8 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
                 for key, text in zip(keys, long, strict=True):
                     found[key].append(text)
                 continue
+        if chunk.first is not None:
+            raw = raw.rstrip()  # of the bytes: a text would be copied for it
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -116,7 +118,7 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
             continue
         if chunk.first is None:
             found[keys[0]].append(text)
-        elif not text.isspace():
+        elif text and not text.isspace():
             _read_line(text, where, found, problems)
     return found
 
@@ -139,10 +141,12 @@ def _long_texts(raw: bytes, keys: Sequence[str]) -> list[str] | None:
     if not isinstance(record, dict):
         return None
     values = [record.get(key.encode().decode("latin-1")) for key in keys]
-    del record
-    if not all(isinstance(value, str) for value in values):
+    found = [value for value in values if isinstance(value, str)]
+    if len(found) < len(keys):
         return None
-    return [value.encode("latin-1").decode("utf-8") for value in values]
+    encoded = [text.encode("latin-1") for text in found]
+    del record, values, found  # while texts are decoded they are in memory twice
+    return [text.decode("utf-8") for text in encoded]
 
 
 def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) -> None:

@@ -28,7 +28,13 @@ LONG = 2000
 @pytest.fixture
 def records(texts: list[str]) -> list[dict[str, Any]]:
     """Short and long ones, first and last too, with every kind of escape and width of characters."""
-    odd = ["\U0001f600 我们 é\f\x01\x7f\\u00e9\\\\u4e2d \" \t\r\n" * 90, "x" * LONG, "", " " * (LONG + 1), "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16") * LONG]
+    odd = [
+        '\U0001f600 我们 é\f\x01\x7f\\u00e9\\\\u4e2d " \t\r\n' * 90,
+        "x" * LONG,
+        "",
+        " " * (LONG + 1),
+        "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16") * LONG,
+    ]
     found = [text for pair in zip(texts, [*odd, *texts[40:]], strict=False) for text in pair]
     return [{"text": text, "tïtle": f"é {number}" if number % 3 else text} for number, text in enumerate(found)]
 
@@ -78,6 +84,9 @@ def test_the_same_files(
         assert contents(tmp_path / name) == contents(tmp_path / "usual"), name
         assert (report.documents, report.tokens, report.skipped) == (usual.documents, usual.tokens, usual.skipped)
         assert report.bytes == file.stat().st_size
+        run(file, tmp_path / f"one {name}", tokenizer, workers=workers, json_keys=("text",))
+        for suffix, content in zip((".bin", ".idx"), contents(tmp_path / "usual"), strict=False):
+            assert Path(f"{tmp_path}/one {name}{suffix}").read_bytes() == content, name
 
 
 def test_a_text_file(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
