@@ -26,8 +26,8 @@ from tests.tokenizer.test_tiktoken import library, random_characters, runs
 @pytest.fixture(scope="module")
 def documents(chunks: list[str]) -> list[str]:
     """Several hundred documents: prose, code, scripts of the world, and characters at random."""
-    sources = [source[:4000] for source in library()[::3]]
-    return [*chunks[::8], *sources, *SCRIPTS, *random_characters(100), *runs(100), "", " ", "\n"]
+    sources = [source[:2000] for source in library()[::4]]
+    return [*chunks[::10], *sources, *SCRIPTS, *random_characters(60), *runs(60), "", " ", "\n"]
 
 
 @pytest.mark.parametrize(("version", "meta"), [pytest.param(3, Llama3, marks=pytest.mark.long), (4, Llama4)])
