@@ -92,7 +92,8 @@ def save_tokenizer(
         ends = end_tokens(own, str(path))
         merged = with_end_tokens(generation, ends, GENERATION)
         given = {name: value for name, value in own.items() if name != "eos_token_id"}
-        write_synced(path, _json({**merged, **given}))
+        if (whole := {**merged, **given}) != own:  # else the file stays as it was written
+            write_synced(path, _json(whole))
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> Iterator[str]:
