@@ -34,7 +34,7 @@ from megatron_llama.sft.formats import (
     with_types,
 )
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.repair import Placed, Repair, repaired
+from megatron_llama.sft.repair import INSTRUCTIONS, Placed, Repair, repaired
 
 PREFERENCE_FIELDS = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag")
 """Fields by which a file of preferences is told from one of conversations."""
@@ -423,7 +423,7 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
                 expected="conversations that differ behind their prompt",
                 do="give the prompt in a field 'prompt'",
             )
-        if half[shared]["role"] in ("user", "system"):
+        if half[shared]["role"] in ("user", *INSTRUCTIONS):
             raise UnusableError(
                 "differing prompts",
                 field=f"{name}[{shared}]",
@@ -625,7 +625,7 @@ def _one(
     wanted = [repair for repair in repairs if repair != "drop-unanswered-end"]
     mended, done = repaired(before, wanted)
     where, first = completion[0]
-    if not any(message["role"] != "system" for _, message in mended):
+    if not any(message["role"] not in INSTRUCTIONS for _, message in mended):
         raise UnusableError(
             "no prompt",
             field=where,
