@@ -86,6 +86,11 @@ class Conversation:
     """What was mended in the order of its messages."""
 
     @property
+    def unlearned(self) -> frozenset[int]:
+        """The indices of the messages that the file marks as not to be learned."""
+        return frozenset(index for index, mark in enumerate(self.learned) if mark is False)
+
+    @property
     def texts(self) -> Iterator[str]:
         """Yield all text that comes from the file: contents of the messages, the texts in tools and
         calls of them, and those in the template's variables."""
