@@ -349,8 +349,10 @@ def _rises(quantity: Quantity, curve: Sequence[_Point], floor: float) -> list[Ri
             passed = place + steps
             if any(row[0].iteration <= rise.iteration <= row[-1].iteration for rise in found):
                 continue  # a shorter row has it, and says the step more sharply
-            # A step that alone is no proof is the beginning where the steps behind it prove it.
-            begins = min(size, TAILS[quantity][0].upper * level)
+            # A step that alone is no proof is the beginning where the next few prove it. A long row
+            # is more likely to have such a step of its own, before the rise.
+            alone = TAILS[quantity][0].upper * level if steps < LENGTHS[-1] else size
+            begins = min(size, alone)
             first = next(point.iteration for point in row if point.at_least >= begins)
             # The first row that is too far apart has only some of the steps that are.
             starts = range(place, min(place + steps, len(curve) - steps) + 1)
