@@ -115,7 +115,8 @@ def _without_fields(
         # What is not there is false, too.
         if value and not template.names_variable(name):
             place = f"chat_template_kwargs.{name}"
-            yield place, place, replace(example, variables={})
+            others = {key: given for key, given in example.variables.items() if key != name}
+            yield place, place, replace(example, variables=others)
     seen = {"role", "content", "tool_calls"}
     for index, message in enumerate(example.messages):
         # What a tool says follows the call that asked for it, also in templates without names.
