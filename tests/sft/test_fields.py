@@ -116,8 +116,31 @@ def test_files_that_repeat_a_text(chat: ChatTokenizer) -> None:
     assert "field 'prompt'" in refusal(chat, {**TALK, "prompt": "Another one?"})
     alpaca = FORMATS["alpaca"]
     whole = "Below is an instruction.\n\n### Instruction:\nWhat is a list?\n\n### Response:\nA mutable sequence."
-    assert read(chat, {**alpaca, "text": whole}) == read(chat, alpaca)
-    assert "field 'text'" in refusal(chat, {**alpaca, "text": "Another one."}, kind="alpaca")
+    for name in ("text", "prompt"):
+        assert read(chat, {**alpaca, name: whole}) == read(chat, alpaca)
+        assert f"field {name!r}" in refusal(chat, {**alpaca, name: "Another one."}, kind="alpaca")
+
+
+def test_files_that_repeat_messages(chat: ChatTokenizer) -> None:
+    """no_robots has the system message as a prompt, NuminaMath question and answer, OpenThoughts 2 the question."""
+    guided = [{"role": "system", "content": "Be kind."}, *TALK["messages"]]
+    assert read(chat, {"prompt": "Be kind.", "messages": guided}) == read(chat, {"messages": guided})
+    assert read(chat, {**TALK, "problem": "What is a list?", "solution": "A mutable sequence."}) == read(chat, TALK)
+    sharegpt = FORMATS["sharegpt"]
+    assert read(chat, {**sharegpt, "question": "What is a list? "}) == read(chat, sharegpt)
+    assert "field 'solution'" in refusal(chat, {**TALK, "solution": "A sequence."})
+    assert "field 'reward'" in refusal(chat, {**TALK, "reward": "What is a list?"}), "only fields that are known to repeat a message"
+
+
+def test_all_fields_that_are_not_read_are_said_at_once(chat: ChatTokenizer) -> None:
+    """Infinity-Instruct's label says what an example is about, and not that it was judged."""
+    more = {"label": {"ability": ["x"]}, "langdetect": "en", "reward": 1.5, "id": 3, "mood": None}
+    said = refusal(chat, {**TALK, **more})
+    assert "field 'label': got a value in a field that is not read, and in reward, expected" in said
+    assert said.endswith("remove or rename the fields, or give --ignore-keys label reward if they change nothing")
+    assert read(chat, {**TALK, **more}, ignored=("label", "reward")) == read(chat, TALK)
+    said = refusal(chat, {"text": "A list.", "role": "user", "rank": 0}, kind="text")
+    assert said.endswith("remove or rename the fields"), "--ignore-keys takes no role"
 
 
 def test_what_only_a_template_could_render(chat: ChatTokenizer) -> None:
@@ -136,10 +159,12 @@ def test_variables_of_templates(given: dict[str, Any], templated: Any, theirs: A
         assert read(chat, {**record, "chat_template_kwargs": given}) == expected
 
 
-def test_variables_that_nothing_reads(chat: ChatTokenizer) -> None:
+def test_variables_that_nothing_reads(chat: ChatTokenizer, templated: Any) -> None:
     plain = read(chat, TALK)
     for given in ({}, None, {"enable_thinking": False}, {"enable_thinking": None, "xml_tools": []}):
         assert read(chat, {**TALK, "chat_template_kwargs": given}) == plain, "what is not there is false, too"
+    said = refusal(templated("gptoss_training"), {**TALK, "chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": True}})
+    assert "field 'chat_template_kwargs.enable_thinking'" in said, "beside one that is rendered"
     said = refusal(chat, {**TALK, "chat_template_kwargs": {"enable_thinking": True}})
     place = "chat_template_kwargs.enable_thinking"
     assert f"field {place!r}: got {place}, and a template that leaves it out" in said
