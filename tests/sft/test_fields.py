@@ -12,7 +12,7 @@ from megatron_llama.cli import main
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.fields import REASONING
 from megatron_llama.sft.formats import detect, read_example
-from megatron_llama.sft.template import BUILT_IN
+from megatron_llama.sft.template import BUILT_IN, ChatTemplate, Rendered
 from megatron_llama.tokenizer.hf import HFTokenizer
 from transformers import AutoTokenizer
 
@@ -251,6 +251,25 @@ def test_calls_that_are_named_and_not_rendered(kind: str, llama3: Path, tmp_path
     (tmp_path / "t.jinja").write_text(source)
     chat = ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), str(tmp_path / "t.jinja"))
     assert "field 'messages[1].tool_calls[0]'" in refusal(chat, {"messages": CALLING})
+
+
+def test_long_conversations_are_rendered_as_often_as_short_ones(templated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = templated("qwen3_training")
+    counts = []
+    for turns in (1, 2, 50):
+        texts: list[str] = []
+        render = ChatTemplate.render
+
+        def counted(*given: Any, **more: Any) -> Rendered:
+            texts.append(render(*given, **more).text)  # noqa: B023
+            return render(*given, **more)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChatTemplate, "render", counted)
+            answer = {**ANSWER, "reasoning_content": "Think."}
+            read(chat, {"messages": [{**USER, "content": "no"}, *CALLING[1:3], {**answer, "content": "a"}] * turns, "tools": TOOLS})
+        counts.append(len(texts))
+    assert counts[1:] == counts[:1] * 2, "a text is not rendered for each message"
 
 
 @pytest.mark.parametrize("template", ["qwen2_5_training", "qwen3_training", "llama3_training"])
