@@ -266,11 +266,7 @@ class ChatTokenizer:
         if loss_on == "last":
             # That it is to be learned has been checked.
             return self._last_answer(template, example, whole)
-        unlearned = {
-            index
-            for index, learned in enumerate(example.learned)
-            if learned is False and example.messages[index]["role"] == ASSISTANT
-        }
+        unlearned = example.unlearned
         if template.marks_answers and not unlearned:
             return whole.answers
         by_message = (
@@ -325,9 +321,7 @@ class ChatTokenizer:
     ) -> Iterator[tuple[int, int]]:
         """Yield the characters that each message adds to the text that is marked as not to be
         learned."""
-        for index, learned in enumerate(example.learned):
-            if learned is not False:
-                continue
+        for index in sorted(example.unlearned):
             before = _rendered(template, example, index).text if index else ""
             until = _rendered(template, example, index + 1).text
             if not (until.startswith(before) and whole.startswith(until)):

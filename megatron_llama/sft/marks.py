@@ -11,12 +11,13 @@ from megatron_llama.sft.problems import UnusableError
 LossOn = Literal["assistant", "last", "all"]
 
 
-def is_counted(example: Conversation, index: int, loss_on: LossOn) -> bool:
-    """Return whether the loss counts the message of an index, by the option and by its mark."""
-    message = example.messages[index]
-    last = index == len(example.messages) - 1
-    by_option = loss_on == "all" or (message["role"] == ASSISTANT and (loss_on != "last" or last))
-    return by_option and not (example.learned and example.learned[index] is False)
+def counted_messages(example: Conversation, loss_on: LossOn) -> list[bool]:
+    """Return whether --loss-on counts each message, whatever its mark says."""
+    last = len(example.messages) - 1
+    return [
+        loss_on == "all" or (message["role"] == ASSISTANT and (loss_on != "last" or index == last))
+        for index, message in enumerate(example.messages)
+    ]
 
 
 def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
@@ -24,11 +25,7 @@ def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
     count it, and if all that the loss would count is marked as not to be learned."""
     if not example.learned:
         return
-    last = len(example.messages) - 1
-    counted = [
-        loss_on == "all" or (message["role"] == ASSISTANT and (loss_on != "last" or index == last))
-        for index, message in enumerate(example.messages)
-    ]
+    counted = counted_messages(example, loss_on)
     for place, learned, counts in zip(example.places, example.learned, counted, strict=True):
         if learned and not counts:
             raise UnusableError(
@@ -38,11 +35,11 @@ def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
                 expected=f"marks of what --loss-on {loss_on} counts",
                 do="remove the mark, or give another --loss-on, or --ignore-keys with its name",
             )
-    if all(learned is False for learned in compress(example.learned, counted)):
+    if example.unlearned.issuperset(compress(range(len(counted)), counted)):
         what = {"all": "message", "assistant": "answer", "last": "last answer"}[loss_on]
         raise UnusableError(
             f"every {what} is marked as not learned",
-            got=f"{sum(mark is False for mark in example.learned)} marked messages",
+            got=f"{len(example.unlearned)} marked messages",
             expected=f"one {what} or more to learn (--loss-on {loss_on})",
             do="leave the example out, or give --ignore-keys with the name of the mark",
         )
