@@ -203,7 +203,7 @@ def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Convers
 def repeating(record: Mapping[str, Any], placed: Sequence[Placed]) -> list[str]:
     """Return the fields beside messages whose text is one of them, as the question is in
     UltraChat's files, and question and answer in NuminaMath's."""
-    said = {(message["content"] or "").strip() for _, message in placed}
+    said = {text.strip() for _, message in placed if (text := message["content"])}
     return [
         name
         for name in REPEATING
@@ -390,6 +390,14 @@ def message_of(
             field=f"{name}.tool_calls",
             got=str(calls)[:40],
             expected=expected,
+            do="mend the example",
+        )
+    if calls and ROLES[who] != ASSISTANT:
+        raise UnusableError(
+            "broken tool calls",
+            field=f"{name}.tool_calls",
+            got=f"calls in a message of role {who}",
+            expected="calls of the assistant alone",
             do="mend the example",
         )
     for text in _strings(kept):
