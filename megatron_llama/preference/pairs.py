@@ -26,6 +26,7 @@ from megatron_llama.sft.formats import (
     message_of,
     messages_of,
     refuse_beside_text,
+    repeating,
     system_of,
     text_of,
     tools_of,
@@ -392,8 +393,8 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
     chosen = messages_of(field_of(record, "chosen"), "chosen")
     rejected = messages_of(field_of(record, "rejected"), "rejected")
     # UltraFeedback's files have the chosen conversation a second time.
-    copied = record.get("messages") == record["chosen"]
-    refuse_unknown(record, (*known, "messages") if copied else known)
+    copied = ["messages"] if record.get("messages") == record["chosen"] else []
+    refuse_unknown(record, (*known, *copied, *repeating(record, chosen)))
     halves = [
         [{key: value for key, value in message.items() if key != LOSS_MARK} for _, message in half]
         for half in (chosen, rejected)

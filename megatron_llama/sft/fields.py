@@ -16,6 +16,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning, in the order in which ``transformers`` looks for it."""
 NO_LEARNING = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of what a language model of text cannot learn."""
+MESSAGE_PARTS = ("role", "content", "from", "value")
+"""Fields that messages consist of."""
 _RECORD_WEIGHTS = (*LOSS_MARKS, "weights", "sample_weight")
 _PREFERENCE = "give the file to align (--method kto), or --ignore-keys {} to learn every answer"
 _SCORES = "remove the field: align scores the reference itself (--reference-scores)"
@@ -51,22 +53,29 @@ _HARMLESS = (
     "source sources source_id data_source source_dataset dataset dataset_name dataset_source "
     "subset split origin provenance url urls link file filename file_name file_path line dump repo "
     "license licence copyright author authors creator annotator annotator_id worker_id "
-    "model model_name models generator generator_model engine "
+    "model model_name models chosen_model rejected_model generator generator_model engine "
     "timestamp date time created created_at create_time updated_at update_time version "
     # what it is about
-    "language languages lang locale country language_score category categories subcategory topic "
-    "topics subject subjects domain domains task task_name task_type type kind tag tags keyword "
-    "keywords title difficulty level comment comments note notes "
+    "language languages lang langdetect locale country language_score category categories "
+    "subcategory topic topics subject subjects domain domains task task_name task_type type kind "
+    "tag tags keyword keywords title difficulty level comment comments note notes "
     "metadata meta meta_data info "
     # what was counted or judged
     "num_turns n_turns turn turns num_messages num_tokens n_tokens token_count tokens_count length "
-    "quality quality_score score scores rating ratings toxic toxicity moderation openai_moderation "
-    "detoxify_moderation redacted "
+    "conversation_tokens views "
+    "quality quality_score score scores int_score rating ratings reward_model_score "
+    "chosen_rating rejected_rating rating_chosen rating_rejected chosen_score rejected_score "
+    "toxic toxicity moderation openai_moderation detoxify_moderation redacted "
     # how a service is to answer, which says nothing of the answers that are there
     "parallel_tool_calls"
 )
 HARMLESS = frozenset(_HARMLESS.split())
 """Fields that tell people about a record or a message, and change nothing in its training."""
+_REPEATING = (
+    "prompt question query problem instruction system_prompt response answer solution completion"
+)
+REPEATING = tuple(_REPEATING.split())
+"""Fields beside messages that many files have to show one of them once more."""
 
 
 def is_empty(value: Any) -> bool:
@@ -100,40 +109,55 @@ def without_keys(record: Mapping[str, Any], ignored: Collection[str]) -> Mapping
     }
 
 
-def refuse_unknown(record: Mapping[str, Any], known: Collection[str], place: str = "") -> None:
+def refuse_unknown(record: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise UnusableError for a field with a value that would be ignored although it may change
-    what is to be learned. ``place`` stands before the field's name."""
-    for name, value in record.items():
-        if name in known or is_empty(value):
-            continue
-        field = f"{place}{name}"
+    what is to be learned."""
+    given = {
+        name: value
+        for name, value in record.items()
+        if name not in known and not is_empty(value) and not is_harmless(name)
+    }
+    unread = [
+        name for name in given if name not in _RECORD_WEIGHTS and not _has_remedy(name, given)
+    ]
+    for name, value in given.items():
         if name in _RECORD_WEIGHTS:
             if not _is_one(value):
                 raise UnusableError(
                     "weight of an example",
-                    field=field,
+                    field=name,
                     got=f"{value!r:.40}",
                     expected="1, or no such field: all examples weigh the same",
                     do="leave out what is not to be learned, or mark its messages",
                 )
-        elif name in _REMEDIES:
+        elif name not in unread:
             raise UnusableError(
                 "unknown meaning",
-                field=field,
+                field=name,
                 got="a value",
                 expected="no such field",
                 do=_REMEDIES[name],
             )
-        elif not is_harmless(name):
-            fields = ", ".join(sorted(known))
-            raise UnusableError(
-                "unknown meaning",
-                field=field,
-                got="a value in a field that is not read",
-                expected=f"the fields {fields}",
-                do=f"remove or rename the field, or give --ignore-keys {name} if it changes "
-                "nothing",
-            )
+    if unread:
+        fields = ", ".join(sorted(known))
+        one = len(unread) == 1
+        do = f"remove or rename the field{'' if one else 's'}"
+        if not set(unread) & set(MESSAGE_PARTS):
+            meaning = "it changes" if one else "they change"
+            do += f", or give --ignore-keys {' '.join(unread)} if {meaning} nothing"
+        raise UnusableError(
+            "unknown meaning",
+            field=unread[0],
+            got="a value in a field that is not read"
+            + (f", and in {', '.join(unread[1:])}" if unread[1:] else ""),
+            expected=f"the fields {fields}",
+            do=do,
+        )
+
+
+def _has_remedy(name: str, record: Mapping[str, Any]) -> bool:
+    # A label of many parts says what an example is about, and not whether it is good.
+    return name in _REMEDIES and not (name == "label" and isinstance(record[name], list | dict))
 
 
 def refuse_unobeyed(message: Mapping[str, Any], name: str) -> None:

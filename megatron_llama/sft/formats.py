@@ -14,6 +14,7 @@ from typing import Any
 from megatron_llama.data.documents import json_type
 from megatron_llama.sft.fields import (
     LOSS_MARKS,
+    REPEATING,
     check_reasoning,
     is_empty,
     refuse_unknown,
@@ -187,25 +188,27 @@ def read_example(
 def _messages(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     name = "messages" if "messages" in record or "conversations" not in record else "conversations"
     placed = [*system_of(record), *messages_of(field_of(record, name), name)]
-    repeated = ["prompt"] if repeats_question(record.get("prompt"), placed) else []
-    refuse_unknown(record, (name, *CONTEXT, *repeated))
+    refuse_unknown(record, (name, *CONTEXT, *repeating(record, placed)))
     return checked(placed, name, tools_of(record.get("tools")), repairs, variables_of(record))
 
 
 def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     name = "conversations"
     placed = [*system_of(record), *messages_of(field_of(record, name), name, "from", "value")]
-    refuse_unknown(record, (name, *CONTEXT))
+    refuse_unknown(record, (name, *CONTEXT, *repeating(record, placed)))
     tools = with_types(tools_of(record.get("tools")))
     return checked(placed, name, tools, repairs, variables_of(record))
 
 
-def repeats_question(prompt: Any, placed: Sequence[Placed]) -> bool:
-    """Whether a prompt beside messages is one of their questions, as in UltraChat's files."""
-    return isinstance(prompt, str) and any(
-        message["role"] == "user" and prompt.strip() == message["content"].strip()
-        for _, message in placed
-    )
+def repeating(record: Mapping[str, Any], placed: Sequence[Placed]) -> list[str]:
+    """Return the fields beside messages whose text is one of them, as the question is in
+    UltraChat's files, and question and answer in NuminaMath's."""
+    said = {text.strip() for _, message in placed if (text := message["content"])}
+    return [
+        name
+        for name in REPEATING
+        if isinstance(text := record.get(name), str) and text.strip() in said
+    ]
 
 
 def messages_of(
@@ -389,6 +392,14 @@ def message_of(
             expected=expected,
             do="mend the example",
         )
+    if calls and ROLES[who] != ASSISTANT:
+        raise UnusableError(
+            "broken tool calls",
+            field=f"{name}.tool_calls",
+            got=f"calls in a message of role {who}",
+            expected="calls of the assistant alone",
+            do="mend the example",
+        )
     for text in _strings(kept):
         text_of(text, name)
     if content not in turn and not calls:
@@ -566,10 +577,15 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Placed]:
 def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     prompt = alpaca_prompt(record)
     answer = filled(text_of(field_of(record, "output"), "output"), "output")
-    whole = record.get("text")
-    # Stanford's file has everything as a text, too.
-    repeats = isinstance(whole, str) and record["instruction"] in whole and answer in whole
-    refuse_unknown(record, (*ALPACA_PROMPT, "output", *(["text"] if repeats else [])))
+    # Stanford's file has everything as a text, too, and some that follow it as a prompt.
+    repeats = [
+        name
+        for name in ("text", "prompt")
+        if isinstance(whole := record.get(name), str)
+        and record["instruction"] in whole
+        and answer in whole
+    ]
+    refuse_unknown(record, (*ALPACA_PROMPT, "output", *repeats))
     placed = [*prompt, (f"instruction[{len(prompt)}]", {"role": ASSISTANT, "content": answer})]
     tools = with_types(tools_of(record.get("tools")))
     return checked(placed, "instruction", tools, repairs, variables_of(record))

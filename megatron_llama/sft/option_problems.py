@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.sft.fields import NO_LEARNING
+from megatron_llama.sft.fields import MESSAGE_PARTS, NO_LEARNING
 from megatron_llama.sft.sft_config import SFTConfig
 
 OTHER_DATA = (
@@ -50,7 +50,7 @@ def data_problems(parsed: Parsed, command: str) -> Iterator[str]:
 def ignored_problems(options: SFTConfig) -> Iterator[str]:
     """Yield the keys of --ignore-keys without which an example would say something else."""
     for key in options.ignore_keys:
-        if key in (*NO_LEARNING, "role", "content", "from", "value"):
+        if key in (*NO_LEARNING, *MESSAGE_PARTS):
             yield describe(
                 "--ignore-keys",
                 got=key,

@@ -2,12 +2,14 @@
 silence.
 
 What changes no character of the text when it is taken away, or is another, has not been rendered.
-Of an answer that is learnt, that text is what the loss counts.
+Of an answer that is learnt, that text is what the loss counts. Most parts are found at once, by a
+mark behind each of them: to render a long conversation for each of its parts takes minutes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +19,6 @@ from megatron_llama.sft.marks import LossOn, counted_messages
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import ChatTemplate, Rendered
 
-TELLING = 16
-"""Words of so many characters that stand in a text as often as in the messages have come from
-there. Of fewer, a template may have them in its own words."""
-
 
 def refuse_unrendered(
     template: ChatTemplate, example: Conversation, whole: Rendered, loss_on: LossOn
@@ -28,7 +26,7 @@ def refuse_unrendered(
     """Raise UnusableError for a part of the conversation that is not in ``whole``, which the
     template has made of it."""
     messages = example.messages
-    marked = "\n".join(whole.answer_texts()) if template.marks_answers else whole.text
+    standing, learned = _standing_parts(template, example, whole)
     # Where the loss is on all, what a template leaves out of earlier answers is its own way of
     # rendering them.
     strict = counted_messages(example, "last" if loss_on == "all" else loss_on)
@@ -42,9 +40,8 @@ def refuse_unrendered(
                 expected="text, or calls of tools",
                 do="leave the example out",
             )
-        text = marked if counted else whole.text
         for name, less in _without_parts(message, counted=counted):
-            if name == "content" and _stands_in(text, message["content"].strip(), messages):
+            if (index, name) in (learned if counted else standing):
                 continue
             others = (*messages[:index], less, *messages[index + 1 :])
             other = _rendered(template, replace(example, messages=others))
@@ -92,13 +89,69 @@ def _without_parts(
         )
 
 
-def _stands_in(text: str, words: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a text has the words of a message as often as all messages have them."""
-    if len(words) < TELLING:
-        return False
-    contents = (message.get("content") for message in messages)
-    said = sum(content.count(words) for content in contents if isinstance(content, str))
-    return text.count(words) >= said
+def _standing_parts(
+    template: ChatTemplate, example: Conversation, whole: Rendered
+) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
+    """Return the parts of messages, by index and name, whose words stand in the text in front of a
+    mark that is put behind them, and those that do in answers that the template marks."""
+    mark = "part"
+    while mark in whole.text:
+        mark += "t"
+    messages = []
+    known = {}
+    for index, message in enumerate(example.messages):
+        words = _parts(message)
+        marks = {name: f"{mark}{index} {name}{mark}" for name in words}
+        known.update({marks[name]: (index, name, words[name]) for name in words})
+        messages.append(_with_marks(message, words, marks))
+    rendered = _rendered(template, replace(example, messages=tuple(messages)))
+    if rendered is None:
+        return set(), set()
+
+    def standing(text: str) -> set[tuple[int, str]]:
+        found = set()
+        for match in re.finditer(rf"{mark}\d+ \S+?{mark}", text):
+            part = known.get(match[0])
+            if part is not None and text.endswith(part[2], 0, match.start()):
+                found.add(part[:2])
+        return found
+
+    everywhere = standing(rendered.text)
+    answers = "\n".join(rendered.answer_texts())
+    return everywhere, standing(answers) if template.marks_answers else everywhere
+
+
+def _parts(message: Mapping[str, Any]) -> dict[str, str]:
+    """The words of a message's content and reasoning, and of its calls the names, by part."""
+    parts = {
+        f"tool_calls[{at}]": name
+        for at, call in enumerate(message.get("tool_calls") or ())
+        if isinstance(function := call.get("function"), Mapping)
+        and isinstance(name := function.get("name"), str)
+    }
+    for name in ("content", *REASONING):
+        if isinstance(text := message.get(name), str) and text.strip():
+            parts[name] = text.strip()
+    return parts
+
+
+def _with_marks(
+    message: Mapping[str, Any], words: Mapping[str, str], marks: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a message with a mark behind the words of each part."""
+    marked = dict(message)
+    # Reasoning is one text under each of its names, and known by the first.
+    reasoning = next((name for name in REASONING if name in words), "")
+    for name in words.keys() & message.keys():
+        marked[name] = words[name] + marks[reasoning if name in REASONING else name]
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": words[name] + marks[name]}}
+            if (name := f"tool_calls[{at}]") in words
+            else call
+            for at, call in enumerate(calls)
+        ]
+    return marked
 
 
 def _without_fields(
@@ -112,7 +165,8 @@ def _without_fields(
         # What is not there is false, too.
         if value and not template.names_variable(name):
             place = f"chat_template_kwargs.{name}"
-            yield place, place, replace(example, variables={})
+            others = {key: given for key, given in example.variables.items() if key != name}
+            yield place, place, replace(example, variables=others)
     seen = {"role", "content", "tool_calls"}
     for index, message in enumerate(example.messages):
         # What a tool says follows the call that asked for it, also in templates without names.

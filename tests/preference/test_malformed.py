@@ -110,6 +110,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "a question judged": ("completion_label", json.dumps({"messages": [ASKED], "label": True}), "no answer at the end", "field 'messages[0]': got a last message of role user"),
     "no output": ("completion_label", json.dumps({"instruction": "Why?", "kto_tag": True}), "missing field output", "field 'output': got no such field"),
     "a text with messages": ("completion_label", changed("completion_label", completion="Because."), "halves differ in kind", "got prompt a JSON array, completion a JSON string"),
+    "a user's calls": ("ultrafeedback", json.dumps({"prompt": "x", **{half: [{"role": "user", "content": None, "tool_calls": [{"function": {}}]}, answer] for half, answer in (("chosen", YES), ("rejected", NO))}}), "broken tool calls", "field 'chosen[0].tool_calls': got calls in a message of role user"),
     "no known field": ("auto", json.dumps({"question": "x", "best": "y"}), "unknown format", "got the fields 'question', 'best', expected chosen and rejected, preferred_output"),
     "one half alone": ("auto", json.dumps({"prompt": "x", "chosen": "y"}), "unknown format", "got the fields 'prompt', 'chosen'"),
 }  # fmt: skip

@@ -293,6 +293,24 @@ def test_fields_that_would_be_ignored_are_refused(name: str, tmp_path: Path, cha
         assert not read(tmp_path / "a.jsonl", chat, [{**record, field: []}]).problems
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chosen_rating": 5.0, "rejected_rating": 2.0, "chosen_model": "x", "rejected_model": "y"},
+        {"chosen-rating": 5.0, "rejected-rating": 2.0, "chosen-model": "x", "rejected-model": "y"},
+        {"rating_chosen": 5, "rating_rejected": 2, "source": "x"},
+        {"chosen_score": 5.0, "rejected_score": 2.0},
+        {"question": "What is a list?"},
+    ],
+)
+def test_what_known_files_have_beside_pairs(more: dict[str, Any], tmp_path: Path, chat: ChatTokenizer) -> None:
+    """Tulu's and argilla's preferences say who answered and what was judged; orpo-dpo-mix repeats the question."""
+    record = FORMATS["ultrafeedback"][1]
+    plain = read(tmp_path / "a.jsonl", chat, [record])
+    found = read(tmp_path / "b.jsonl", chat, [{**record, **more}])
+    assert not found.problems and [each.tolist() for each in found.ids] == [each.tolist() for each in plain.ids]
+
+
 def test_variables_and_reasoning_as_trl_renders_them(tmp_path: Path, llama3: Path) -> None:
     """TRL renders prompt and completion with chat_template_kwargs; an answer's reasoning has several names."""
     source = (

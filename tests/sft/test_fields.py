@@ -12,7 +12,7 @@ from megatron_llama.cli import main
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.fields import REASONING
 from megatron_llama.sft.formats import detect, read_example
-from megatron_llama.sft.template import BUILT_IN
+from megatron_llama.sft.template import BUILT_IN, ChatTemplate, Rendered
 from megatron_llama.tokenizer.hf import HFTokenizer
 from transformers import AutoTokenizer
 
@@ -116,8 +116,31 @@ def test_files_that_repeat_a_text(chat: ChatTokenizer) -> None:
     assert "field 'prompt'" in refusal(chat, {**TALK, "prompt": "Another one?"})
     alpaca = FORMATS["alpaca"]
     whole = "Below is an instruction.\n\n### Instruction:\nWhat is a list?\n\n### Response:\nA mutable sequence."
-    assert read(chat, {**alpaca, "text": whole}) == read(chat, alpaca)
-    assert "field 'text'" in refusal(chat, {**alpaca, "text": "Another one."}, kind="alpaca")
+    for name in ("text", "prompt"):
+        assert read(chat, {**alpaca, name: whole}) == read(chat, alpaca)
+        assert f"field {name!r}" in refusal(chat, {**alpaca, name: "Another one."}, kind="alpaca")
+
+
+def test_files_that_repeat_messages(chat: ChatTokenizer) -> None:
+    """no_robots has the system message as a prompt, NuminaMath question and answer, OpenThoughts 2 the question."""
+    guided = [{"role": "system", "content": "Be kind."}, *TALK["messages"]]
+    assert read(chat, {"prompt": "Be kind.", "messages": guided}) == read(chat, {"messages": guided})
+    assert read(chat, {**TALK, "problem": "What is a list?", "solution": "A mutable sequence."}) == read(chat, TALK)
+    sharegpt = FORMATS["sharegpt"]
+    assert read(chat, {**sharegpt, "question": "What is a list? "}) == read(chat, sharegpt)
+    assert "field 'solution'" in refusal(chat, {**TALK, "solution": "A sequence."})
+    assert "field 'reward'" in refusal(chat, {**TALK, "reward": "What is a list?"}), "only fields that are known to repeat a message"
+
+
+def test_all_fields_that_are_not_read_are_said_at_once(chat: ChatTokenizer) -> None:
+    """Infinity-Instruct's label says what an example is about, and not that it was judged."""
+    more = {"label": {"ability": ["x"]}, "langdetect": "en", "reward": 1.5, "id": 3, "mood": None}
+    said = refusal(chat, {**TALK, **more})
+    assert "field 'label': got a value in a field that is not read, and in reward, expected" in said
+    assert said.endswith("remove or rename the fields, or give --ignore-keys label reward if they change nothing")
+    assert read(chat, {**TALK, **more}, ignored=("label", "reward")) == read(chat, TALK)
+    said = refusal(chat, {"text": "A list.", "role": "user", "rank": 0}, kind="text")
+    assert said.endswith("remove or rename the fields"), "--ignore-keys takes no role"
 
 
 def test_what_only_a_template_could_render(chat: ChatTokenizer) -> None:
@@ -136,10 +159,12 @@ def test_variables_of_templates(given: dict[str, Any], templated: Any, theirs: A
         assert read(chat, {**record, "chat_template_kwargs": given}) == expected
 
 
-def test_variables_that_nothing_reads(chat: ChatTokenizer) -> None:
+def test_variables_that_nothing_reads(chat: ChatTokenizer, templated: Any) -> None:
     plain = read(chat, TALK)
     for given in ({}, None, {"enable_thinking": False}, {"enable_thinking": None, "xml_tools": []}):
         assert read(chat, {**TALK, "chat_template_kwargs": given}) == plain, "what is not there is false, too"
+    said = refusal(templated("gptoss_training"), {**TALK, "chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": True}})
+    assert "field 'chat_template_kwargs.enable_thinking'" in said, "beside one that is rendered"
     said = refusal(chat, {**TALK, "chat_template_kwargs": {"enable_thinking": True}})
     place = "chat_template_kwargs.enable_thinking"
     assert f"field {place!r}: got {place}, and a template that leaves it out" in said
@@ -226,6 +251,25 @@ def test_calls_that_are_named_and_not_rendered(kind: str, llama3: Path, tmp_path
     (tmp_path / "t.jinja").write_text(source)
     chat = ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), str(tmp_path / "t.jinja"))
     assert "field 'messages[1].tool_calls[0]'" in refusal(chat, {"messages": CALLING})
+
+
+def test_long_conversations_are_rendered_as_often_as_short_ones(templated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = templated("qwen3_training")
+    counts = []
+    for turns in (1, 2, 50):
+        texts: list[str] = []
+        render = ChatTemplate.render
+
+        def counted(*given: Any, **more: Any) -> Rendered:
+            texts.append(render(*given, **more).text)  # noqa: B023
+            return render(*given, **more)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChatTemplate, "render", counted)
+            answer = {**ANSWER, "reasoning_content": "Think."}
+            read(chat, {"messages": [{**USER, "content": "no"}, *CALLING[1:3], {**answer, "content": "a"}] * turns, "tools": TOOLS})
+        counts.append(len(texts))
+    assert counts[1:] == counts[:1] * 2, "a text is not rendered for each message"
 
 
 @pytest.mark.parametrize("template", ["qwen2_5_training", "qwen3_training", "llama3_training"])
