@@ -191,8 +191,14 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
+    # Tables may have values that JSON has no word for: Python would write NaN or Infinity.
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        allow_nan=False,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 

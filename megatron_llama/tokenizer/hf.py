@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
@@ -48,6 +49,7 @@ class HFTokenizer:
         # in a corpus.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        _keep_spaces_in_places(self._tokenizer.post_processor)
         self.vocab_size: int = (
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
@@ -164,6 +166,17 @@ class HFTokenizer:
                 do="restore the two files as a pair",
             )
         return int(id)
+
+
+def _keep_spaces_in_places(processor: Any) -> None:
+    """Let the place of a token contain its spaces, which some post-processors trim off.
+
+    A token of nothing but spaces would else stand where the next one begins: of a header's last
+    space nobody could tell that it is no part of the answer behind it."""
+    parts = processor if isinstance(processor, processors.Sequence) else [processor]
+    for part in parts:
+        if hasattr(part, "trim_offsets"):
+            part.trim_offsets = False
 
 
 def as_hf_tokenizer(tokenizer: Tokenizer) -> HFTokenizer:
