@@ -173,10 +173,12 @@ def train(
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
             state = load_or_init(config, optimizer, mesh, inputs.start)
-        export = FinalExport(config, mesh, optimizer, inputs.tokenizer)
+        export = FinalExport(config, mesh, optimizer, inputs.tokenizer, inputs.carried)
         # From here on the run writes to --save. Nothing before this line has, so that a run that
         # cannot start leaves the folder as it was.
-        saver = Saver(config, mesh, optimizer, inputs.tokenizer, background, inputs.identity)
+        saver = Saver(
+            config, mesh, optimizer, inputs.tokenizer, background, inputs.identity, inputs.carried
+        )
         log = stack.enter_context(open_log(config, mesh, state))
         facts = run_facts(inputs, mesh)
         log.event(START, reached=log.reached, trackers=log.tracked, **facts)

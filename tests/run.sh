@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest. About a quarter of an hour on two cores.
 #   bash tests/run.sh          all that a change can break
-#   bash tests/run.sh --all    also what is marked long, the kernels, trackers, launchers and lm-evaluation-harness, and the documentation in a browser
+#   bash tests/run.sh --all    also what is marked long, the kernels, trackers, launchers, lm-evaluation-harness and Mistral's tokenizers, and the documentation in a browser
 #                             (tests/kernels.sh, ...): what .ci/run does
 #   bash tests/run.sh --soak   200 SIGKILLs at random moments, twice: saves that training waits for, and in the background
 # Other arguments go to pytest: bash tests/run.sh tests/plans/test_buckets.py -x, or with long tests: bash tests/run.sh --all tests/e2e
@@ -20,7 +20,7 @@ fi
 folder=$(mktemp --directory)
 trap 'rm -rf "$folder"' EXIT
 status=0
-(.venv/bin/mypy && if [ $# -gt 0 ]; then bash tests/kernels.sh && bash tests/trackers.sh && bash tests/launchers.sh && bash tests/site.sh && bash tests/lm_eval.sh; fi) >"$folder/checks" 2>&1 &
+(.venv/bin/mypy && if [ $# -gt 0 ]; then bash tests/kernels.sh && bash tests/trackers.sh && bash tests/launchers.sh && bash tests/site.sh && bash tests/lm_eval.sh && bash tests/mistral.sh; fi) >"$folder/checks" 2>&1 &
 # Three at a time on two cores: half of a test's life is waiting for processes. A file stays together, for what its tests share;
 # files come in the order of their folders, so that the long ones among them are not all left for the end.
 .venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=20 "$@" | tee "$folder/tests" || status=$?

@@ -45,9 +45,9 @@ from megatron_llama.errors import ConfigError, UserError
 from megatron_llama.loop.callbacks import Callback, Run, Step
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.preference.methods import CHOSEN
+from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.formats import read_example
-from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
 

@@ -9,11 +9,14 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from megatron_llama.checkpoint.carried import changed_fields
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
+from megatron_llama.config.hf import carried_config
 from megatron_llama.config.parse import flag
 from megatron_llama.conversion.convert import convert as write
 from megatron_llama.conversion.convert import require_free, require_sound
 from megatron_llama.conversion.formats import FORMATS, ModelWriter, open_model
+from megatron_llama.conversion.hf.reader import HFReader
 from megatron_llama.conversion.hf.writer import HFWriter
 from megatron_llama.conversion.megatron import args as megatron_args
 from megatron_llama.conversion.megatron.writer import MegatronWriter
@@ -171,7 +174,7 @@ def convert(
         tokenizer = None
         misfit = [f"the tokenizer is copied as it is, though it cannot be read: {error}"]
     if tokenizer is not None:
-        model = with_end_tokens(model, tokenizer)
+        model = with_end_tokens(model, source.extra, tokenizer)
         misfit = list(misfits(model, source.extra, tokenizer))
 
     state: OptimizerState | None = None
@@ -216,6 +219,10 @@ def convert(
         "converting back"
         for name in lost
     )
+    carried = carried_config(model, source.extra, dtype=written)
+    left_out += changed_fields(source.extra, carried, "config.json")
+    if isinstance(source, HFReader) and (files := source.files_left_out()):
+        left_out.append(f"left out, as no files of a model: {', '.join(files)}")
     told = (note for note in source.notes if state is None or note != OPTIMIZER_LEFT_OUT)
     notes = (*told, *left_out, *misfit, *losses)
     return Converted(source.folder, source.format, target_folder, written, size, notes)

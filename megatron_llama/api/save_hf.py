@@ -13,6 +13,7 @@ from megatron_llama.api.common.hub import local_folder
 from megatron_llama.api.common.trained import Trained
 from megatron_llama.api.load import DTYPES, DType
 from megatron_llama.checkpoint import checkpoint_dir
+from megatron_llama.checkpoint.carried import NO_FILES, read_carried, read_generation
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import local_copy
 from megatron_llama.config.hf import read_hf_config
@@ -125,7 +126,9 @@ def save_hf(
         )
         out.copy_(state[rectangle.name][tuple(window)])
 
-    folder = export_hf(output, shape, read, written, chosen, overwrite=overwrite)
+    came_with = config if isinstance(config, str | Path) else None
+    carried = NO_FILES if came_with is None else read_carried(came_with)
+    folder = export_hf(output, shape, read, written, chosen, carried=carried, overwrite=overwrite)
     return SavedHF(folder, None, written, chosen is not None)
 
 
@@ -151,7 +154,12 @@ def _export(
             written = export_adapter(path, output, tokenizer, overwrite=overwrite)
         else:
             written = export_checkpoint(
-                path, output, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite
+                path,
+                output,
+                dtype=dtype,
+                tokenizer=tokenizer,
+                generation=read_generation(saved),
+                overwrite=overwrite,
             )
     return SavedHF(Path(output), path, written, tokenizer is not None)
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
-from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
+from megatron_llama.config.hf import TOKEN_IDS, hf_config_from_model, model_config_from_hf
 from megatron_llama.config.parse import flag
 from megatron_llama.config.rope import normal_rope, reads_max_positions
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
@@ -55,6 +55,9 @@ class TrainState:
     places: Sequence[Sequence[Sequence[int]]] | None = None
     """Where each lane of each text that is streamed has come to (``TextStream.rows``); None in a
     run of counted samples."""
+    hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The ``config.json`` that the model came with, which is no position; empty if there was
+    none."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def meta_json(
         "history": state.history.entry(),
         "training_data": state.data,
         **({} if state.places is None else {"stream_places": state.places}),
+        **({"hf_config": dict(state.hf_config)} if state.hf_config else {}),
         "optimizer_step": optimizer_step,
         **({"weight_sum": weight_sum} if weight_sum else {}),
         "loss_scale": loss_scale,
@@ -143,11 +147,15 @@ def parse_meta(folder: Path) -> CheckpointMeta:
                 history,
                 None if data is None else dict(data),
                 content.get("stream_places"),
+                dict(content.get("hf_config") or _listed_ids(content["model"])),
             ),
             optimizer_step=int(content["optimizer_step"]),
             weight_sum=float(content.get("weight_sum", 0.0)),
             loss_scale=[float(number) for number in content["loss_scale"]],
-            model=model_config_from_hf(content["model"], where=f"{path} model"),
+            # Older files do not name the padding token of a language model, which had no meaning.
+            model=model_config_from_hf(
+                {"pad_token_id": None, **content["model"]}, where=f"{path} model"
+            ),
             seed=int(content["seed"]),
             tokenizer_model=content["tokenizer_model"],
             torch_version=str(content["torch_version"]),
@@ -161,6 +169,12 @@ def parse_meta(folder: Path) -> CheckpointMeta:
         raise CheckpointError(
             path, got=got, expected="the fields that saving writes", do=ANOTHER_COPY
         ) from error
+
+
+def _listed_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the token ids of which there are several. Conversions by earlier versions have them
+    among the fields of the model, and nothing else of a ``config.json``."""
+    return {name: hf_config[name] for name in TOKEN_IDS if isinstance(hf_config.get(name), list)}
 
 
 def model_differences(

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.background import BackgroundSaver
+from megatron_llama.checkpoint.carried import NO_FILES, Carried, save_tokenizer
 from megatron_llama.checkpoint.checkpoint_dir import (
     TOKENIZER,
     Retention,
@@ -21,7 +22,7 @@ from megatron_llama.checkpoint.checkpoint_dir import (
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import fresh_staging, new_folder
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
+from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
@@ -42,8 +43,9 @@ class Saver:
     be used on their own.
 
     With ``background`` they are written while training goes on; without it training waits.
-    ``data`` identifies the training samples. Raises CheckpointError or DataError on every rank when
-    nothing can be written to --save: at the start, not at the first save."""
+    ``data`` identifies the training samples; ``carried`` is what the model came with.
+    Raises CheckpointError or DataError on every rank when nothing can be written to --save: at the
+    start, not at the first save."""
 
     def __init__(
         self,
@@ -53,12 +55,14 @@ class Saver:
         tokenizer: Tokenizer | None,
         background: BackgroundSaver | None = None,
         data: Mapping[str, Any] | None = None,
+        carried: Carried = NO_FILES,
     ) -> None:
         self._config = config
         self._mesh = mesh
         self._optimizer = optimizer
         self._background = background
         self._data = data
+        self._carried = carried
         options = config.checkpoint
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
@@ -73,8 +77,8 @@ class Saver:
                     tidy(self._folder)
                     # Without a checkpoint it may be that of a run which never came to its first.
                     begun = target.exists() and latest(self._folder) is not None
-                    if tokenizer is not None and not begun:
-                        _save_tokenizer(tokenizer, target)
+                    if (tokenizer is not None or carried.generation) and not begun:
+                        _save_beside(tokenizer, target, carried.generation)
 
     @property
     def newest(self) -> Path | None:
@@ -101,7 +105,7 @@ class Saver:
         checkpoints stay as they were."""
         if self._folder is None or state.iteration == self._saved:
             return
-        state = replace(state, data=self._data)
+        state = replace(state, data=self._data, hf_config=self._carried.hf_config)
         if self._background is None:
             path = native.save(
                 self._folder,
@@ -190,13 +194,11 @@ class Saver:
             self._error = self._error or outcome.error
 
 
-def _save_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
+def _save_beside(tokenizer: Tokenizer | None, target: Path, generation: Mapping[str, Any]) -> None:
     if not is_remote(target):
         with new_folder(target) as fresh:
-            tokenizer.save_hf(fresh)
+            save_tokenizer(tokenizer, fresh, generation)
         return
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_hf(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        for file in Path(folder).iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
+        save_tokenizer(tokenizer, Path(folder), generation)
+        copy_files(Path(folder), target)

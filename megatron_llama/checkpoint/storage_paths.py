@@ -70,6 +70,16 @@ def local_copy(folder: Path) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory() as name:
-        for file in folder.iterdir() if folder.is_dir() else ():
-            Path(name, file.name).write_bytes(file.read_bytes())
+        if folder.is_dir():
+            copy_files(folder, Path(name))
         yield Path(name)
+
+
+def copy_files(folder: Path, target: Path) -> None:
+    """Copy the files of a folder, and those of the folders in it, between any two places."""
+    target.mkdir(parents=True, exist_ok=True)
+    for found in folder.iterdir():
+        if found.is_dir():
+            copy_files(found, target / found.name)
+        else:
+            (target / found.name).write_bytes(found.read_bytes())

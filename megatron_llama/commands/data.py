@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 from megatron_llama.config import parse
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.parts import completed, part_of
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.sft.option_problems import refuse
+from megatron_llama.sft.formats import Example, Passage
+from megatron_llama.sft.option_problems import ignored_problems, refuse
 from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def data(parsed: Parsed) -> int:
                 do="correct it: stats writes a page",
             )
         )
-    refuse(wrong)
+    refuse([*wrong, *ignored_problems(options)])
     from megatron_llama.api.common.examples import loss_parts
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.records import example_files
@@ -163,10 +164,16 @@ def _preview(
     cut = f", of which a sample holds {longest:,}" if count > longest else ""
     print(
         f"{where}: format {list(formats.values())[-1]}, {count:,} tokens{cut}, "
-        f"{sum(encoded.loss_mask):,} in the loss\n\n{encoded.text}\n"
+        f"{sum(encoded.loss_mask):,} in the loss{_left_out(example)}\n\n{encoded.text}\n"
     )
     _print_tokens(tokenizer, tool, encoded.ids, encoded.loss_mask)
     return 0
+
+
+def _left_out(example: Example) -> str:
+    """Say how many messages of an example are marked as not to be learned."""
+    count = 0 if isinstance(example, Passage) else example.learned.count(False)
+    return f"; {counted(count, 'message')} marked as not learned" if count else ""
 
 
 def _print_tokens(
@@ -190,6 +197,7 @@ def _preview_pair(
 ) -> int:
     from megatron_llama.preference.dataset import encode_preference, most_tokens, parsed_preferences
     from megatron_llama.preference.methods import CHOSEN
+    from megatron_llama.preference.pairs import unpaired
     from megatron_llama.sft.problems import UnusableError
 
     formats: dict[str, str] = {}
@@ -206,7 +214,8 @@ def _preview_pair(
     print(f"{where}: format {list(formats.values())[-1]}")
     words = ("good", "bad") if align.method == "kto" else ("chosen", "rejected")
     lengths = [len(one.ids) for one in encoded]
-    for one, kind in zip(encoded, kinds, strict=True):
+    completions = [each.completion for each in unpaired(found)]
+    for one, kind, completion in zip(encoded, kinds, completions, strict=True):
         together = [len(one.ids)] if align.method == "kto" else lengths
         longest = most_tokens(together, tool.seq_length, align.method)
         cut = f", of which a sample holds {longest:,}" if len(one.ids) > longest else ""
@@ -215,7 +224,8 @@ def _preview_pair(
         )
         print(
             f"\n{words[kind != CHOSEN]}: {len(one.ids):,} tokens{cut}, {one.prompt:,} of the "
-            f"prompt, {sum(one.loss_mask):,} in the loss{joined}\n\n{one.text}\n"
+            f"prompt, {sum(one.loss_mask):,} in the loss{joined}{_left_out(completion.example)}"
+            f"\n\n{one.text}\n"
         )
         _print_tokens(tokenizer, tool, one.ids, one.loss_mask)
     return 0

@@ -7,8 +7,8 @@ transformers 5: ``rope_parameters`` (rope_type, rope_theta, factor, ...), ``dtyp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +18,11 @@ from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.families.family import Family
 from megatron_llama.config.families.reader import COPY, ConfigReader
 from megatron_llama.config.hf_fields import field_problems
+from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS, normal_rope, rope_problems
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING
-from megatron_llama.errors import CheckpointError, describe, listing
+from megatron_llama.errors import CheckpointError, listing
 
 
 def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> ModelConfig:
@@ -33,28 +34,12 @@ def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> Mode
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """The content of a ``config.json``. Raises CheckpointError when it is missing or damaged."""
-    try:
-        config_json = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+    if not Path(path).is_file():
         do = "give a HuggingFace folder (config.json, *.safetensors)"
         raise CheckpointError(
-            describe(str(path), got=error.strerror or error, expected="a readable file", do=do)
-        ) from error
-    except ValueError as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise CheckpointError(
-            describe(f"{path}{line}", got=error, expected="valid JSON", do="copy the file again")
-        ) from error
-    if not isinstance(config_json, dict):
-        raise CheckpointError(
-            describe(
-                str(path),
-                got=type(config_json).__name__,
-                expected="a JSON object",
-                do="copy the file again",
-            )
+            path, got="No such file or directory", expected="a readable file", do=do
         )
-    return config_json
+    return read_json_object(path)
 
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -171,7 +156,8 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         **family.windows.write(model),
         "bos_token_id": model.bos_token_id,
         "eos_token_id": model.eos_token_id,
-        **_written_padding(model, family),
+        # Also null: for a file without the field some classes take a token of their own.
+        "pad_token_id": model.pad_token_id,
         **_written_labels(model),
         "use_cache": True,
         "torch_dtype": dtype,
@@ -179,14 +165,32 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     }
 
 
-def _written_padding(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """pad_token_id, where there is one; null where the class would take another token: one that the
-    model does not have, with which it refuses to be made, or one at which no score is read."""
-    if model.pad_token_id is not None or model.num_labels:
-        return {"pad_token_id": model.pad_token_id}
-    if family.defaults.get("pad_token_id", 0) < model.vocab_size:
-        return {}
-    return {"pad_token_id": None}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WRITTEN_ANEW = ("architectures", "model_type", "torch_dtype", "dtype", "auto_map")
+"""Fields of which a file that is written has its own value. The code that auto_map names does not
+come along."""
+
+
+def carried_config(
+    model: ModelConfig, hf_config: Mapping[str, Any], *, dtype: str
+) -> dict[str, Any]:
+    """A ``config.json`` for the model, as ``hf_config_from_model`` writes it, with the fields of
+    ``hf_config``, the file that it came with, as far as they say the same of the model: end tokens
+    in a list, ids and notes that are no numbers of the model, an older spelling."""
+    written = hf_config_from_model(model, dtype=dtype)
+    meant = model_config_from_hf(written, where="config.json")
+    for name in TOKEN_IDS if hf_config else ():
+        without = {key: value for key, value in written.items() if key != name}
+        if name not in hf_config and model_config_from_hf(without, where="config.json") == meant:
+            written = without
+    for name, value in hf_config.items():
+        if name in WRITTEN_ANEW or (name in written and written[name] == value):
+            continue
+        changed = {**written, name: value}
+        with suppress(CheckpointError):
+            if model_config_from_hf(changed, where="config.json") == meant:
+                written = changed
+    return written
 
 
 def _written_labels(model: ModelConfig) -> dict[str, Any]:
@@ -227,7 +231,7 @@ def unheld_fields(model: ModelConfig) -> dict[str, Any]:
         field.name: getattr(back, field.name)
         for field in fields(ModelConfig)
         if getattr(back, field.name) != getattr(model, field.name)
-        and field.name not in ("preset", "make_vocab_size_divisible_by", "pad_token_id")
+        and field.name not in ("preset", "make_vocab_size_divisible_by")
     }
 
 
@@ -276,19 +280,21 @@ def _labels(reader: ConfigReader, family: Family) -> int:
 
 
 def _padding_token(reader: ConfigReader, model: ModelConfig) -> int | None:
-    """The padding token of a reward model, which decides where the score is read. That of a
-    language model does not count."""
-    return reader.token("pad_token_id") if model.num_labels else None
-
-
-def padding_token(config_json: Mapping[str, Any], model: ModelConfig) -> int | None:
-    """The padding token with which a language model becomes a reward model: that of its
-    ``config.json``, unless it is no token of the model, or ends texts, whose score would then be
-    read one token too early."""
-    value = config_json.get("pad_token_id")
-    if not isinstance(value, int) or isinstance(value, bool) or value == model.eos_token_id:
+    """The padding token: lookups do not train its row, and of a reward model it decides where the
+    score is read. A class's own default counts if the model has that token."""
+    token = reader.token("pad_token_id")
+    if "pad_token_id" not in reader.json and token is not None and token >= model.vocab_size:
         return None
-    return value if 0 <= value < model.vocab_size else None
+    return token
+
+
+def padding_token(model: ModelConfig) -> int | None:
+    """The padding token with which a language model becomes a reward model: its own, unless it is
+    no token of the model, or ends texts, whose score would then be read one token too early."""
+    token = model.pad_token_id
+    if token is None or token == model.eos_token_id:
+        return None
+    return token if 0 <= token < model.vocab_size else None
 
 
 def _activation(reader: ConfigReader, name: str) -> str:

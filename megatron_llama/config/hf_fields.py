@@ -20,6 +20,16 @@ def _names(*texts: str) -> frozenset[str]:
 
 
 IGNORE = "--ignore-hf-config-fields"
+GENERATION_FIELDS = _names(
+    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens"
+)
+"""How generate() draws tokens: this program's commands have options for it. Files of today have
+these fields in ``generation_config.json``."""
 HARMLESS = _names(
     # Who wrote the file, with which program, and where its code and weights lie. The code of
     # auto_map runs only where the user trusts it; the family's class runs without it.
@@ -37,19 +47,12 @@ HARMLESS = _names(
     # Heads of other tasks, and an encoder, which causal language models do not have.
     "id2label label2id num_labels problem_type finetuning_task task_specific_params "
     "classifier_dropout is_decoder tie_encoder_decoder cross_attention_hidden_size",
-    # Ids and files of the tokenizer, and lengths that are meant for it. The row of pad_token_id in
-    # the embedding is read like any other.
-    "pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id "
-    "tokenizer_class prefix model_max_length max_sequence_length max_seq_len seq_length",
+    # Ids and files of the tokenizer, and lengths that are meant for it.
+    "unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id tokenizer_class "
+    "prefix model_max_length max_sequence_length max_seq_len seq_length",
     # From which layer on a window counts; whether there is one is said elsewhere.
     "max_window_layers",
-    # How generate() draws tokens: this program's commands have options for it.
-    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
-    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
-    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-    "begin_suppress_tokens",
+    *GENERATION_FIELDS,
 )
 """Fields that do not change what the model computes, whatever their value."""
 FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(

@@ -21,7 +21,7 @@ class RopeFields:
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    """What transformers has a default for; absent and null are the same, but in SWITCHES."""
+    """What transformers has a default for; absent and null are the same, but for ``truncate``."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -38,7 +38,15 @@ ROPE_FIELDS: Mapping[str, RopeFields] = MappingProxyType(
         "llama3": RopeFields(("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)),
         "yarn": RopeFields(
             ("factor", ORIGINAL),
-            ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+            (
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+                "finetuned",
+            ),
         ),
         "longrope": RopeFields(
             ("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")
@@ -49,8 +57,11 @@ ROPE_FIELDS: Mapping[str, RopeFields] = MappingProxyType(
 also read the model's max_position_embeddings, as in transformers."""
 LISTS = ("short_factor", "long_factor")
 """Fields with a number for each frequency."""
-SWITCHES = ("truncate",)
-"""Fields that are true or false."""
+SWITCHES = ("truncate", "finetuned")
+"""Fields that are true or false. ``finetuned`` says that a model was trained with its scaling, and
+changes nothing."""
+DEFAULTED_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Numbers of which 0 means, as in transformers, that they are not given."""
 ORDERED = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
 """Pairs of fields of which the first has to be the lower one."""
 
@@ -112,8 +123,8 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
     problems = []
     for name in fields.names:
         value = scaling.get(name)
-        # null is no switch for transformers, which takes it for false where absent means true.
-        is_given = name in scaling if name in SWITCHES else value is not None
+        # transformers takes a null for false where absent means true.
+        is_given = name in scaling if name == "truncate" else value is not None
         if not is_given and name in fields.optional:
             continue
         expected = _expected(name, value, frequencies)
@@ -133,7 +144,7 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
     for low, high in ORDERED:
         least = scaling.get(low)
         most = scaling.get(high)
-        if not problems and least is not None and most is not None and not least < most:
+        if not problems and least and most and not least < most:
             problems.append(
                 describe(
                     f"{where}.{low}, {high}",
@@ -149,6 +160,8 @@ def _expected(name: str, value: Any, frequencies: int) -> str | None:
     """What a field has to be, if it is not."""
     if name in SWITCHES:
         return None if isinstance(value, bool) else "true or false"
+    if name in DEFAULTED_BY_ZERO and value == 0 and not isinstance(value, bool):
+        return None
     if name not in LISTS:
         return None if _is_positive(value) else "a positive number"
     count = str(frequencies) if frequencies else "as many"

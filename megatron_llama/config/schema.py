@@ -95,8 +95,9 @@ class ModelConfig:
     eos_token_id: int | None = None
     """Written to the exported config.json; ends generation. Default: the tokenizer's."""
     pad_token_id: int | None = None
-    """Written to the exported config.json. HuggingFace's reward models read the score at the last
-    token that is not this one."""
+    """Written to the exported config.json. Lookups do not train the row of this token, unless
+    --train-pad-embedding says so; -1 is the last row. HuggingFace's reward models read the score at
+    the last token that is not this one. Default: none, and all rows are trained."""
     num_labels: int = 0
     """0: a language model. 1: a reward model, which has a score in the place of the output head:
     HuggingFace's ForSequenceClassification."""
@@ -361,6 +362,10 @@ class OptimizerConfig:
     """Patterns (`*` and `?`) of HuggingFace parameter names that are not trained: `--freeze
     'model.embed_tokens.*' 'model.layers.0.*'`. Weights that are stored as one, such as q, k and v,
     are frozen together."""
+    train_pad_embedding: bool = False
+    """Train the embedding of the model's pad_token_id as that of any token, as Megatron does.
+    Otherwise its lookups give it no gradient, as in HuggingFace (`padding_idx`): only weight decay
+    and the gradient of a tied head change it, and in a new model it begins as zeros."""
     param_group: tuple[str, ...] = field(default=(), metadata={"repeats": True})
     """Options of some parameters: `--param-group 'embed*: lr=1e-3, weight_decay=0'`, several values
     or several times. Before the colon stands a pattern (`*` and `?`) of HuggingFace parameter
@@ -483,9 +488,9 @@ class DataConfig:
     stream_workers: int = 2
     """Processes of each rank that read and tokenize text."""
     tokenizer_model: str | None = None
-    """Sentencepiece `.model`, HF `tokenizer.json`, a folder with one of them, or a name on the hub,
-    `org/name` or `org/name@revision`. Default: what the dataset or HF folder says. Needed only to
-    turn text into ids and back."""
+    """A `.model` of sentencepiece or LLaMA, HF `tokenizer.json`, Mistral's `tekken.json`, a folder
+    with one of them, or a name on the hub, `org/name` or `org/name@revision`. Default: what the
+    dataset or HF folder says. Needed only to turn text into ids and back."""
     tokenizer_type: (
         Literal[
             "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"

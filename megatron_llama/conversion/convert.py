@@ -14,13 +14,18 @@ from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.formats import ModelReader, ModelWriter
 from megatron_llama.conversion.hf.writer import EXPORT_FILES
-from megatron_llama.conversion.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
+from megatron_llama.conversion.tokenizer_files import (
+    TEMPLATES,
+    TOKENIZER_FILES,
+    copy_tokenizer_files,
+)
 from megatron_llama.conversion.write_tasks import ProgressSource, run_write_tasks
 from megatron_llama.errors import CheckpointError
 
 CONVERSION_FILES = (
     *EXPORT_FILES,
     *TOKENIZER_FILES,
+    *TEMPLATES,
     TOKENIZER,
     "iter_0000000",
     "release",

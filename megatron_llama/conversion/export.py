@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.carried import NO_FILES, Carried
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.hf.writer import export_hf
@@ -40,10 +42,11 @@ def export_checkpoint(
     *,
     dtype: str = "auto",
     tokenizer: Tokenizer | None = None,
+    generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write a checkpoint as a HuggingFace folder, which appears whole or not at all, and return the
-    dtype of its weights.
+    dtype of its weights. ``generation`` is the generation config that the model came with.
 
     ``dtype`` is one of those of ``export_hf``, or ``auto``: bfloat16 for a run with --bf16, else
     float32. Raises CheckpointError."""
@@ -52,7 +55,14 @@ def export_checkpoint(
         dtype = "bfloat16" if weights.meta.config["training"]["bf16"] else "float32"
     sources = weight_folders(weights.meta.config.get("checkpoint", {}))
     export_hf(
-        output, weights.model, weights, dtype, tokenizer, sources=sources, overwrite=overwrite
+        output,
+        weights.model,
+        weights,
+        dtype,
+        tokenizer,
+        sources=sources,
+        carried=Carried(weights.meta.state.hf_config, generation or {}),
+        overwrite=overwrite,
     )
     return dtype
 
@@ -102,11 +112,13 @@ class FinalExport:
         mesh: Mesh,
         optimizer: OverlappedDistributedOptimizer,
         tokenizer: Tokenizer | None,
+        carried: Carried = NO_FILES,
     ) -> None:
         self._config = config
         self._mesh = mesh
         self._optimizer = optimizer
         self._tokenizer = tokenizer
+        self._carried = carried
         folder = config.checkpoint.export_hf
         self._target = Path(folder).resolve() if folder is not None else None
 
@@ -119,6 +131,7 @@ class FinalExport:
         beside = self._target.with_name(self._target.name + WEIGHTS)
         try:
             if checkpoint is None:
+                state = replace(state, hf_config=self._carried.hf_config)
                 checkpoint = native.save(beside, self._optimizer, self._mesh, state, self._config)
             self._export(checkpoint, self._target)
         finally:
@@ -134,7 +147,11 @@ class FinalExport:
             export = None
             if self._mesh.rank == 0:
                 export = pool.submit(
-                    export_checkpoint, checkpoint, target, tokenizer=self._tokenizer
+                    export_checkpoint,
+                    checkpoint,
+                    target,
+                    tokenizer=self._tokenizer,
+                    generation=self._carried.generation,
                 )
             # The other ranks meet rank 0 again and again: the export of a large model takes longer
             # than a collective may wait.

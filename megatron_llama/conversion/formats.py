@@ -57,8 +57,8 @@ class ModelReader(Protocol):
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """Fields of a config.json beside the model's that are to be written as they are: token ids,
-        of which there may be lists."""
+        """The ``config.json`` that the model came with, of which a written one keeps what is no
+        number of the model; empty if there is none."""
         ...
 
     @property
@@ -87,8 +87,8 @@ class ModelWriter(Protocol):
         dtype: torch.dtype,
         extra: Mapping[str, Any],
     ) -> Iterator[WriteTask]:
-        """Yield the work, by files under ``folder``, which is there and empty. ``extra`` holds
-        fields of a config.json beside the model's. The tasks may run side by side."""
+        """Yield the work, by files under ``folder``, which is there and empty. ``extra`` is
+        the ``config.json`` that the model came with. The tasks may run side by side."""
         ...
 
 

@@ -11,9 +11,6 @@ from megatron_llama.config.hf import model_config_from_hf, read_config_json
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 
-EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of a config.json that are no numbers of the model, or say more than a ModelConfig holds:
-they are written as they were read."""
 LLAMA31_SCALING: Mapping[str, float] = MappingProxyType(
     {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 )
@@ -61,15 +58,10 @@ def kind_problems(where: str, model: ModelConfig, held: Collection[str] = ()) ->
             yield describe(f"{where} {name}", got=got, expected=f"{value}, as in LLaMA", do=do)
 
 
-def extra_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``EXTRA`` that a config.json has."""
-    return {name: config_json[name] for name in EXTRA if name in config_json}
-
-
 def read_config(
     path: str | Path | None, own: Mapping[str, Any] | None = None, *, ignored: Collection[str] = ()
 ) -> tuple[ModelConfig | None, dict[str, Any]]:
-    """Return the model and the extra fields of the user's ``config.json`` at ``path``, or else of
+    """Return the model and the fields of the user's ``config.json`` at ``path``, or else of
     ``own``, the one within a file; (None, {}) without either. Unknown fields whose names are
     ``ignored`` are not refused. Raises CheckpointError."""
     if path is None and own is None:
@@ -77,7 +69,7 @@ def read_config(
     config_json = own if path is None else read_config_json(path)
     assert config_json is not None
     model = model_config_from_hf(config_json, where=str(path or "hf_config"), ignored=ignored)
-    return model, extra_fields(config_json)
+    return model, dict(config_json)
 
 
 def true_vocab_size(

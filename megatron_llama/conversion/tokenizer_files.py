@@ -13,26 +13,30 @@ from megatron_llama.checkpoint.folders import sync
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer
+from megatron_llama.tokenizer.settings import TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
 )
+TEMPLATES = (TEMPLATE_FILE, TEMPLATE_FOLDER)
+"""What holds the chat templates of a tokenizer."""
 
 
 def tokenizer_files_of(*folders: Path) -> tuple[Path, ...]:
     """Return the files that the first of the folders with any of them holds."""
     for folder in folders:
-        found = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+        names = [*TOKENIZER_FILES, *template_files(folder)]
+        found = tuple(folder / name for name in names if (folder / name).is_file())
         if found:
             return found
     return ()
@@ -41,15 +45,19 @@ def tokenizer_files_of(*folders: Path) -> tuple[Path, ...]:
 def copy_tokenizer_files(files: Sequence[Path], folder: Path) -> None:
     """Copy the files into the folder and sync them. Raises CheckpointError."""
     for path in files:
-        with writing(folder / path.name):
-            shutil.copyfile(path, folder / path.name)
-            sync(folder / path.name)
+        named = path.parent.name == TEMPLATE_FOLDER
+        target = folder / TEMPLATE_FOLDER / path.name if named else folder / path.name
+        with writing(target):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+            sync(target)
+            sync(target.parent)
 
 
 def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
     """Return the tokenizer among the files, or None if there is none. Raises CheckpointError when
     it cannot be read."""
-    for name in ("tokenizer.json", "tokenizer.model"):
+    for name in USUAL_NAMES:
         for path in files:
             if path.name == name:
                 try:
@@ -59,9 +67,14 @@ def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
     return None
 
 
-def with_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+def with_end_tokens(
+    model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Tokenizer
+) -> ModelConfig:
     """Return the model with the begin and end tokens of its tokenizer where it names none: weights
-    of Megatron and Meta do not say them, and a text without an end token never ends."""
+    of Megatron and Meta do not say them, and a text without an end token never ends. A model with a
+    ``hf_config`` that names none has none."""
+    if hf_config:
+        return model
     bos = tokenizer.bos_id if model.bos_token_id is None else model.bos_token_id
     eos = tokenizer.eos_id if model.eos_token_id is None else model.eos_token_id
     return replace(model, bos_token_id=bos, eos_token_id=eos)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_llama.data.readers import Chunk
+from megatron_llama.data.readers import CHUNK_BYTES, LONG_BYTES, Chunk
 from megatron_llama.errors import DataError, describe, listing
 
 LISTED = 10
+_BEYOND_ASCII = re.compile(rb"(?<!\\)(?:\\\\)*\\u(?!00[0-7])")
+"""The escape of a character that is no single byte in UTF-8, and not a backslash before a u."""
 
 
 @dataclass
@@ -97,6 +100,14 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
         where = chunk.path if chunk.first is None else f"{chunk.path}:{chunk.first + offset}"
         if offset == 0 and chunk.first in (None, 1):
             raw = raw.removeprefix(codecs.BOM_UTF8)
+        if chunk.first is not None and len(raw) > LONG_BYTES:
+            long = _long_texts(raw, keys)
+            if long is not None:
+                for key, text in zip(keys, long, strict=True):
+                    found[key].append(text)
+                continue
+        if chunk.first is not None:
+            raw = raw.rstrip()  # of the bytes: a text would be copied for it
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -107,9 +118,35 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
             continue
         if chunk.first is None:
             found[keys[0]].append(text)
-        elif not text.isspace():
+        elif text and not text.isspace():
             _read_line(text, where, found, problems)
     return found
+
+
+def _long_texts(raw: bytes, keys: Sequence[str]) -> list[str] | None:
+    """Return what ``_read_line`` finds in a long line, in less memory: Python takes four bytes for
+    each character of a text with a single emoji, and the line and its text would both be one. Each
+    byte is read as a character instead, and only the texts are decoded. None if that cannot be, or
+    if something is wrong with the line."""
+    if _BEYOND_ASCII.search(raw) is not None:
+        return None
+    try:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for at in range(0, len(raw), CHUNK_BYTES):
+            decoder.decode(raw[at : at + CHUNK_BYTES])
+        decoder.decode(b"", final=True)
+        record = json.loads(raw.decode("latin-1"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    values = [record.get(key.encode().decode("latin-1")) for key in keys]
+    found = [value for value in values if isinstance(value, str)]
+    if len(found) < len(keys):
+        return None
+    encoded = [text.encode("latin-1") for text in found]
+    del record, values, found  # while texts are decoded they are in memory twice
+    return [text.decode("utf-8") for text in encoded]
 
 
 def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -96,14 +96,21 @@ class IndexedDatasetWriter:
         """Append documents of the given lengths, which lie end to end in ``tokens``. Raises
         DataError if an id does not fit the dtype, or a document is too long for the format."""
         assert int(lengths.sum()) == tokens.size, "lengths do not add up to the tokens"
-        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
-            got = f"a document of {lengths.max()} tokens"
-            raise DataError(
-                self.prefix,
-                got=got,
-                expected="fewer than 2**31 tokens, the format's limit",
-                do="split the document",
-            )
+        self._write(tokens)
+        self._end_documents(lengths)
+
+    def add_pieces(self, pieces: Iterable[Tokens]) -> int:
+        """Append one document whose tokens come piece by piece, unless it has none. Returns their
+        number. Raises DataError as ``add_many`` does."""
+        count = 0
+        for piece in pieces:
+            self._write(piece)
+            count += piece.size
+        if count:
+            self._end_documents(np.array([count]))
+        return count
+
+    def _write(self, tokens: Tokens) -> None:
         if tokens.size and not np.can_cast(tokens.dtype, self.dtype):
             limits = np.iinfo(self.dtype)
             if tokens.min() < limits.min or tokens.max() > limits.max:
@@ -115,9 +122,20 @@ class IndexedDatasetWriter:
                     do="use a wider dtype",
                 )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+
+    def _end_documents(self, lengths: NDArray[np.integer[Any]]) -> None:
+        """Note the documents whose tokens have been written."""
+        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
+            got = f"a document of {lengths.max()} tokens"
+            raise DataError(
+                self.prefix,
+                got=got,
+                expected="fewer than 2**31 tokens, the format's limit",
+                do="split the document",
+            )
         self._lengths.append(lengths.astype(np.int32))
         self.num_documents += lengths.size
-        self.num_tokens += tokens.size
+        self.num_tokens += int(lengths.sum())
 
     def finish(self) -> None:
         """Write the index and put both files in place. Nothing may be called after it."""

@@ -3,10 +3,10 @@ vocabulary."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.json_file import parse_json_object
 from megatron_llama.data.byte_ranges import find_file, is_url, read_range
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
@@ -58,15 +58,8 @@ def _remote_meta(prefix: str) -> dict[str, Any] | None:
     file = find_file(f"{prefix}.meta.json")
     if file is None:
         return None
-    try:
-        values = json.loads(read_range(file, 0, file.size))
-    except ValueError as error:
-        raise DataError(
-            file.path, got=error, expected="a JSON file", do="restore the file"
-        ) from error
-    if not isinstance(values, dict):
-        got = f"a JSON {type(values).__name__}"
-        raise DataError(file.path, got=got, expected="a JSON object", do="restore the file")
+    data = read_range(file, 0, file.size)
+    values = parse_json_object(data, file.path, do="restore the file", error=DataError)
     if not Path(values.get("tokenizer", "/")).is_absolute():
         values["tokenizer"] = f"{prefix.rpartition('/')[0]}/{values['tokenizer']}"
     return values

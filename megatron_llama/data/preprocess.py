@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shutil
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -356,8 +358,10 @@ def _write(
         # Processes come first: they can be forked while nothing has started a thread, neither the
         # bar below nor a reader of the input.
         encode = functools.partial(_encode, encoding)
-        encoded = (
-            stack.enter_context(workers(count, encode))(work) if count > 1 else map(encode, work)
+        encode_all = (
+            stack.enter_context(workers(count, encode))
+            if count > 1
+            else functools.partial(map, encode)
         )
         bar = stack.enter_context(
             tqdm(
@@ -368,12 +372,18 @@ def _write(
                 disable=not sys.stderr.isatty(),
             )
         )
-        for part in encoded:
-            problems.extend(part.problems)
-            skipped += part.skipped
-            for key, (tokens, lengths) in part.documents.items():
-                writers[key].add_many(tokens, lengths)
-            bar.update(part.size)
+        for is_long, of_kind in itertools.groupby(work, key=attrgetter("is_long")):
+            if is_long:
+                for chunk in of_kind:
+                    skipped += _write_long(encoding, chunk, writers, problems)
+                    bar.update(chunk.size)
+                continue
+            for part in encode_all(of_kind):
+                problems.extend(part.problems)
+                skipped += part.skipped
+                for key, (tokens, lengths) in part.documents.items():
+                    writers[key].add_many(tokens, lengths)
+                bar.update(part.size)
     problems.raise_if_more_than(most_bad)
     for key, writer in writers.items():
         if writer.num_tokens == 0:
@@ -384,6 +394,36 @@ def _write(
                 do="check the files and --json-keys",
             )
     return skipped, problems
+
+
+def _write_long(
+    encoding: _Encoding,
+    chunk: Chunk,
+    writers: Mapping[str, IndexedDatasetWriter],
+    problems: Problems,
+) -> int:
+    """Tokenize and append a document that is long, piece by piece. Returns how many of its texts
+    have no token."""
+    tokenizer = _tokenizer(encoding.tokenizer)
+    skipped = 0
+    for key, of_key in texts(chunk, encoding.keys, problems).items():
+        for text in of_key:
+            pieces = (
+                np.frombuffer(ids, np.intc).astype(encoding.dtype)
+                for ids in _with_end(tokenizer.encode_long(text), encoding.eod)
+            )
+            skipped += not writers[key].add_pieces(pieces)
+    return skipped
+
+
+def _with_end(pieces: Iterable[bytes], eod: int | None) -> Iterator[bytes]:
+    """Yield the pieces of a document, and its end if it has a token."""
+    empty = True
+    for piece in pieces:
+        empty = empty and not piece
+        yield piece
+    if not empty and eod is not None:
+        yield pack([eod])
 
 
 @functools.lru_cache(maxsize=1)

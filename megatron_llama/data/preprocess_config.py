@@ -33,7 +33,8 @@ class PreprocessConfig:
     """Megatron's name for the kind of tokenizer, checked against the file. Default: what the file
     is."""
     tokenizer_model: str | None = None
-    """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them."""
+    """A `.model` of sentencepiece or LLaMA, HF `tokenizer.json`, Mistral's `tekken.json`, or a
+    folder with one of them."""
     train_tokenizer: bool = False
     """First train a sentencepiece BPE on the input (above 256 MB on evenly spaced documents),
     written to PREFIX-tokenizer/."""

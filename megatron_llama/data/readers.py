@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, cast
@@ -19,6 +20,9 @@ from megatron_llama.errors import DataError, describe, listing
 CHUNK_BYTES = 1 << 20
 """Large against the cost of a task (0.1 ms), and small against a file, so that all workers end
 together."""
+LONG_BYTES = 32 << 20
+"""A document of more bytes is a chunk of its own. It is encoded piece by piece where it is written:
+so there is one at a time, and its tokens are never in memory together."""
 JSON_LINES = (".jsonl", ".json")
 PARQUET = ".parquet"
 COMPRESSED = (".gz", ".zst")
@@ -44,6 +48,12 @@ class Chunk:
     """Columns of a parquet file, by key."""
     problem: str | None = None
     """Why nothing more could be read of the file."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is one document of more than ``LONG_BYTES``, in any of its columns."""
+        texts = chain(self.lines, *(self.columns or {}).values())
+        return any(text is not None and len(text) > LONG_BYTES for text in texts)
 
 
 def kind(file: Path) -> str:
@@ -154,9 +164,15 @@ def _lines(file: Path) -> Iterator[Chunk]:
         line = 1
         before = 0
         while lines := stream.readlines(CHUNK_BYTES):
-            yield Chunk(str(file), line, raw.tell() - before, lines)
-            line = line + len(lines)
+            size = raw.tell() - before
             before = raw.tell()
+            # ``readlines`` ends with the line that fills the chunk: only the last one can be long.
+            if len(lines) > 1 and len(lines[-1]) > LONG_BYTES:
+                yield Chunk(str(file), line, 0, lines[:-1])
+                line = line + len(lines) - 1
+                lines = lines[-1:]
+            yield Chunk(str(file), line, size, lines)
+            line = line + len(lines)
 
 
 def _text(file: Path) -> Iterator[Chunk]:
@@ -184,8 +200,15 @@ def _parquet(file: Path, keys: Sequence[str]) -> Iterator[Chunk]:
         for batch in table.iter_batches(
             max(1, rows * CHUNK_BYTES // max(uncompressed, 1)), columns=list(keys)
         ):
-            text = {key: batch.column(key).cast(pyarrow.string()).to_pylist() for key in keys}
-            yield Chunk(str(file), row, size * batch.num_rows // max(rows, 1), columns=text)
+            text = {key: batch.column(key).cast(pyarrow.large_string()).to_pylist() for key in keys}
+            read = size * batch.num_rows // max(rows, 1)
+            whole = Chunk(str(file), row, read, columns=text)
+            if whole.is_long:
+                for at in range(batch.num_rows):
+                    alone = {key: column[at : at + 1] for key, column in text.items()}
+                    yield Chunk(str(file), row + at, read if at == 0 else 0, columns=alone)
+            else:
+                yield whole
             row += batch.num_rows
 
 

@@ -20,6 +20,7 @@ from megatron_llama.plans.params import (
     is_frozen,
     parameter_count,
     trained_beside_adapters,
+    trains_embedding,
 )
 
 
@@ -32,6 +33,7 @@ def banner(inputs: Inputs, mesh: Mesh) -> Iterator[str]:
     options = config.checkpoint
     for name, value in (
         ("model", _model(config)),
+        ("pad token", _pad_token(config)),
         (
             "layout",
             f"{mesh.world.size} process{'es' * (mesh.world.size > 1)} = tp {mesh.tp.size} x "
@@ -92,6 +94,20 @@ def _model(config: Config) -> str:
     return (
         f"{name}{parameter_count(model):,} parameters, {share}; {model.num_hidden_layers} layers, "
         f"hidden size {model.hidden_size:,}, vocabulary {model.vocab_size:,}"
+    )
+
+
+def _pad_token(config: Config) -> str:
+    """Whether lookups train the row of pad_token_id. Empty where there is none, or no row is
+    trained."""
+    padding = config.model.pad_token_id
+    if padding is None or not trains_embedding(config):
+        return ""
+    if config.optimizer.train_pad_embedding:
+        return f"{padding}: its embedding is trained as any other (--train-pad-embedding)"
+    return (
+        f"{padding}: lookups do not train its embedding, as in transformers "
+        "(--train-pad-embedding trains it)"
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.adapters import saved_lora, takes_up
+from megatron_llama.checkpoint.carried import NO_FILES, Carried
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.checkpoint.meta import TrainState
@@ -46,14 +47,17 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import ConfigError, DataError, listing
 from megatron_llama.loop.bad_steps import ROLLBACK
+from megatron_llama.loop.carried_files import carried_files
 from megatron_llama.loop.start import (
     AUTO,
     Start,
+    batch_changes,
     begins_anew,
     damaged,
     data_changes,
     find_start,
     order_changes,
+    padding_changes,
     sample_changes,
     update_changes,
 )
@@ -99,6 +103,8 @@ class Inputs:
     """What is minimized; None: the mean loss of the target tokens."""
     names: LossNames = LANGUAGE_MODEL
     """How the log calls the loss."""
+    carried: Carried = NO_FILES
+    """What the model came with; it goes into checkpoints and exports."""
 
 
 def open_stream(
@@ -233,6 +239,7 @@ def open_inputs(
         if world.rank == 0:
             _require_weights(config, start)
             _require_saveable(config.checkpoint, tokenizer, start)
+    carried, carried_lines = on_rank0(lambda: carried_files(config, start, tokenizer), world)
     return Inputs(
         config,
         training,
@@ -242,7 +249,8 @@ def open_inputs(
         state,
         tokenizer,
         prompts,
-        (*start_lines, *length_lines, *_warnings(config, len(training))),
+        (*start_lines, *carried_lines, *length_lines, *_warnings(config, len(training))),
+        carried=carried,
     )
 
 
@@ -314,6 +322,7 @@ def _first_state(
             )
         state = start.state()
         lines += sample_lines(start.args(), state.consumed_samples, config)
+        lines += batch_changes(start.args(), state, config)
         if options.load_optim:
             lines += update_lines(start.optimizer(config.model), config)
         return identity, start, state, lines
@@ -343,8 +352,10 @@ def _first_state(
         *data_changes(meta.config, config),
         *order_changes(meta, config),
         *update_changes(meta.config, config),
+        *padding_changes(meta, config),
     )
     lines += [f"warning: {text}" for text in others]
+    lines += batch_changes(meta.config.get("training", {}), meta.state, config)
     return identity, start, meta.state, lines
 
 

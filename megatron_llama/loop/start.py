@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +10,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_llama.checkpoint import checkpoint_dir, native
+from megatron_llama.checkpoint.carried import (
+    GENERATION,
+    Carried,
+    derived_generation,
+    read_generation,
+)
 from megatron_llama.checkpoint.meta import (
     META,
     CheckpointMeta,
@@ -18,8 +24,8 @@ from megatron_llama.checkpoint.meta import (
     model_differences,
 )
 from megatron_llama.checkpoint.storage import refuse
-from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
-from megatron_llama.config.batch_ramp import run_samples
+from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
+from megatron_llama.config.batch_ramp import BatchSizes, run_samples
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
 from megatron_llama.conversion.formats import candidates, open_model
 from megatron_llama.conversion.hf.reader import HFWeights
@@ -31,7 +37,7 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
 from megatron_llama.plans.itemsize import EIGHT_BIT
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.params import Rectangle, padding_idx, trains_embedding
 from megatron_llama.preference.option_problems import OBJECTIVE
 
 AUTO = "auto"
@@ -72,6 +78,17 @@ class Start:
             return weights_of(native.open_weights(self.path), model, seed)
         weights = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
         return weights_of(weights, model, seed)
+
+    def carried(self, model: ModelConfig) -> Carried:
+        """What came with the weights of ``model`` beside its numbers. Raises CheckpointError."""
+        if self.native:
+            with local_copy(self.path.parent / checkpoint_dir.TOKENIZER) as folder:
+                generation = read_generation(folder)
+            return Carried(native.read_meta(self.path).state.hf_config, generation)
+        source = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
+        beside = {path.parent for path in source.tokenizer_files if path.name == GENERATION}
+        generation = read_generation(beside.pop()) if beside else derived_generation(source.extra)
+        return Carried(source.extra, generation)
 
     def optimizer(self, model: ModelConfig) -> OptimizerState:
         """Open the optimizer's state of ``model`` in a folder of another format that has one.
@@ -289,6 +306,56 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
                 )
 
 
+def batch_changes(before: Mapping[str, Any], state: TrainState, config: Config) -> Iterator[str]:
+    """Describe what other batches mean for a run that goes on at ``state``. ``before`` has the
+    batch sizes with which the checkpoint was saved, by the names of their options."""
+    now = config.training
+    sizes = [
+        (name, _words(before[name] or ()), _words(getattr(now, name)))
+        for name in ("global_batch_size", "rampup_batch_size")
+        if name in before
+    ]
+    changed = [
+        f"--{name.replace('_', '-')} was {old or 'not given'} when the checkpoint was saved and "
+        f"is {new or 'not given'}"
+        for name, old, new in sizes
+        if old != new
+    ]
+    if changed:
+        schedule = (
+            "counts samples, so it goes on where it was"
+            if config.optimizer.lr_decay_samples
+            else "counts iterations, so each sample meets another rate than it would have"
+        )
+        yield (
+            f"warning: {'; '.join(changed)}: the run goes on at iteration {state.iteration:,}, "
+            f"with the sample behind the {state.consumed_samples:,} that are consumed; the "
+            f"learning rate's schedule {schedule}; {_end(state, config)}"
+        )
+    name = "micro_batch_size"
+    if before.get(name, now.micro_batch_size) != now.micro_batch_size:
+        yield (
+            f"--micro-batch-size was {before[name]} when the checkpoint was saved and is "
+            f"{now.micro_batch_size}: samples and steps are the same, sums are rounded differently"
+        )
+
+
+def _end(state: TrainState, config: Config) -> str:
+    """Say where a run ends that goes on at ``state``."""
+    training = config.training
+    if training.epochs:
+        return "the run ends with its last pass"
+    sizes = BatchSizes.from_training(training)
+    consumed = state.consumed_samples
+    for _ in range(state.iteration, training.train_iters):
+        consumed += sizes.at(consumed)
+    asked = training.train_samples
+    missed = f" instead of the {asked:,} of --train-samples" if asked not in (0, consumed) else ""
+    return (
+        f"the run ends after iteration {training.train_iters:,} with {consumed:,} samples{missed}"
+    )
+
+
 def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Say that a resumed run has other --param-group than the run that saved the checkpoint, or
     keeps its moments in another precision."""
@@ -309,6 +376,49 @@ def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"--param-group was {'; '.join(before) or 'not given'} when the checkpoint was saved "
             f"and is {'; '.join(now) or 'not given'}: updates go on with other rates or decay"
         )
+
+
+def padding_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
+    """Say that lookups of a resumed run do not train the same rows of the embedding as before."""
+    if not trains_embedding(config):
+        return
+    optimizer = replace(config.optimizer, train_pad_embedding=_trained_pad_embedding(meta))
+    saved = replace(config, model=meta.model, optimizer=optimizer)
+    before, now = (
+        "all rows" if row is None else f"all rows but {row}"
+        for row in (padding_idx(saved), padding_idx(config))
+    )
+    if before != now:
+        yield (
+            f"lookups trained {before} of the embedding when the checkpoint was saved and train "
+            f"{now} (--pad-token-id, --train-pad-embedding)"
+        )
+
+
+def with_pad_embedding_as_before(
+    config: Config, start: Start | None, explicit: Collection[str]
+) -> tuple[Config, list[str]]:
+    """Return the configuration with --train-pad-embedding where it goes on with a run whose lookups
+    trained all rows, unless the option was given; and a line that says so."""
+    padding = config.model.pad_token_id
+    given = "train_pad_embedding" in explicit
+    if padding is None or given or start is None or begins_anew(config.checkpoint, start):
+        return config, []
+    # Megatron trains all rows.
+    if start.native and not _trained_pad_embedding(native.read_meta(start.path)):
+        return config, []
+    line = (
+        f"--train-pad-embedding: the embedding of pad_token_id {padding} stays trained, as in the "
+        f"run that saved {start.path} (--no-train-pad-embedding: from now on as in transformers)"
+    )
+    optimizer = replace(config.optimizer, train_pad_embedding=True)
+    return replace(config, optimizer=optimizer), [line]
+
+
+def _trained_pad_embedding(meta: CheckpointMeta) -> bool:
+    """Whether the run that saved a checkpoint had --train-pad-embedding; all that are older than
+    the option did what it says."""
+    return bool(meta.config.get("optimizer", {}).get("train_pad_embedding", True))
 
 
 def order_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:

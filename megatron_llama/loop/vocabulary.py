@@ -17,6 +17,7 @@ from megatron_llama.data.meta import read_meta
 from megatron_llama.data.shards import is_stream
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.loop.start import named_start
+from megatron_llama.plans.checks.model import token_problems
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import Fingerprint, difference, require_same_ids
 from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
@@ -275,8 +276,11 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
     bos = model.bos_token_id
     eos = model.eos_token_id
     if tokenizer is not None:
-        bos = tokenizer.bos_id if bos is None else bos
+        # A trained model may well have no begin token.
+        bos = tokenizer.bos_id if bos is None and not trained else bos
         eos = tokenizer.eos_id if eos is None else eos
-    return replace(
-        config, model=replace(model, vocab_size=size, bos_token_id=bos, eos_token_id=eos)
-    )
+    model = replace(model, vocab_size=size, bos_token_id=bos, eos_token_id=eos)
+    problems = list(token_problems(model))
+    if problems:
+        raise ConfigError(listing("These tokens are none of the model's:", problems))
+    return replace(config, model=model)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from megatron_llama.config.schema import Config
 from megatron_llama.plans.param_groups import initial_std
-from megatron_llama.plans.params import LORA_B, SCORE, VOCABULARY_TENSORS, Rectangle, is_adapter
+from megatron_llama.plans.params import (
+    EMBEDDING,
+    LORA_B,
+    SCORE,
+    VOCABULARY_TENSORS,
+    Rectangle,
+    is_adapter,
+    padding_idx,
+)
 
 BLOCK_ELEMENTS = 2**20
 """Elements of a block. A rank draws whole blocks and keeps its part, so it wastes at most two
@@ -23,7 +31,7 @@ blocks per rectangle, and has one at a time in memory."""
 class InitialWeights:
     """A source of HuggingFace rectangles: normal(0, std) matrices, biases of zeros, and norms that
     multiply by one. Low-rank additions start at zero: A is uniform within +- 1 / sqrt(inputs), as
-    in PEFT, and B is zero.
+    in PEFT, and B is zero. The embedding's row of the padding token is zero, as in transformers.
 
     Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU. On
     another ``device`` they are other values, drawn much faster.
@@ -37,13 +45,16 @@ class InitialWeights:
         *,
         norm_weight: float = 1.0,
         groups: Sequence[str] = (),
+        padding_idx: int | None = None,
     ) -> None:
         """``norm_weight``: with which a norm multiplies by one, 0 with ``apply_layernorm_1p``.
-        ``groups``: values of --param-group, which may give matrices another ``std``."""
+        ``groups``: values of --param-group, which may give matrices another ``std``.
+        ``padding_idx``: the embedding's row of the padding token, if lookups do not train it."""
         self.seed = seed
         self.std = std
         self.norm_weight = norm_weight
         self._groups = tuple(groups)
+        self._padding_idx = padding_idx
         self._device = device or torch.device("cpu")
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
@@ -64,6 +75,9 @@ class InitialWeights:
                 start - block * per_block : stop - block * per_block
             ]
             out[start - first : stop - first].copy_(values[:, column : column + columns])
+        padding = self._padding_idx
+        if rectangle.name == EMBEDDING and padding is not None and first <= padding < first + rows:
+            out[padding - first].zero_()
 
     @staticmethod
     def of(config: Config, device: torch.device | None = None) -> InitialWeights:
@@ -75,6 +89,7 @@ class InitialWeights:
             device,
             norm_weight=0.0 if model.apply_layernorm_1p else 1.0,
             groups=config.optimizer.param_group,
+            padding_idx=padding_idx(config),
         )
 
     def _block(self, rectangle: Rectangle, block: int, per_block: int) -> Tensor:

@@ -69,6 +69,7 @@ from megatron_llama.plans.params import (
     has_tied_head,
     kv_copies,
     padded_vocab_size,
+    padding_idx,
     partition_of,
     rank_units,
 )
@@ -91,6 +92,8 @@ class StageOptions:
     head_chunk: int = HEAD_CHUNK
     """The most logits that exist at once, where no backward pass comes, or the schedule lets their
     gradients be computed in the forward pass."""
+    padding_idx: int | None = None
+    """See VocabParallelEmbedding."""
 
     @staticmethod
     def of(parallel: ParallelConfig) -> StageOptions:
@@ -485,6 +488,7 @@ class Stage(nn.Module):
                     tp=mesh.tp,
                     sequence_parallel=options.sequence_parallel,
                     multiplier=config.embedding_multiplier,
+                    padding_idx=options.padding_idx,
                 )
             self.model.layers = nn.ModuleDict(
                 {
@@ -677,7 +681,10 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         kernels = kernels_for(mesh.device, dtype, config.model.hidden_size)
     ops = kernels or chosen_ops(mesh, compiled=training.compile)
     options = replace(
-        StageOptions.of(config.parallel), ops=ops, attention_backend=training.attention_backend
+        StageOptions.of(config.parallel),
+        ops=ops,
+        attention_backend=training.attention_backend,
+        padding_idx=padding_idx(config),
     )
     partition = partition_of(config)
     stages = {

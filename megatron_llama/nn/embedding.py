@@ -20,13 +20,17 @@ from megatron_llama.nn.param_handle import ParamHandle, wait_unsharded
 
 class _Lookup(torch.autograd.Function):
     """Looks up the ids whose rows this rank holds, from row ``first`` on, and gives zeros for the
-    others; ``first`` is None where it holds all rows.
+    others; ``first`` is None where it holds all rows. The row ``untrained`` of this rank, if any,
+    gets no gradient.
 
     Backward does not read the weight, and runs only if it is trained: ids have no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int | None) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, first: int | None, untrained: int | None
+    ) -> Tensor:
         ctx.weight_shape = weight.shape
+        ctx.untrained = untrained
         ctx.handle = wait_unsharded(weight).handle
         if first is None:
             ctx.save_for_backward(ids, None)
@@ -38,36 +42,44 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         local, outside = ctx.saved_tensors
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
         handle: ParamHandle | None = ctx.handle
         if handle is None:
-            return None, _add_rows(grad.new_zeros(ctx.weight_shape), local, grad), None
-        if not handle.keep_wgrad(partial(_deliver, handle, local, grad)):
-            _deliver(handle, local, grad)
-        return None, None, None
+            zeros = grad.new_zeros(ctx.weight_shape)
+            return None, _add_rows(zeros, local, grad, ctx.untrained), None, None
+        deliver = partial(_deliver, handle, local, grad, ctx.untrained)
+        if not handle.keep_wgrad(deliver):
+            deliver()
+        return None, None, None, None
 
 
-def _deliver(handle: ParamHandle, rows: Tensor, grad: Tensor) -> None:
+def _deliver(handle: ParamHandle, rows: Tensor, grad: Tensor, untrained: int | None) -> None:
     view, beta = handle.grad_view()
     if beta == 0.0:  # most rows are not written by this contribution
         view.zero_()
-    _add_rows(view, rows, grad)
+    _add_rows(view, rows, grad, untrained)
     handle.grad_written()
 
 
-def _add_rows(view: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
+def _add_rows(view: Tensor, rows: Tensor, grad: Tensor, untrained: int | None) -> Tensor:
     """Add grad [s, b, h] to rows [s, b] of the view, in the same order every time, and return the
-    view."""
+    view. The row ``untrained`` keeps what it has, such as the gradient of a tied head."""
+    kept = None if untrained is None else view[untrained].clone()
     rows = rows.flatten()
     values = grad.flatten(0, -2).to(view.dtype)
     # index_add_ uses atomics on a GPU, and an accumulating index_put_ uses them on a CPU with
     # several threads: sums would depend on their order.
     if devices.is_host(view.device):
-        return view.index_add_(0, rows, values)
-    return view.index_put_((rows,), values, accumulate=True)
+        view.index_add_(0, rows, values)
+    else:
+        view.index_put_((rows,), values, accumulate=True)
+    # One row is put back, rather than a mask applied to all of grad, which may not be written.
+    if kept is not None:
+        view[untrained].copy_(kept)
+    return view
 
 
 def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch.dtype) -> Tensor:
@@ -88,7 +100,8 @@ def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch
 
 class VocabParallelEmbedding(nn.Module):
     """An embedding whose rows are split over tp: rank r holds rows [r, r + 1) * padded_vocab /
-    tp. ``multiplier``, rounded to the dtype of the rows, is a factor of what is looked up."""
+    tp. ``multiplier``, rounded to the dtype of the rows, is a factor of what is looked up.
+    ``padding_idx`` is a row to which lookups give no gradient, as in ``torch.nn.Embedding``."""
 
     def __init__(
         self,
@@ -98,17 +111,25 @@ class VocabParallelEmbedding(nn.Module):
         tp: Axis,
         sequence_parallel: bool,
         multiplier: float = 1.0,
+        padding_idx: int | None = None,
     ) -> None:
         super().__init__()
         self.multiplier = multiplier
+        self.padding_idx = padding_idx
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.weight = empty_weight(padded_vocab // tp.size, hidden)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids [s, b] int64: [s or s/tp, b, h]."""
-        first = None if self.tp.size == 1 else self.tp.rank * self.weight.shape[0]
-        partial = _Lookup.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
+        rows_per_rank = self.weight.shape[0]
+        first = None if self.tp.size == 1 else self.tp.rank * rows_per_rank
+        untrained = None
+        if self.padding_idx is not None and self.padding_idx // rows_per_rank == self.tp.rank:
+            untrained = self.padding_idx % rows_per_rank
+        partial = _Lookup.apply(  # type: ignore[no-untyped-call]
+            ids, self.weight, first, untrained
+        )
         rows = (
             autograd.scatter_sequence(partial, self.tp)
             if self.sequence_parallel

@@ -37,7 +37,8 @@ MODULES = (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_p
 """The same, with the module that each is in."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Projections whose inputs are split over tp; the others' outputs are."""
-VOCABULARY_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+EMBEDDING = "model.embed_tokens.weight"
+VOCABULARY_TENSORS = (EMBEDDING, "lm_head.weight")
 """HuggingFace's tensors with a row for each token id."""
 SCORE = "score.weight"
 """The head of a reward model, in the place of the output head."""
@@ -192,6 +193,21 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     return -(-model.vocab_size // multiple) * multiple
 
 
+def trains_embedding(config: Config) -> bool:
+    """Return whether the embedding is trained: not frozen, nor beside low-rank additions."""
+    return not config.lora.lora_rank and not is_frozen(EMBEDDING, config.optimizer.freeze)
+
+
+def padding_idx(config: Config) -> int | None:
+    """Return the row of the embedding that gets no gradient from its lookups, as transformers' and
+    torch's ``padding_idx``: that of ``pad_token_id``, counted from the end if it is negative. None:
+    lookups train all rows."""
+    model = config.model
+    if model.pad_token_id is None or config.optimizer.train_pad_embedding:
+        return None
+    return model.pad_token_id % model.vocab_size
+
+
 @dataclass(frozen=True)
 class Partition:
     """Which transformer blocks each pipeline stage holds, and which pipeline rank runs it."""
@@ -265,9 +281,7 @@ class Shapes:
 
     def embedding(self, *, tied: bool, contributions: int) -> UnitSpec:
         """The token embedding, rows split over tp."""
-        weight = self._vocab(
-            "model.embed_tokens.weight", "model.embed_tokens.weight", tied, contributions
-        )
+        weight = self._vocab(EMBEDDING, EMBEDDING, tied, contributions)
         return UnitSpec("embed_tokens", (weight,))
 
     def block(self, layer: int) -> UnitSpec:
@@ -301,7 +315,7 @@ class Shapes:
             return UnitSpec("head", (norm, self._score()))
         if shared:
             return UnitSpec("head", (norm,))
-        source = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        source = EMBEDDING if tied else "lm_head.weight"
         return UnitSpec("head", (norm, self._vocab("lm_head.weight", source, tied, 1)))
 
     def _score(self) -> ParamSpec:

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from megatron_llama.config.batch_ramp import length_problems, planned_iterations, with_decay
 from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.families import FAMILIES
-from megatron_llama.config.hf import padding_token, read_config_json, read_hf_config
+from megatron_llama.config.hf import padding_token, read_hf_config
 from megatron_llama.config.hf_fields import IGNORE
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import PRESETS
@@ -85,6 +85,8 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
     }
     preset = config.model.preset
     base = trained or ModelConfig() if preset is None else _preset(preset, given)
+    if trained is not None:  # a preset has the sizes of the weights, and no padding token
+        base = replace(base, pad_token_id=trained.pad_token_id)
     folder = config.checkpoint.init_from_hf
     if folder is not None:
         from_folder = read_hf_config(folder, ignored=config.checkpoint.ignore_hf_config_fields)
@@ -114,9 +116,8 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
             raise ConfigError(listing(f"The weights of {folder} have other shapes:", problems))
         base = from_folder
     model = replace(base, **given)
-    if folder is not None and model.num_labels and not base.num_labels:
-        known = padding_token(read_config_json(f"{folder}/config.json"), model)
-        model = replace(model, **{"pad_token_id": known, **given})
+    if model.num_labels and not base.num_labels and "pad_token_id" not in given:
+        model = replace(model, pad_token_id=padding_token(model))
     family = FAMILIES.get(model.model_type)
     if family is not None and preset is None and trained is None and folder is None:
         model = family.complete(model, given)

@@ -23,8 +23,10 @@ from megatron_llama.preference.pairs import (
     detect,
     encode_pair,
     encode_unpaired,
+    has_null,
     paired,
     read_preference,
+    refuse_marks,
     unpaired,
 )
 from megatron_llama.sft.chat import ChatTokenizer
@@ -167,6 +169,7 @@ def pair_rounds(
                     pairs, number, encoded, kinds, options.on_long_sample, seq_length, align.method
                 )
                 pairs.repairs.update(repairs)
+                pairs.nulls += has_null(found)
             except UnusableError as problem:
                 pairs.problems.append(problem.at(where, number))
         pairs.ids = [np.array(one.ids, np.int32) for one in kept]
@@ -184,7 +187,7 @@ def parsed_preferences(
     record with a known one decides for its file, and ``formats`` gets it."""
 
     def read(record: Mapping[str, Any], name: str) -> Preference:
-        return read_preference(record, name, options.repair_conversations)
+        return read_preference(record, name, options.repair_conversations, options.ignore_keys)
 
     return parsed_records(files, align.preference_format, detect, read, formats)
 
@@ -200,6 +203,8 @@ def encode_preference(
         encoded = [encode_unpaired(tokenizer, one) for one in alone]
         return encoded, kinds, alone[0].completion.repairs
     pair = paired(found)
+    if method in ("orpo", "reward"):
+        refuse_marks(pair, method)
     return encode_pair(tokenizer, pair), (CHOSEN, REJECTED), pair.chosen.repairs
 
 
@@ -239,8 +244,9 @@ def _kept(
     seq_length: int,
     method: Method,
 ) -> list[_Kept]:
-    """Return the completions of a record, cut or left out as --on-long-sample says. Raises
-    UnusableError if an example of it is too long for that."""
+    """Return the completions of a record, cut or left out as --on-long-sample says: truncation
+    leaves out what would then have nothing to learn. Raises UnusableError if an example is too
+    long."""
     size = pairs.per_example
     examples = [range(start, start + size) for start in range(0, len(encoded), size)]
     pairs.lengths.update(len(completion.ids) for completion in encoded)
@@ -251,9 +257,13 @@ def _kept(
         if max(lengths) <= longest:
             kept.append((example, None))
             continue
-        _refuse_long([encoded[i] for i in example], longest, seq_length, on_long_sample)
-        if on_long_sample == "truncate":
+        halves = [encoded[i] for i in example]
+        if on_long_sample == "stop":
+            raise _too_long(halves, seq_length)
+        if on_long_sample == "truncate" and _is_useful(halves, longest):
             kept.append((example, longest))
+        else:
+            pairs.cut_away += on_long_sample == "truncate"
     pairs.dropped += len(examples) - len(kept)
     pairs.truncated += sum(longest_kept is not None for _, longest_kept in kept)
     pairs.merged += sum(encoded[example[0]].merged > 0 for example, _ in kept)
@@ -270,27 +280,23 @@ def _kept(
     ]
 
 
-def _refuse_long(
-    halves: Sequence[EncodedCompletion], longest: int, seq_length: int, on_long_sample: str
-) -> None:
+def _too_long(halves: Sequence[EncodedCompletion], seq_length: int) -> UnusableError:
     lengths = " and ".join(f"{len(half.ids)}" for half in halves)
     both = " for both halves together" if len(halves) == 2 else ""
-    expected = f"at most {seq_length} (seq_length){both}"
-    do = "raise --seq-length, or give --on-long-sample drop"
-    if on_long_sample == "stop":
-        raise UnusableError("too long", got=f"{lengths} tokens", expected=expected, do=do)
-    if on_long_sample == "drop":
-        return
+    return UnusableError(
+        "too long",
+        got=f"{lengths} tokens",
+        expected=f"at most {seq_length} (seq_length){both}",
+        do="raise --seq-length, or give --on-long-sample drop",
+    )
+
+
+def _is_useful(halves: Sequence[EncodedCompletion], longest: int) -> bool:
+    """Whether completions that are cut after ``longest`` tokens still have something to learn: each
+    a token of its own, and both halves of a pair not the same ones."""
     if not all(any(half.loss_mask[:longest]) for half in halves):
-        got = f"{lengths} tokens, none of a completion among the first {longest}"
-        raise UnusableError(
-            "zero target tokens after truncation", got=got, expected=expected, do=do
-        )
-    if len(halves) == 2 and halves[0].ids[:longest] == halves[1].ids[:longest]:
-        got = f"{lengths} tokens, of which the first {longest} are the same in both halves"
-        raise UnusableError(
-            "identical completions after truncation", got=got, expected=expected, do=do
-        )
+        return False
+    return len(halves) == 1 or halves[0].ids[:longest] != halves[1].ids[:longest]
 
 
 class _Row(NamedTuple):

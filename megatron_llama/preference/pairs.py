@@ -3,16 +3,20 @@ judged alone, and everything that can be wrong with them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.data.documents import json_type
 from megatron_llama.sft.chat import ChatTokenizer, Encoded
+from megatron_llama.sft.fields import refuse_unknown, without_keys
 from megatron_llama.sft.formats import (
+    ALPACA_PROMPT,
     ASSISTANT,
+    CONTEXT,
+    LOSS_MARK,
     Conversation,
     Example,
     Passage,
@@ -22,37 +26,20 @@ from megatron_llama.sft.formats import (
     filled,
     message_of,
     messages_of,
+    refuse_beside_text,
     system_of,
     text_of,
     tools_of,
+    variables_of,
+    with_types,
 )
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.repair import Placed, Repair, repaired
 
 PREFERENCE_FIELDS = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag")
 """Fields by which a file of preferences is told from one of conversations."""
-_REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("image", "images", "video", "videos", "audio", "audios"),
-            "leave the example out: images and sound cannot be learned",
-        ),
-        **dict.fromkeys(
-            (
-                "ref_chosen_logps",
-                "ref_rejected_logps",
-                "reference_chosen_logps",
-                "reference_rejected_logps",
-                "ref_logps",
-                "ref_KL_logps",
-            ),
-            "remove the field: align scores the reference itself (--reference-scores)",
-        ),
-        "margin": "remove the field: no method of align has a margin for each pair",
-        "chat_template_kwargs": "remove the field: templates get messages and tools alone",
-    }
-)
-"""Fields that other programs act upon and align cannot, with what to do."""
+_SCORES = ("score_chosen", "score_rejected")
+_LABELS = ("label", "kto_tag")
 _PROMPTS = ("question", "query", "input", "instruction", "context", "history", "system", "messages")
 """Fields that hold a prompt, or a part of one, in some files without the field ``prompt``."""
 
@@ -71,7 +58,8 @@ class Completion:
         """The prompt alone."""
         if isinstance(self.example, Passage):
             return Passage(self.example.prompt, "")
-        return Conversation(self.example.messages[: self.prompt_messages], self.example.tools)
+        messages = self.example.messages[: self.prompt_messages]
+        return Conversation(messages, self.example.tools, self.example.variables)
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -115,8 +103,14 @@ class EncodedCompletion:
 
 def is_preference(record: Mapping[str, Any]) -> bool:
     """Whether a record is one of preferences rather than of conversations."""
-    judged = "completion" in record and isinstance(record.get("label"), bool)
-    return judged or any(name in record for name in PREFERENCE_FIELDS)
+    return _is_judged(record) or any(name in record for name in PREFERENCE_FIELDS)
+
+
+def _is_judged(record: Mapping[str, Any]) -> bool:
+    """Whether a label beside a completion says that it is good or bad."""
+    return isinstance(record.get("label"), bool) and any(
+        name in record for name in ("completion", "messages", "conversations", "output")
+    )
 
 
 def detect(record: Mapping[str, Any]) -> str:
@@ -134,29 +128,32 @@ def detect(record: Mapping[str, Any]) -> str:
             return "alpaca"
         whole = isinstance(chosen, list) and not isinstance(prompt, list)
         return "ultrafeedback" if whole and prompt is not None else "trl"
+    if _is_judged(record):
+        return "completion_label"
     names = ", ".join(map(repr, list(record)[:10])) or "none"
     raise UnusableError(
         "unknown format",
         got=f"the fields {names}",
         expected="chosen and rejected, preferred_output and non_preferred_output, or completion "
-        "and label",
+        "(or messages) and label",
         do="rename the fields",
     )
 
 
 def read_preference(
-    record: Mapping[str, Any], name: str, repairs: Collection[Repair] = ()
+    record: Mapping[str, Any],
+    name: str,
+    repairs: Collection[Repair] = (),
+    ignored: Collection[str] = (),
 ) -> Preference:
     """Read a record of the format ``name``, with the ``repairs`` that the user asks for in its
-    prompt. Raises UnusableError, also for a field with a meaning that align does not know."""
-    for field, do in _REFUSED.items():
-        if record.get(field) not in (None, [], {}):
-            raise UnusableError(
-                "unknown meaning", field=field, got="a value", expected="no such field", do=do
-            )
+    prompt and without the keys that are to be ``ignored``. Raises UnusableError, also for a field
+    that would be ignored although it may change what is to be learned."""
+    record = without_keys(record, ignored)
+    if name != "completion_label":
+        _refuse_label(record)
     found = _READERS[name](record, repairs)
     if isinstance(found, Pair):
-        _refuse_label(record)
         _refuse_contradiction(record)
         if found.chosen.example == found.rejected.example:
             raise UnusableError(
@@ -176,6 +173,12 @@ def unpaired(found: Preference) -> tuple[Unpaired, ...]:
     return Unpaired(found.chosen, True), Unpaired(found.rejected, False)
 
 
+def has_null(found: Preference) -> bool:
+    """Whether something in the tools of a record, or in calls of them, is null."""
+    examples = (one.completion.example for one in unpaired(found))
+    return any(isinstance(example, Conversation) and example.has_null for example in examples)
+
+
 def paired(found: Preference) -> Pair:
     """Return the pair. Raises UnusableError for a completion that was judged alone."""
     if isinstance(found, Unpaired):
@@ -186,6 +189,24 @@ def paired(found: Preference) -> Pair:
             do="give --method kto, which learns from single completions",
         )
     return found
+
+
+def refuse_marks(found: Preference, method: str) -> None:
+    """Raise UnusableError for a message that is not to be learned, where a method counts whole
+    conversations."""
+    for one in unpaired(found):
+        example = one.completion.example
+        if isinstance(example, Passage) or not example.learned:
+            continue
+        for place, learned in zip(example.places, example.learned, strict=True):
+            if learned is False:
+                raise UnusableError(
+                    "a mark that the method cannot obey",
+                    field=place,
+                    got="a message that is marked as not learned",
+                    expected=f"no such mark: --method {method} counts whole conversations",
+                    do="leave the example out, or give --ignore-keys with the name of the mark",
+                )
 
 
 def encode_pair(tokenizer: ChatTokenizer, pair: Pair) -> list[EncodedCompletion]:
@@ -210,7 +231,7 @@ def encode_unpaired(tokenizer: ChatTokenizer, one: Unpaired) -> EncodedCompletio
 def _encode(tokenizer: ChatTokenizer, completions: Sequence[Completion]) -> list[EncodedCompletion]:
     """Encode completions of one prompt."""
     prompt = tokenizer.read_prompt(completions[0].prompt)
-    whole = [tokenizer.read(completion.example, "all") for completion in completions]
+    whole = [tokenizer.read(_unmarked(completion.example), "all") for completion in completions]
     for encoded in whole:
         if not encoded.text.startswith(prompt.text):
             at = _common(prompt.text, encoded.text)
@@ -235,6 +256,11 @@ def _encode(tokenizer: ChatTokenizer, completions: Sequence[Completion]) -> list
     ]
 
 
+def _unmarked(example: Example) -> Example:
+    """Return an example without what its file says of the loss."""
+    return example if isinstance(example, Passage) else replace(example, learned=())
+
+
 def _completed(
     tokenizer: ChatTokenizer, completion: Completion, encoded: Encoded, shared: int, merged: int
 ) -> EncodedCompletion:
@@ -242,11 +268,19 @@ def _completed(
     messages what the assistant says."""
     example = completion.example
     counts = [True] * len(encoded.ids)
-    several = (
-        isinstance(example, Conversation) and len(example.messages) > completion.prompt_messages + 1
-    )
-    if several:
-        counts = tokenizer.read(example, "assistant").loss_mask
+    if isinstance(example, Conversation):
+        behind = slice(completion.prompt_messages, None)
+        answers = [message["role"] == ASSISTANT for message in example.messages[behind]]
+        if all(mark is False for mark in compress(example.learned[behind] or (None,), answers)):
+            raise UnusableError(
+                "every answer is marked as not learned",
+                field=example.places[-1],
+                got="a completion without an answer to learn",
+                expected="one or more",
+                do="leave the example out, or give --ignore-keys with the name of the mark",
+            )
+        if len(answers) > 1:
+            counts = tokenizer.read(example, "assistant").loss_mask
     mask = [index >= shared and count for index, count in enumerate(counts)]
     if not any(mask):
         raise UnusableError(
@@ -287,6 +321,7 @@ def _trl(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
     if isinstance(chosen, list):
         if prompt is None:
             return _whole_conversations(record, repairs)
+        refuse_unknown(record, ("prompt", "chosen", "rejected", *CONTEXT, *_SCORES))
         before = [*system_of(record), *messages_of(prompt, "prompt")]
         return _halves(
             before,
@@ -303,15 +338,9 @@ def _texts(record: Mapping[str, Any], chosen: Any, rejected: Any, prompt: Any) -
         filled(text_of(value, name), name)
         for name, value in (("chosen", chosen), ("rejected", rejected))
     ]
-    for name in ("system", "history", "tools") if prompt is not None else (*_PROMPTS, "tools"):
-        if record.get(name) not in (None, "", []):
-            raise UnusableError(
-                "unknown meaning",
-                field=name,
-                got="a value beside texts that no template touches",
-                expected="the whole prompt in the field 'prompt'",
-                do="put it into prompt, or give prompt, chosen and rejected as messages",
-            )
+    beside = (*CONTEXT, *(("history",) if prompt is not None else _PROMPTS))
+    refuse_beside_text(record, beside, "prompt, chosen and rejected")
+    refuse_unknown(record, ("prompt", "chosen", "rejected", *_SCORES))
     if prompt is not None:
         before = text_of(prompt, "prompt")
         return Pair(*(Completion(Passage(before, text)) for text in texts))
@@ -363,9 +392,16 @@ def _ultrafeedback(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pa
 
 def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
     """What both conversations begin with is the prompt."""
+    known = ("prompt", "chosen", "rejected", *CONTEXT, *_SCORES)
     chosen = messages_of(field_of(record, "chosen"), "chosen")
     rejected = messages_of(field_of(record, "rejected"), "rejected")
-    halves = [[message for _, message in half] for half in (chosen, rejected)]
+    # UltraFeedback's files have the chosen conversation a second time.
+    copied = record.get("messages") == record["chosen"]
+    refuse_unknown(record, (*known, "messages") if copied else known)
+    halves = [
+        [{key: value for key, value in message.items() if key != LOSS_MARK} for _, message in half]
+        for half in (chosen, rejected)
+    ]
     shared = _common(*halves)
     if shared == 0:
         raise UnusableError(
@@ -393,6 +429,15 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
                 field=f"{name}[{shared}]",
                 got=f"a {half[shared]['role']} message that the other half has not",
                 expected="conversations that differ in answers alone",
+                do="mend the example",
+            )
+    for (where, one), (_, other) in zip(chosen[:shared], rejected[:shared], strict=True):
+        if one.get(LOSS_MARK) != other.get(LOSS_MARK):
+            raise UnusableError(
+                "differing prompts",
+                field=where,
+                got="another mark of whether it is learned than in rejected",
+                expected="two conversations that begin with one prompt",
                 do="mend the example",
             )
     before = [*system_of(record), *chosen[:shared]]
@@ -432,6 +477,7 @@ def _openai(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
         messages_of(field_of(record, name), name)
         for name in ("preferred_output", "non_preferred_output")
     )
+    refuse_unknown(record, ("input", "preferred_output", "non_preferred_output", *_SCORES))
     return _halves(before, chosen, rejected, given, repairs, place="input.tools")
 
 
@@ -441,22 +487,33 @@ def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
         [(name, _answer(text_of(field_of(record, name), name), name))]
         for name in ("chosen", "rejected")
     )
-    return _halves(before, chosen, rejected, record, repairs)
+    refuse_unknown(record, (*ALPACA_PROMPT, "chosen", "rejected", *_SCORES))
+    return _halves(before, chosen, rejected, _with_typed_tools(record), repairs)
 
 
 def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
     """LLaMA-Factory's: a conversation, and two messages that may follow it."""
-    keys, before = _turns(record)
+    keys, before = _turns(record, ("chosen", "rejected", *_SCORES))
     chosen, rejected = (
         [(name, message_of(field_of(record, name), name, *keys))] for name in ("chosen", "rejected")
     )
-    return _halves([*system_of(record), *before], chosen, rejected, record, repairs)
+    before = [*system_of(record), *before]
+    return _halves(before, chosen, rejected, _with_typed_tools(record), repairs)
 
 
-def _turns(record: Mapping[str, Any]) -> tuple[tuple[str, str], list[Placed]]:
-    """The names of role and content in a record's messages, and the messages."""
+def _with_typed_tools(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record of LLaMA-Factory's with its tools as templates expect them."""
+    return {**record, "tools": with_types(tools_of(record.get("tools")))}
+
+
+def _turns(
+    record: Mapping[str, Any], beside: Sequence[str]
+) -> tuple[tuple[str, str], list[Placed]]:
+    """The names of role and content in a record's messages, and the messages. Raises UnusableError
+    for a field that is neither these, nor ``beside`` them, nor rendered with them."""
     name = "conversations" if "conversations" in record or "messages" not in record else "messages"
     turns = field_of(record, name)
+    refuse_unknown(record, (name, *beside, *CONTEXT))
     first = turns[0] if isinstance(turns, list) and turns else None
     by_role = isinstance(first, dict) and "role" in first
     keys = ("role", "content") if by_role or name == "messages" else ("from", "value")
@@ -471,8 +528,10 @@ def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) ->
     if "instruction" in record:
         before = alpaca_prompt(record)
         answer = _answer(text_of(field_of(record, "output"), "output"), "output")
-        return Unpaired(_one(before, [("output", answer)], record, repairs), label)
-    _, placed = _turns(record)
+        refuse_unknown(record, (*ALPACA_PROMPT, "output", *_LABELS))
+        completion = _one(before, [("output", answer)], _with_typed_tools(record), repairs)
+        return Unpaired(completion, label)
+    keys, placed = _turns(record, _LABELS)
     if placed[-1][1]["role"] != ASSISTANT:
         raise UnusableError(
             "no answer at the end",
@@ -482,7 +541,8 @@ def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) ->
             do="add the answer that was judged",
         )
     before = [*system_of(record), *placed[:-1]]
-    return Unpaired(_one(before, placed[-1:], record, repairs), label)
+    given = _with_typed_tools(record) if keys[0] == "from" else record
+    return Unpaired(_one(before, placed[-1:], given, repairs), label)
 
 
 def _prompt_completion(record: Mapping[str, Any], repairs: Collection[Repair]) -> Completion:
@@ -497,17 +557,11 @@ def _prompt_completion(record: Mapping[str, Any], repairs: Collection[Repair]) -
             do="mend the example",
         )
     if isinstance(prompt, list):
+        refuse_unknown(record, ("prompt", "completion", *_LABELS, *CONTEXT))
         before = [*system_of(record), *messages_of(prompt, "prompt")]
         return _one(before, messages_of(completion, "completion"), record, repairs)
-    for name in ("system", "history", "tools"):
-        if record.get(name) not in (None, "", []):
-            raise UnusableError(
-                "unknown meaning",
-                field=name,
-                got="a value beside texts that no template touches",
-                expected="the whole prompt in the field 'prompt'",
-                do="put it into prompt, or give prompt and completion as messages",
-            )
+    refuse_beside_text(record, (*CONTEXT, "history"), "prompt and completion")
+    refuse_unknown(record, ("prompt", "completion", *_LABELS))
     text = filled(text_of(completion, "completion"), "completion")
     return Completion(Passage(text_of(prompt, "prompt"), text))
 
@@ -587,25 +641,19 @@ def _one(
             expected=ASSISTANT,
             do="move what is no answer into the prompt",
         )
-    tools = _tools(record.get("tools"), place)
-    whole = checked([*mended, *completion], completion[-1][0], tools, ())
-    return Completion(Conversation(whole.messages, whole.tools, done), len(mended))
-
-
-def _tools(tools: Any, place: str) -> list[Any] | None:
-    """Tools as an array, or as the text of one, which tables need."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
+    for place_of, message in mended:
+        if message.get(LOSS_MARK):
             raise UnusableError(
-                "tools are no array",
-                field=place,
-                got=f"a text that is no JSON ({error.msg})",
-                expected="an array, or the text of one",
-                do="mend the example",
-            ) from error
-    return tools_of(tools, place) or None
+                "a prompt that is marked as learned",
+                field=place_of,
+                got="a mark that says that the message is learned",
+                expected="completions alone to be learned",
+                do="remove the mark, or give --ignore-keys with its name",
+            )
+    tools = tools_of(record.get("tools"), place) or None
+    variables = variables_of(record)
+    whole = checked([*mended, *completion], completion[-1][0], tools, (), variables)
+    return Completion(replace(whole, repairs=done), len(mended))
 
 
 def _refuse_label(record: Mapping[str, Any]) -> None:

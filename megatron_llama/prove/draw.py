@@ -334,6 +334,7 @@ VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "partial_rotary_factor": (0.25, 0.5),
         "rope_local_base_freq": (50.0,),
         "make_vocab_size_divisible_by": (1, 8, 100),
+        "pad_token_id": (-1, 40),
         # parallel
         "exchange_chunk_bytes": (64, 1_000, 4_096),
         "recompute_num_layers": ("0", "1", "2", "auto"),
@@ -357,6 +358,7 @@ VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "adam_beta2": (0.9, 0.95),
         "adam_eps": (1e-15, 1e-3),
         "clip_grad": (0.0, 0.05, 1e9),
+        "train_pad_embedding": (True,),
         # data
         "split": ("80,20,0", "50,30,20", "100,0,0"),
         "data_order": ("sequential",),

@@ -45,6 +45,7 @@ SWITCHES: tuple[tuple[str, str, object], ...] = (
     ("LoRA", "lora_rank", 0),
     ("frozen weights", "freeze", ()),
     ("tied embeddings", "tie_word_embeddings", False),
+    ("the padding token", "pad_token_id", None),
     ("the z-loss", "z_loss_weight", 0.0),
     ("noise", "neftune_noise_alpha", 0.0),
 )

@@ -45,8 +45,8 @@ from megatron_llama.prove.samples import (
     trained_examples,
     training_share,
 )
+from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.sft_config import SFTConfig
-from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.fingerprint import Fingerprint
 from megatron_llama.tokenizer.load import load_tokenizer
 
@@ -448,7 +448,7 @@ class _Writer:
                 talk = self._rendered(talk, render)
             found = trained_examples((talk,), sft, length) if talk.ids else ()
             if talk.ids and not found and "drop" not in (sft.on_long_sample, sft.on_bad_sample):
-                # Cut before its answer: the run would stop at it.
+                # Cut before its answer: the run would leave it out.
                 unusable += 1
                 if unusable > MOST_UNUSABLE:
                     raise ConfigError(

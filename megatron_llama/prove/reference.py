@@ -325,6 +325,8 @@ def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Par
     except Exception as error:  # its checks of a configuration raise many kinds
         raise NotComparedError(f"transformers refuses the model: {last_line(error)}") from error
     model = model.float().train()
+    if config.optimizer.train_pad_embedding:
+        model.get_input_embeddings().padding_idx = None
     if config.lora.lora_rank:
         model, named = _with_adapters(model, config)
     else:

@@ -22,8 +22,8 @@ _KEPT = (
     "z_loss_weight seed bf16 fp16 initial_loss_scale min_loss_scale loss_scale_window hysteresis "
     "fp64 attention_backend deterministic_mode on_bad_step loss_spike_factor loss_spike_window "
     "max_bad_steps lr_decay_style lr_wsd_decay_style weight_decay adam_beta1 adam_beta2 adam_eps "
-    "clip_grad optimizer_offload optimizer_offload_fraction offload_speculative "
-    "zenflow_topk_ratio zenflow_overlap_step lora_dropout lora_target_modules "
+    "clip_grad train_pad_embedding optimizer_offload optimizer_offload_fraction "
+    "offload_speculative zenflow_topk_ratio zenflow_overlap_step lora_dropout lora_target_modules "
     # what is read
     "data_order megatron_data_order reset_position_ids reset_attention_mask eod_mask_loss "
     "data_format loss_on repair_conversations on_bad_sample on_long_sample packing "
@@ -53,6 +53,7 @@ SCALED: Mapping[str, str] = MappingProxyType(
             ("vocab_size", "make_vocab_size_divisible_by"),
             "padded if yours is, and split over the tensor-parallel ranks that there are",
         ),
+        "pad_token_id": "the token that ends every document and answer here",
         "hidden_size": "no rule depends on the width; it is heads x head_dim if yours is",
         "intermediate_size": "no rule depends on the width",
         "num_hidden_layers": "every kind of block, and one or several to a stage, as yours",
@@ -131,9 +132,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
         "preset": "it stands for the fields of the model",
         "num_labels": "a reward model is trained by align, on pairs",
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), OWN_TEXT),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), OWN_TEXT),
         **dict.fromkeys(("tokenizer_model", "tokenizer_type"), OWN_TEXT),
-        **dict.fromkeys(("train_data", "split", "on_changed_data"), OWN_TEXT),
+        **dict.fromkeys(("train_data", "ignore_keys", "split", "on_changed_data"), OWN_TEXT),
         **dict.fromkeys(("data_cache_path", "data_cache_gib"), OWN_TEXT),
         **dict.fromkeys(
             ("stream_key", "stream_window", "stream_lanes", "stream_workers"), OWN_TEXT

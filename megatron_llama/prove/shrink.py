@@ -10,7 +10,7 @@ stays as it is, so shrinking twice is shrinking once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from math import prod
 from typing import Any
@@ -46,10 +46,13 @@ from megatron_llama.prove.small_run import (
     small_stages,
 )
 from megatron_llama.prove.world import World, worlds
+from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.sft_config import SFTConfig
-from megatron_llama.sft.template import BUILT_IN
 
 AS_GIVEN = "as given"
+LAST_TOKEN = -1
+"""As pad_token_id the last row of the embedding: ``materials.py`` ends documents and answers with
+that token, so that a padding token is among the tokens here."""
 
 
 def shrink(parsed: Parsed, world_size: int, ranks: int) -> tuple[Case, ...]:
@@ -81,7 +84,8 @@ def _case(given: Given, here: World, cases: Sequence[World]) -> Case:
         *_scaled_notes(before, after, {**SCALED, **reasons}),
     ]
     name = str(here) if any(note.is_scaled for note in scaled) else AS_GIVEN
-    notes = (*scaled, *_left_out_notes(given), *_kept_notes(before, after, options))
+    restated = _restated_notes(given, {note.option for note in scaled})
+    notes = (*scaled, *restated, *_left_out_notes(given), *_kept_notes(before, after, options))
     return Case(name, options, here.world_size, given.sft, notes)
 
 
@@ -92,6 +96,8 @@ def _small(given: Given, here: World) -> Config:
     keeps_sizes = here == world and is_small(yours)
     small = given.config if keeps_sizes else yours
     small = _with(small, small_vocabulary(yours.model, world.tp, here.tp))
+    if yours.model.pad_token_id is not None:
+        small = _with(small, {"pad_token_id": LAST_TOKEN})
     if not keeps_sizes:
         small = _with(small, _sizes(given, here))
         buffers = small_buffers(yours, world, resolve(small, here.world_size), here)
@@ -207,6 +213,14 @@ def _scaled_notes(
     for name, why in reasons.items():
         if before[name] != after[name]:
             yield Note(flag(name), *_change(before[name], after[name]), why)
+
+
+def _restated_notes(given: Given, told: Collection[str]) -> Iterator[Note]:
+    """Yield windows and kinds of layers that say the same in fewer words, if they are not told."""
+    for name in ("sliding_window", "layer_types"):
+        written, meant = (getattr(config.model, name) for config in (given.config, given.resolved))
+        if written != meant and flag(name) not in told:
+            yield Note(flag(name), _shown(written), _shown(meant), "all layers are alike")
 
 
 def _left_out_notes(given: Given) -> Iterator[Note]:

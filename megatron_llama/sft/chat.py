@@ -8,19 +8,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_llama.errors import DataError, counted, describe
+from megatron_llama.sft.built_in_templates import BUILT_IN
+from megatron_llama.sft.families import family_of
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
+from megatron_llama.sft.marks import LossOn, refuse_contradictions
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.template import BUILT_IN, find_template
-from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.sft.template import ChatTemplate, Rendered, find_template, own_template
+from megatron_llama.sft.unrendered import refuse_unrendered
+from megatron_llama.tokenizer.base import Token, Tokenizer
+from megatron_llama.tokenizer.chat_templates import (
+    DEFAULT,
+    read_chat_templates,
+    write_chat_templates,
+)
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.hf import as_hf_tokenizer
 
-LossOn = Literal["assistant", "last", "all"]
-TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 _SOMETHING = "an answer"
 
@@ -48,16 +56,17 @@ class ChatTokenizer:
         """``wanted``: a template's file or name, instead of the tokenizer's own. ``now``: the day
         for a template that writes it into the text."""
         self._tokenizer = tokenizer
+        self._wanted = wanted
         self._built_in = wanted if wanted in BUILT_IN else None
+        self._now = now
         self.vocab_size = tokenizer.vocab_size
         self.base_vocab_size = tokenizer.base_vocab_size
         self.bos_id = tokenizer.bos_id
         self.eos_id = tokenizer.eos_id
         self._reader = as_hf_tokenizer(tokenizer)
         path: Path | None = getattr(tokenizer, "path", None)
-        self.template = find_template(
-            wanted, path.parent if path is not None else None, self._reader.special_names(), now
-        )
+        self._folder = path.parent if path is not None else None
+        self.template = find_template(wanted, self._folder, self._reader.special_names(), now)
         self._special = re.compile(
             "|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True)))
             or r"(?!)"
@@ -78,7 +87,7 @@ class ChatTokenizer:
         that a template may write into the text."""
         return {
             "the tokenizer": [self._reader.identity(), self.bos_id, self.eos_id, self.vocab_size],
-            "the chat template": [self.template.name, self.template.source],
+            "the chat template": [self.template.name, *self.template.sources],
         }
 
     def encode(self, text: str) -> list[int]:
@@ -90,17 +99,32 @@ class ChatTokenizer:
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         return self._tokenizer.encode_packed(texts)
 
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        return self._tokenizer.encode_long(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
+
+    def tokens(self) -> list[Token]:
+        return self._tokenizer.tokens()
 
     def token(self, id: int) -> str | None:
         return self._tokenizer.token(id)
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the tokenizer, the chat template, and the token that ends an answer among those
-        that end generation."""
+        that end generation.
+
+        The tokenizer keeps its own templates, all of them, unless another one was given; then that
+        one replaces them. It does not where it renders last answers as the tokenizer's own does:
+        that one also renders prompts, which training does without."""
         self._tokenizer.save_hf(folder)
-        replace_file(Path(folder) / TEMPLATE_FILE, self.template.source.encode())
+        own = self._own_templates
+        if self._wanted is None or (self._built_in and self._family == self._built_in):
+            templates = own or {DEFAULT: self.template.source}
+        else:
+            templates = {DEFAULT: self.template.source}
+        write_chat_templates(Path(folder), templates)
         path = Path(folder) / GENERATION_FILE
         config = read_json_object(path) if path.is_file() else {"bos_token_id": self.bos_id}
         given = config.get("eos_token_id", self.eos_id)
@@ -182,10 +206,16 @@ class ChatTokenizer:
             return self._passage(example, loss_on)
         for text in example.texts:
             self._refuse_special(text)
-        text, spans = self._answers(example, loss_on)
-        ids, places = self._reader.encode_with_places(text)
-        loss_mask = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
-        return _useful(text, ids, loss_mask)
+        refuse_contradictions(example, loss_on)
+        template = self.template.of(example.tools)
+        whole = _rendered(template, example)
+        refuse_unrendered(template, example, whole, loss_on)
+        ids, places = self._reader.encode_with_places(whole.text)
+        if loss_on == "all":
+            left_out = _overlapping(places, [*self._left_out(template, example, whole.text)])
+            return _useful(whole.text, ids, [not out for out in left_out])
+        answers = self._answers(template, example, whole, loss_on)
+        return _useful(whole.text, ids, _overlapping(places, answers))
 
     def read_prompt(self, prompt: Conversation | Passage) -> Encoded:
         """Encode what stands before an answer: messages with the beginning of an answer, or the
@@ -198,7 +228,7 @@ class ChatTokenizer:
             if ids[: len(before)] != before:
                 ids = [*before, *ids]
         else:
-            text = self.template.render(prompt.messages, prompt.tools, prompt=True).text
+            text = _rendered(self.template.of(prompt.tools), prompt, prompt=True).text
             ids = self._reader.encode(text)
         return Encoded(text, ids, [False] * len(ids))
 
@@ -230,42 +260,142 @@ class ChatTokenizer:
         return _useful(text, ids, loss_mask)
 
     def _answers(
-        self, example: Conversation, loss_on: LossOn
-    ) -> tuple[str, Sequence[tuple[int, int]]]:
-        """The rendered text and the ranges of its characters that are in the loss."""
-        whole = self.template.render(example.messages, example.tools)
-        if loss_on == "all":
-            return whole.text, ()
-        spans = (
-            list(whole.answers)
-            if self.template.marks_answers
-            else list(self._differences(example, whole.text))
+        self, template: ChatTemplate, example: Conversation, whole: Rendered, loss_on: LossOn
+    ) -> Sequence[tuple[int, int]]:
+        """Return the ranges of the text's characters that are in the loss."""
+        if loss_on == "last":
+            # That it is to be learned has been checked.
+            return self._last_answer(template, example, whole)
+        unlearned = {
+            index
+            for index, learned in enumerate(example.learned)
+            if learned is False and example.messages[index]["role"] == ASSISTANT
+        }
+        if template.marks_answers and not unlearned:
+            return whole.answers
+        by_message = (
+            self._marked_answers(template, example, whole)
+            if template.marks_answers
+            else self._differences(template, example, whole.text)
         )
-        return whole.text, spans[-1:] if loss_on == "last" else spans
+        return [(start, stop) for index, start, stop in by_message if index not in unlearned]
 
-    def _differences(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
-        """Yield for each answer the characters that it adds to the text of the messages before
-        it."""
+    def _last_answer(
+        self, template: ChatTemplate, example: Conversation, whole: Rendered
+    ) -> Sequence[tuple[int, int]]:
+        """Return the characters of the last answer, whatever the template makes of earlier ones."""
+        before = _rendered(template, example, len(example.messages) - 1, prompt=True)
+        earlier = before.answer_texts()
+        if template.marks_answers:
+            if whole.answer_texts()[: len(earlier)] == earlier:
+                return whole.answers[len(earlier) :]
+        elif whole.text.startswith(before.text):
+            return [(len(before.text), len(whole.text))]
+        got = "a template that renders the messages before the last answer differently without it"
+        raise self._inseparable(template, got, "all")
+
+    def _marked_answers(
+        self, template: ChatTemplate, example: Conversation, whole: Rendered
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield what ``{% generation %}`` encloses, each range behind the number of its message:
+        of the one with which it appears."""
+        known = 0
+        last = len(example.messages) - 1
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self.template.render(example.messages[:index], example.tools, prompt=True).text
-            until = self.template.render(example.messages[: index + 1], example.tools).text
+            count = len(whole.answers)
+            if index < last:
+                # Some templates end the last answer by another token, unless a prompt follows.
+                until = _rendered(template, example, index + 1, prompt=True)
+                starts = [start for start, _ in until.answers]
+                count = len(starts)
+                if (
+                    count < known
+                    or starts != [start for start, _ in whole.answers[:count]]
+                    or not whole.text.startswith(until.text[: starts[-1] if starts else 0])
+                ):
+                    raise self._changing(template, index + 1)
+            for start, stop in whole.answers[known:count]:
+                yield index, start, stop
+            known = count
+
+    def _left_out(
+        self, template: ChatTemplate, example: Conversation, whole: str
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the characters that each message adds to the text that is marked as not to be
+        learned."""
+        for index, learned in enumerate(example.learned):
+            if learned is not False:
+                continue
+            before = _rendered(template, example, index).text if index else ""
+            until = _rendered(template, example, index + 1).text
             if not (until.startswith(before) and whole.startswith(until)):
-                expected = (
-                    "{% generation %} around answers, or a text that only grows with each message"
-                )
-                do = (
-                    f"mark the answers in {self.template.name}, or give --chat-template or "
-                    "--loss-on all"
-                )
-                got = (
-                    f"a template that renders messages[:{index + 1}] differently when others follow"
-                )
-                raise UnusableError(
-                    "answers cannot be told apart", got=got, expected=expected, do=do
-                )
+                raise self._changing(template, index + 1)
             yield len(before), len(until)
+
+    def _differences(
+        self, template: ChatTemplate, example: Conversation, whole: str
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield for each answer the number of its message, and the characters that it adds to the
+        text of the messages before it."""
+        for index, message in enumerate(example.messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = _rendered(template, example, index, prompt=True).text
+            until = _rendered(template, example, index + 1).text
+            if not (until.startswith(before) and whole.startswith(until)):
+                raise self._changing(template, index + 1)
+            yield index, len(before), len(until)
+
+    def _changing(self, template: ChatTemplate, count: int) -> UnusableError:
+        """The error of a template that changes the first ``count`` messages when others follow."""
+        got = f"a template that renders messages[:{count}] differently when others follow"
+        return self._inseparable(template, got, "last or all")
+
+    def _inseparable(self, template: ChatTemplate, got: str, others: str) -> UnusableError:
+        do = f"mark the answers in {template.name}, or give --chat-template or --loss-on {others}"
+        if self._family is not None:
+            do = (
+                f"give --chat-template {self._family}, which renders each answer as this one "
+                f"renders a last one, or --loss-on {others}"
+            )
+        return UnusableError(
+            "answers cannot be told apart",
+            got=got,
+            expected="{% generation %} around answers, or a text that only grows with each message",
+            do=do,
+        )
+
+    @cached_property
+    def _own_templates(self) -> dict[str, str]:
+        """The templates of the tokenizer by name; none if it has none, or if they cannot be
+        read."""
+        if self._folder is None:
+            return {}
+        with suppress(DataError):
+            return {name: each.text for name, each in read_chat_templates(self._folder).items()}
+        return {}
+
+    @cached_property
+    def _family(self) -> str | None:
+        """The built-in template that renders last answers as the tokenizer's own template does."""
+        if self._folder is None:
+            return None
+        names = self._reader.special_names()
+        with suppress(DataError):
+            own = own_template(self._folder, names, self._now)
+            return None if own is None else family_of(own, names, self._now)
+        return None
+
+
+def _rendered(
+    template: ChatTemplate, example: Conversation, count: int | None = None, *, prompt: bool = False
+) -> Rendered:
+    """Render the first ``count`` messages of a conversation; None: all of them."""
+    return template.render(
+        example.messages[:count], example.tools, prompt=prompt, variables=example.variables
+    )
 
 
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:

@@ -54,7 +54,11 @@ class Examples:
     """How many texts have a given number of tokens, before anything is cut."""
     truncated: int = 0
     dropped: int = 0
-    """Examples that were too long."""
+    """Examples that were too long and are left out."""
+    cut_away: int = 0
+    """How many of these ``dropped`` would have had no answer left after they were truncated."""
+    nulls: int = 0
+    """How many of the examples that can be used have null in tools or calls of them."""
     repairs: Counter[str] = field(default_factory=Counter)
     """How many of the examples that can be used were mended in each way."""
 
@@ -95,6 +99,8 @@ class Examples:
         self.lengths += other.lengths
         self.truncated += other.truncated
         self.dropped += other.dropped
+        self.cut_away += other.cut_away
+        self.nulls += other.nulls
         self.repairs += other.repairs
 
     def columns(self) -> dict[str, NDArray[Any]]:
@@ -118,6 +124,8 @@ class Examples:
             "lengths": sorted(self.lengths.items()),
             "truncated": self.truncated,
             "dropped": self.dropped,
+            "cut_away": self.cut_away,
+            "nulls": self.nulls,
             "repairs": self.repairs,
         }
 
@@ -128,6 +136,8 @@ class Examples:
         self.lengths = Counter(dict(about["lengths"]))
         self.truncated = about["truncated"]
         self.dropped = about["dropped"]
+        self.cut_away = about["cut_away"]
+        self.nulls = about["nulls"]
         self.repairs = Counter(about["repairs"])
 
     def report(self, most: int | None = LISTED) -> Iterator[str]:
@@ -140,7 +150,18 @@ class Examples:
         share = f" ({counted / tokens:.0%})" if tokens else ""
         yield from self.summary(tokens, f"{counted:,}", share)
         if self.truncated or self.dropped:
-            yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped"
+            why = (
+                f" ({self.cut_away:,} of them since the cut leaves no answer to learn)"
+                if self.cut_away
+                else ""
+            )
+            yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped{why}"
+        if self.nulls:
+            yield (
+                f"null in tools or calls of them: {self.nulls:,} examples, and the template gets "
+                "it; where a program wrote it for fields that an example does not have, as to_json "
+                "of datasets does, give the table itself (parquet)"
+            )
         if self.repairs:
             counts = ", ".join(f"{name} {many:,}" for name, many in sorted(self.repairs.items()))
             yield f"repaired {self.repaired}: {counts}"
@@ -205,6 +226,7 @@ def example_rounds(
                     numbers.append(number)
                 if isinstance(found, Conversation):
                     examples.repairs.update(found.repairs)
+                    examples.nulls += found.has_null
             except UnusableError as problem:
                 examples.problems.append(problem.at(where, number))
         examples.ids, examples.loss_mask, examples.numbers = ids, loss_mask, numbers
@@ -237,7 +259,7 @@ def parsed_examples(
     example with a known one decides for its file, and ``formats`` gets it."""
 
     def read(record: Mapping[str, Any], name: str) -> Example:
-        return read_example(record, name, options.repair_conversations)
+        return read_example(record, name, options.repair_conversations, options.ignore_keys)
 
     return parsed_records(files, options.data_format, detect, read, formats)
 
@@ -258,7 +280,11 @@ def parsed_records(
             try:
                 if isinstance(record.value, UnusableError):
                     raise record.value
-                name = formats.setdefault(str(file), name or detect(record.value))
+                # A table of two formats has null in the fields of the other one.
+                present = {
+                    field: value for field, value in record.value.items() if value is not None
+                }
+                name = formats.setdefault(str(file), name or detect(present))
                 yield record.where, read(record.value, name)
             except UnusableError as problem:
                 yield record.where, problem
@@ -266,26 +292,26 @@ def parsed_records(
 
 def _kept(examples: Examples, encoded: Encoded, on_long_sample: str, seq_length: int) -> int | None:
     """Return how many tokens of an example are kept, as --on-long-sample says; None if it is left
-    out. Raises UnusableError if it is too long for that."""
+    out: truncation leaves out what would then have no answer. Raises UnusableError if it is too
+    long."""
     count = len(encoded.ids)
     longest = seq_length + 1
     examples.lengths[count] += 1
     if count <= longest:
         return count
-    expected = f"at most {longest} (seq_length + 1)"
-    do = "raise --seq-length, or give --on-long-sample drop"
     if on_long_sample == "stop":
-        raise UnusableError("too long", got=f"{count} tokens", expected=expected, do=do)
-    if on_long_sample == "drop":
-        examples.dropped += 1
-        return None
-    if not any(encoded.loss_mask[1:longest]):
-        got = f"{count} tokens, none of an answer among the first {longest}"
         raise UnusableError(
-            "zero target tokens after truncation", got=got, expected=expected, do=do
+            "too long",
+            got=f"{count} tokens",
+            expected=f"at most {longest} (seq_length + 1)",
+            do="raise --seq-length, or give --on-long-sample drop",
         )
-    examples.truncated += 1
-    return longest
+    if on_long_sample == "truncate" and any(encoded.loss_mask[1:longest]):
+        examples.truncated += 1
+        return longest
+    examples.dropped += 1
+    examples.cut_away += on_long_sample == "truncate"
+    return None
 
 
 def refuse_problems(examples: Examples, files: Sequence[Path], options: SFTConfig) -> None:

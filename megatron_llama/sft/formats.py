@@ -3,12 +3,24 @@ everything that can be wrong with them."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.data.documents import json_type
+from megatron_llama.sft.fields import (
+    LOSS_MARKS,
+    check_reasoning,
+    is_empty,
+    refuse_unknown,
+    refuse_unobeyed,
+    take_mark,
+    without_keys,
+)
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.repair import Placed, Repair, repaired
 
@@ -24,13 +36,26 @@ ROLES: Mapping[str, str] = MappingProxyType(
             "model": ASSISTANT,
             "bot": ASSISTANT,
         },
-        **{"observation": "tool", "function": "tool", "function_response": "tool"},
+        **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+        **dict.fromkeys(("function_call", "tool_call"), ASSISTANT),
     }
 )
 """Names of roles in files, sharegpt's among them, and the role each one stands for."""
 MARKS = ("\ufdd0", "\ufdd1")
 """Characters that Unicode keeps free of meaning. ``template.py`` marks answers with them, so no
 message may contain one."""
+LOSS_MARK = LOSS_MARKS[0]
+_CALLS = ("function_call", "tool_call")
+"""Roles of messages whose text is the JSON of calls, as LLaMA-Factory and ms-swift have them."""
+CONTEXT = ("system", "tools", "chat_template_kwargs")
+"""Fields beside messages that a template renders."""
+_NO_VARIABLES = (
+    "messages conversation chat_template tools add_generation_prompt continue_final_message "
+    "tokenize padding truncation max_length return_tensors return_dict tokenizer_kwargs "
+    "return_assistant_tokens_mask"
+)
+_RESERVED = frozenset(_NO_VARIABLES.split())
+"""Names in ``chat_template_kwargs`` that say what is rendered and how, and are no variables."""
 _FOLLOWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "": ("system", "user"),
@@ -47,18 +72,40 @@ class Conversation:
     """Messages in the order of the conversation; the last one is the assistant's."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Each with ``role`` and ``content``, a string; the assistant's may have ``tool_calls``."""
+    """Each with ``role`` and ``content``, a string; the assistant's may have ``tool_calls``, and
+    then content that is None."""
     tools: tuple[Any, ...] | None = field(default=None)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the template sees beside messages and tools: ``chat_template_kwargs``."""
+    learned: tuple[bool | None, ...] = ()
+    """Whether the file says of each message that it is learned or that it is not; None: it says
+    neither. Empty if no message is marked."""
+    places: tuple[str, ...] = field(default=(), compare=False)
+    """Where each message stands in its example, for errors."""
     repairs: tuple[Repair, ...] = ()
     """What was mended in the order of its messages."""
 
     @property
     def texts(self) -> Iterator[str]:
-        """Yield all text that comes from the file: contents of the messages, and the texts in tools
-        and calls of them."""
+        """Yield all text that comes from the file: contents of the messages, the texts in tools and
+        calls of them, and those in the template's variables."""
         for message in self.messages:
             yield from _strings({key: value for key, value in message.items() if key != "role"})
         yield from _strings(self.tools)
+        yield from _strings(self.variables)
+
+    @property
+    def has_null(self) -> bool:
+        """Whether something in the tools, or in calls of them, is null."""
+        waiting: list[Any] = [self.tools or (), *(one.get("tool_calls") for one in self.messages)]
+        while waiting:
+            value = waiting.pop()
+            parts = value.values() if isinstance(value, Mapping) else value
+            if isinstance(value, Mapping | list | tuple):
+                if any(part is None for part in parts):
+                    return True
+                waiting += parts
+        return False
 
 
 @dataclass(frozen=True)
@@ -74,7 +121,8 @@ Example = Conversation | Passage
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, keys of objects included."""
+    """Yield every text in a JSON value, keys of objects included. Raises UnusableError for what
+    JSON does not have, such as a date in a column of a table."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -84,6 +132,17 @@ def _strings(value: Any) -> Iterator[str]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
             waiting += value
+        elif not (
+            value is None
+            or isinstance(value, int)
+            or (isinstance(value, float) and math.isfinite(value))
+        ):
+            raise UnusableError(
+                "no JSON value",
+                got=f"the {type(value).__name__} {str(value)[:40]}",
+                expected="a text, a number, true, false or null",
+                do="write it as text",
+            )
 
 
 def detect(record: Mapping[str, Any]) -> str:
@@ -108,26 +167,40 @@ def detect(record: Mapping[str, Any]) -> str:
     )
 
 
-def read_example(record: Mapping[str, Any], name: str, repairs: Collection[Repair] = ()) -> Example:
-    """Read an example of the format ``name``, with the ``repairs`` that the user asks for. Raises
-    UnusableError."""
-    return _READERS[name](record, repairs)
+def read_example(
+    record: Mapping[str, Any],
+    name: str,
+    repairs: Collection[Repair] = (),
+    ignored: Collection[str] = (),
+) -> Example:
+    """Read an example of the format ``name``, with the ``repairs`` that the user asks for and
+    without the keys that are to be ``ignored``. Raises UnusableError, also for a field that would
+    be ignored although it may change what is to be learned."""
+    return _READERS[name](without_keys(record, ignored), repairs)
 
 
 def _messages(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     name = "messages" if "messages" in record or "conversations" not in record else "conversations"
-    return _conversation(record, name, "role", "content", repairs)
+    placed = [*system_of(record), *messages_of(field_of(record, name), name)]
+    repeated = ["prompt"] if repeats_question(record.get("prompt"), placed) else []
+    refuse_unknown(record, (name, *CONTEXT, *repeated))
+    return checked(placed, name, tools_of(record.get("tools")), repairs, variables_of(record))
 
 
 def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
-    return _conversation(record, "conversations", "from", "value", repairs)
+    name = "conversations"
+    placed = [*system_of(record), *messages_of(field_of(record, name), name, "from", "value")]
+    refuse_unknown(record, (name, *CONTEXT))
+    tools = with_types(tools_of(record.get("tools")))
+    return checked(placed, name, tools, repairs, variables_of(record))
 
 
-def _conversation(
-    record: Mapping[str, Any], name: str, role: str, content: str, repairs: Collection[Repair]
-) -> Conversation:
-    placed = [*system_of(record), *messages_of(field_of(record, name), name, role, content)]
-    return checked(placed, name, tools_of(record.get("tools")), repairs)
+def repeats_question(prompt: Any, placed: Sequence[Placed]) -> bool:
+    """Whether a prompt beside messages is one of their questions, as in UltraChat's files."""
+    return isinstance(prompt, str) and any(
+        message["role"] == "user" and prompt.strip() == message["content"].strip()
+        for _, message in placed
+    )
 
 
 def messages_of(
@@ -167,18 +240,82 @@ def system_of(record: Mapping[str, Any]) -> list[Placed]:
 
 
 def tools_of(tools: Any, name: str = "tools") -> list[Any] | None:
-    """Return the tools of a conversation. Raises UnusableError if they are no array."""
+    """Return the tools of a conversation, given as an array or as the text of one, which tables
+    need. Raises UnusableError for anything else."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise UnusableError(
+                "tools are no array",
+                field=name,
+                got=f"a text that is no JSON ({error.msg})",
+                expected="an array, or the text of one",
+                do="mend the example",
+            ) from error
     if tools is not None and not isinstance(tools, list):
         raise UnusableError(
             "tools are no array",
             field=name,
             got=f"a JSON {json_type(tools)}",
-            expected="an array",
+            expected="an array, or the text of one",
             do="mend the example",
         )
     for text in _strings(tools):
         text_of(text, name)
     return tools
+
+
+def with_types(tools: list[Any] | None) -> list[Any] | None:
+    """Return tools as templates expect them: LLaMA-Factory's files have bare functions."""
+    return tools and [
+        {"type": "function", "function": tool}
+        if isinstance(tool, dict) and "name" in tool and not {"type", "function"} & tool.keys()
+        else tool
+        for tool in tools
+    ]
+
+
+def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a template sees beside messages and tools. Raises UnusableError if it is no
+    object, or says how to render rather than what the template sees."""
+    name = "chat_template_kwargs"
+    given = record.get(name)
+    if is_empty(given):
+        return {}
+    if not isinstance(given, dict):
+        raise UnusableError(
+            "variables of the template are no object",
+            field=name,
+            got=f"a JSON {json_type(given)}",
+            expected="an object",
+            do="mend the example",
+        )
+    if reserved := sorted(_RESERVED & given.keys()):
+        raise UnusableError(
+            "unknown meaning",
+            field=f"{name}.{reserved[0]}",
+            got="a value",
+            expected="variables of the template alone",
+            do="remove it; messages and tools have fields of their own",
+        )
+    for text in _strings(given):
+        text_of(text, name)
+    return given
+
+
+def refuse_beside_text(record: Mapping[str, Any], names: Sequence[str], text: str) -> None:
+    """Raise UnusableError for fields that only a template could put into the prompt. ``text``: the
+    fields of the text."""
+    for name in names:
+        if not is_empty(record.get(name)):
+            raise UnusableError(
+                "unknown meaning",
+                field=name,
+                got="a value beside texts that no template touches",
+                expected="the whole prompt in the field 'prompt'",
+                do=f"put it into prompt, or give {text} as messages",
+            )
 
 
 def message_of(
@@ -224,6 +361,17 @@ def message_of(
         for key, value in turn.items()
         if key not in (role, content) and value is not None
     }
+    refuse_unobeyed(kept, name)
+    learned = take_mark(kept, name)
+    check_reasoning(kept, name)
+    if who in _CALLS:
+        return {
+            **kept,
+            "role": ROLES[who],
+            "content": "",
+            "tool_calls": _calls_of(turn, f"{name}.{content}", content),
+            **({} if learned is None else {LOSS_MARK: learned}),
+        }
     calls = turn.get("tool_calls")
     if calls is not None and not (
         isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
@@ -246,10 +394,52 @@ def message_of(
             expected=f"{content!r}",
             do="add it",
         )
-    text = (
-        "" if calls and turn.get(content) is None else _content(turn[content], f"{name}.{content}")
-    )
-    return {"role": ROLES[who], "content": text, **kept}
+    # As in transformers, a template does not see content that is null, and may refuse that.
+    hidden = calls and turn.get(content) is None
+    said = None if hidden else _content(turn[content], f"{name}.{content}")
+    if learned is not None:
+        kept[LOSS_MARK] = learned
+    return {"role": ROLES[who], "content": said, **kept}
+
+
+def _calls_of(turn: Mapping[str, Any], name: str, content: str) -> list[dict[str, Any]]:
+    """Read the calls of a message whose text is their JSON: one object, or an array of them."""
+    expected = "the JSON of {'name': ..., 'arguments': {...}}, or an array of them"
+    text = text_of(turn.get(content), name)
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UnusableError(
+            "broken tool calls",
+            field=name,
+            got=f"a text that is no JSON ({error.msg})",
+            expected=expected,
+            do="mend the example",
+        ) from error
+    calls = []
+    for call in given if isinstance(given, list) and given else [given]:
+        arguments = call.get("arguments") if isinstance(call, dict) else None
+        if isinstance(arguments, str):
+            with suppress(json.JSONDecodeError):
+                arguments = json.loads(arguments)
+        if (
+            not isinstance(arguments, dict)
+            or call.keys() != {"name", "arguments"}
+            or not isinstance(call["name"], str)
+        ):
+            raise UnusableError(
+                "broken tool calls",
+                field=name,
+                got=text[:40],
+                expected=expected,
+                do="mend the example",
+            )
+        calls.append(
+            {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+        )
+    for part in _strings(calls):
+        text_of(part, name)
+    return calls
 
 
 def _content(value: Any, name: str) -> str:
@@ -277,10 +467,14 @@ def _content(value: Any, name: str) -> str:
 
 
 def checked(
-    placed: Sequence[Placed], name: str, tools: list[Any] | None, repairs: Collection[Repair]
+    placed: Sequence[Placed],
+    name: str,
+    tools: list[Any] | None,
+    repairs: Collection[Repair],
+    variables: Mapping[str, Any],
 ) -> Conversation:
-    """Make a conversation of messages: repaired, its order of roles right, and no message empty.
-    Raises UnusableError."""
+    """Make a conversation of messages: repaired, its order of roles right, and neither a question
+    nor an answer empty. A template says what an empty system message is. Raises UnusableError."""
     placed, done = repaired(placed, repairs)
     before = ""
     for where, message in placed:
@@ -299,7 +493,8 @@ def checked(
                 else "wrong role order"
             )
             raise UnusableError(reason, field=where, got=got, expected=expected, do=do)
-        if not message["content"].strip() and not message.get("tool_calls"):
+        empty = not message.get("tool_calls") and not message["content"].strip()
+        if empty and role != "system":
             word = {ASSISTANT: "answer", "user": "question"}.get(role, f"{role} message")
             do = "leave the example out"
             raise UnusableError(
@@ -315,8 +510,22 @@ def checked(
             expected=ASSISTANT,
             do=do,
         )
-    messages = tuple(message for _, message in placed)
-    return Conversation(messages, None if tools is None else tuple(tools), done)
+    learned = tuple(message.get(LOSS_MARK) for _, message in placed)
+    return Conversation(
+        tuple(
+            {key: value for key, value in message.items() if key != LOSS_MARK}
+            for _, message in placed
+        ),
+        None if tools is None else tuple(tools),
+        variables,
+        learned if any(mark is not None for mark in learned) else (),
+        tuple(where for where, _ in placed),
+        done,
+    )
+
+
+ALPACA_PROMPT = ("instruction", "input", "history", *CONTEXT)
+"""Fields of the prompt of an alpaca-style example."""
 
 
 def alpaca_prompt(record: Mapping[str, Any]) -> list[Placed]:
@@ -352,8 +561,13 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Placed]:
 def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     prompt = alpaca_prompt(record)
     answer = filled(text_of(field_of(record, "output"), "output"), "output")
+    whole = record.get("text")
+    # Stanford's file has everything as a text, too.
+    repeats = isinstance(whole, str) and record["instruction"] in whole and answer in whole
+    refuse_unknown(record, (*ALPACA_PROMPT, "output", *(["text"] if repeats else [])))
     placed = [*prompt, (f"instruction[{len(prompt)}]", {"role": ASSISTANT, "content": answer})]
-    return checked(placed, "instruction", None, repairs)
+    tools = with_types(tools_of(record.get("tools")))
+    return checked(placed, "instruction", tools, repairs, variables_of(record))
 
 
 def filled(text: str, name: str) -> str:
@@ -383,19 +597,20 @@ def _prompt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Example:
             do="mend the example",
         )
     if isinstance(prompt, list):
-        return _conversation(
-            {**record, "prompt+completion": prompt + completion},
-            "prompt+completion",
-            "role",
-            "content",
-            repairs,
-        )
+        refuse_unknown(record, ("prompt", "completion", *CONTEXT))
+        name = "prompt+completion"
+        placed = [*system_of(record), *messages_of([*prompt, *completion], name)]
+        return checked(placed, name, tools_of(record.get("tools")), repairs, variables_of(record))
+    refuse_beside_text(record, (*CONTEXT, "history"), "prompt and completion")
+    refuse_unknown(record, ("prompt", "completion"))
     text = text_of(prompt, "prompt")
     return Passage(text, filled(text_of(completion, "completion"), "completion"))
 
 
 def _plain(record: Mapping[str, Any], repairs: Collection[Repair]) -> Passage:
-    return Passage("", filled(text_of(field_of(record, "text"), "text"), "text"))
+    text = filled(text_of(field_of(record, "text"), "text"), "text")
+    refuse_unknown(record, ("text",))
+    return Passage("", text)
 
 
 def field_of(record: Mapping[str, Any], name: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.sft.fields import NO_LEARNING
 from megatron_llama.sft.sft_config import SFTConfig
 
 OTHER_DATA = (
@@ -36,6 +37,7 @@ def data_problems(parsed: Parsed, command: str) -> Iterator[str]:
                 expected=f"nothing: {command} reads --train-data",
                 do="leave it out; --packing keeps examples apart by itself",
             )
+    yield from ignored_problems(parsed.get(SFTConfig))
     if parsed.get(SFTConfig).valid_data and "split" in parsed.explicit:
         yield describe(
             "--split, --valid-data",
@@ -43,6 +45,20 @@ def data_problems(parsed: Parsed, command: str) -> Iterator[str]:
             expected="one way to tell what evaluation reads",
             do="leave one out",
         )
+
+
+def ignored_problems(options: SFTConfig) -> Iterator[str]:
+    """Yield the keys of --ignore-keys without which an example would say something else."""
+    for key in options.ignore_keys:
+        if key in (*NO_LEARNING, "role", "content", "from", "value"):
+            yield describe(
+                "--ignore-keys",
+                got=key,
+                expected="fields that change nothing in what is to be learned",
+                do="leave out the examples with images and sound"
+                if key in NO_LEARNING
+                else "leave it out: messages consist of it",
+            )
 
 
 def missing_data(options: SFTConfig) -> Iterator[str]:

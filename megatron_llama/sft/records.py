@@ -1,4 +1,4 @@
-"""Files of examples as JSON objects with their places: JSON lines, JSON arrays and parquet."""
+"""Files of examples as JSON objects with their places: JSON lines, JSON arrays, parquet, Arrow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.sft import json_text
 from megatron_llama.sft.json_text import BLANK, decoded, elements, is_array, json_object, parsed
 from megatron_llama.sft.problems import UnusableError
+from megatron_llama.sft.tables import TABLES, table_rows
+from megatron_llama.tokenizer.files import read_json_object
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", *TABLES)
+SAVED = "state.json"
+"""The file by which ``datasets`` knows a folder of its ``save_to_disk``. It lists data files."""
+SPLITS = "dataset_dict.json"
+"""The same of a folder with one such folder for each split."""
+INFO = "dataset_info.json"
+"""What ``datasets`` writes beside the data in all of its folders."""
 
 
 @dataclass(frozen=True)
@@ -24,66 +32,76 @@ class Record:
 
     where: str
     """``FILE:LINE``; for a JSON array ``FILE[N] (line L)``, of which the first element is number 0;
-    for parquet ``FILE:row N``."""
+    for parquet and Arrow ``FILE:row N``."""
     value: Mapping[str, Any] | UnusableError
     """The object, or the error that says what is there instead."""
 
 
 def example_files(paths: Sequence[str]) -> list[Path]:
-    """List the files of ``paths``, with folders walked in sorted order. Raises DataError naming
-    every path that gives none."""
+    """List the files of ``paths``, with folders walked in sorted order; of a folder that
+    ``datasets`` has saved, the files that it names. Raises DataError naming every path that gives
+    none."""
     files: list[Path] = []
     problems = []
     for path in map(Path, paths):
-        found = (
-            [file for file in files_below(path) if file.suffix in SUFFIXES]
-            if path.is_dir()
-            else [path]
-        )
-        if not found:
-            expected = f"files that end in {', '.join(SUFFIXES)}"
-            problems.append(
-                describe(
-                    str(path),
-                    got="a folder without examples",
-                    expected=expected,
-                    do="check the path",
-                )
-            )
-        elif not found[0].is_file():
-            problems.append(
-                describe(
-                    str(path),
-                    got="no such file",
-                    expected="a file or a folder",
-                    do="check the path",
-                )
-            )
-        elif found[0].suffix not in SUFFIXES:
-            got = f"a {found[0].suffix or 'nameless'} file"
-            problems.append(
-                describe(
-                    str(path),
-                    got=got,
-                    expected=" or ".join(SUFFIXES),
-                    do="convert or rename the file",
-                )
-            )
-        else:
-            empty = [file for file in found if file.stat().st_size == 0]
-            problems += [
-                describe(str(file), got="an empty file", expected="examples", do="leave it out")
-                for file in empty
-            ]
+        try:
+            found = _folder_files(path) if path.is_dir() else [_single_file(path)]
+        except DataError as problem:
+            problems.append(str(problem))
+            continue
+        problems += [
+            describe(str(file), got="an empty file", expected="examples", do="leave it out")
+            for file in found
+            if file.stat().st_size == 0
+        ]
         files += found
     if problems:
         raise DataError(listing("These inputs cannot be read:", problems))
     return files
 
 
+def _single_file(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(
+            path, got="no such file", expected="a file or a folder", do="check the path"
+        )
+    if path.suffix not in SUFFIXES:
+        got = f"a {path.suffix or 'nameless'} file"
+        raise DataError(
+            path, got=got, expected=" or ".join(SUFFIXES), do="convert or rename the file"
+        )
+    return path
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    if (folder / SAVED).is_file():
+        state = read_json_object(folder / SAVED)
+        if "_data_files" in state:
+            return [_single_file(folder / entry["filename"]) for entry in state["_data_files"]]
+    below = files_below(folder)
+    # Such a folder holds the parts of a dataset that are not to be mixed, and files about them.
+    for file in below:
+        if file.name in (SPLITS, INFO):
+            raise DataError(
+                file.parent,
+                got=f"a folder that datasets has written ({file.name})",
+                expected="the folder of one split, as save_to_disk writes it, or a file",
+                do="give the folder of the split, or the .arrow files themselves",
+            )
+    found = [file for file in below if file.suffix in SUFFIXES]
+    if not found:
+        raise DataError(
+            folder,
+            got="a folder without examples",
+            expected=f"files that end in {', '.join(SUFFIXES)}",
+            do="check the path",
+        )
+    return found
+
+
 def records(file: Path) -> Iterator[Record]:
     """Yield every example of a file, in order. Raises DataError if the file cannot be read."""
-    read = {".parquet": _parquet, ".json": _array}.get(file.suffix, _lines)
+    read = {".json": _array, **dict.fromkeys(TABLES, _table)}.get(file.suffix, _lines)
     try:
         yield from read(file)
     except OSError as error:
@@ -142,28 +160,6 @@ def _array(file: Path) -> Iterator[Record]:
             yield Record(where, problem)
 
 
-def _parquet(file: Path) -> Iterator[Record]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        do = "pip install '.[parquet]' in the clone"
-        raise DataError(
-            describe(str(file), got="no pyarrow", expected="pyarrow, which reads parquet", do=do)
-        ) from error
-    row = 0
-    try:
-        with parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
-                    row += 1
-                    # A table has every column in every row: null is what JSON would leave out.
-                    yield Record(
-                        f"{file}:row {row}",
-                        {name: cell for name, cell in value.items() if cell is not None},
-                    )
-    except (OSError, ValueError) as error:
-        cause = str(error).splitlines()[0]
-        problem = UnusableError(
-            "damaged parquet", got=cause, expected="a parquet file", do="copy the file again"
-        )
-        yield Record(f"{file}:row {row + 1}", problem)
+def _table(file: Path) -> Iterator[Record]:
+    for row, value in table_rows(file):
+        yield Record(f"{file}:row {row}", value)

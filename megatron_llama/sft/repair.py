@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron_llama.sft.fields import LOSS_MARKS
+
 Repair = Literal["drop-leading-answers", "merge-repeated-roles", "drop-unanswered-end"]
 Placed = tuple[str, Mapping[str, Any]]
 """Where a message stands in its example, for errors, and the message."""
@@ -40,17 +42,18 @@ def _without_leading_answers(messages: Sequence[Placed]) -> Sequence[Placed]:
 
 def _merged(messages: Sequence[Placed]) -> Sequence[Placed]:
     """Join neighbours of one role by an empty line. Messages with more than a text, such as calls
-    of tools, stay apart, and so do empty ones."""
+    of tools, stay apart, and so do empty ones, and those of which one is not to be learned."""
     merged: list[Placed] = []
     for where, message in messages:
         before = merged[-1][1] if merged else {}
         plain = all(
-            each.keys() == {"role", "content"} and each["content"].strip()
+            each.keys() - {LOSS_MARKS[0]} == {"role", "content"} and each["content"].strip()
             for each in (before, message)
         )
-        if plain and before["role"] == message["role"] != "tool":
+        alike = before.get(LOSS_MARKS[0]) == message.get(LOSS_MARKS[0])
+        if plain and alike and before["role"] == message["role"] != "tool":
             text = f"{before['content']}\n\n{message['content']}"
-            merged[-1] = (merged[-1][0], {"role": message["role"], "content": text})
+            merged[-1] = (merged[-1][0], {**before, "content": text})
         else:
             merged.append((where, message))
     return merged

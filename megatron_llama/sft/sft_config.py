@@ -15,7 +15,8 @@ class SFTConfig:
     """Conversations, what of them is in the loss, and how they fill samples."""
 
     train_data: tuple[str, ...] = ()
-    """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`."""
+    """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`, `.arrow`,
+    `.feather`. A folder may be one that `save_to_disk` of `datasets` wrote."""
     valid_data: tuple[str, ...] = ()
     """Files for evaluation. Default: a share of --train-data, as --split says."""
     data_format: Format = "auto"
@@ -23,8 +24,9 @@ class SFTConfig:
     `value`), `alpaca` (`instruction`, `input`, `output`), `prompt` (`prompt` and `completion`),
     `text`. `auto`: what the first example of each file is."""
     chat_template: str | None = None
-    """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`. Default: the
-    tokenizer's own, else `plain`."""
+    """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`, `qwen2.5`, `qwen3`,
+    `phi3`, `gemma`, `gemma3`, `mistral`. Default: the tokenizer's own (for a conversation with
+    tools the one named `tool_use`, if there is one), else `plain`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens in the loss: all answers, the last answer of each conversation, or everything. A
     `text` example is all answer."""
@@ -32,12 +34,15 @@ class SFTConfig:
     """Mend conversations in these ways, and say how many: leave out what the assistant says before
     the first question; join messages of one role that follow each other, by an empty line; leave
     out what follows the last answer."""
+    ignore_keys: tuple[str, ...] = ()
+    """Names of fields of examples and messages that are not read. A field that is not known here
+    is refused otherwise, unless it only tells about the example, as `id` or `source` do."""
     on_bad_sample: Literal["stop", "drop"] = "stop"
     """When an example cannot be used: stop before training with a list, or leave it out and say how
     many."""
     on_long_sample: Literal["truncate", "drop", "stop"] = "truncate"
-    """When an example has more than seq_length + 1 tokens: cut its end, leave it out, or count it
-    as one that cannot be used."""
+    """When an example has more than seq_length + 1 tokens: cut its end, and leave it out only if no
+    answer is left then; leave it out in any case; or count it as one that cannot be used."""
     on_changed_data: Literal["stop", "continue"] = "stop"
     """When a run is resumed and its training samples are not those that its checkpoint was trained
     on: stop before training and say what differs, or warn and go on at the same place in the new

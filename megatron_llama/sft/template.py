@@ -9,7 +9,7 @@ an underscore and without the means to change what they are given. What they see
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -21,60 +21,25 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from megatron_llama.errors import DataError, describe
+from megatron_llama.sft.built_in_templates import BUILT_IN
+from megatron_llama.sft.fields import REASONING
 from megatron_llama.sft.formats import MARKS
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.tokenizer.files import read_json_object
+from megatron_llama.tokenizer.chat_templates import (
+    DEFAULT,
+    TOOL_USE,
+    TemplateSource,
+    read_chat_templates,
+    read_template,
+)
 
 _START, _END = MARKS
-
-BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        # For tokenizers that have nothing but a begin and an end token. It needs no others: headers
-        # are text.
-        "plain": (
-            "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-            "{% if message['role'] == 'assistant' %}"
-            "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
-            "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
-        ),
-        "chatml": (
-            "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-            "{% if message['role'] == 'assistant' %}"
-            "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-            "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-        ),
-        "llama2": (
-            "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
-            "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
-            "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
-            "{% for message in rest %}{% if message['role'] == 'user' %}"
-            "{{ bos_token + '[INST] ' + (system if loop.first else '') + "
-            "message['content'].strip() + ' [/INST]' }}"
-            "{% elif message['role'] == 'assistant' %}"
-            "{% generation %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% "
-            "endgeneration %}"
-            "{% else %}{{ raise_exception('Llama 2 knows no role ' + message['role']) "
-            "}}{% endif %}{% endfor %}"
-        ),
-        "llama3": (
-            "{{ bos_token }}{% for message in messages %}"
-            "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-            "{% if message['role'] == 'assistant' %}"
-            "{% generation %}{{ message['content'].strip() + '<|eot_id|>' }}{% endgeneration %}"
-            "{% else %}{{ message['content'].strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}{{ "
-            "'<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-        ),
-    }
-)
-"""Templates with the places of answers, by name."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +50,29 @@ class Rendered:
     answers: tuple[tuple[int, int], ...]
     """Characters [start, stop) that ``{% generation %}`` encloses."""
 
+    def answer_texts(self) -> list[str]:
+        """Return what ``{% generation %}`` encloses."""
+        return [self.text[start:stop] for start, stop in self.answers]
+
 
 class ChatTemplate:
     """One template. ``name`` says where it is from, for messages; ``tokens`` are ``bos_token`` and
     the like. Raises DataError if it is no jinja."""
 
     def __init__(
-        self, source: str, name: str, tokens: Mapping[str, str], now: datetime | None = None
+        self,
+        source: str,
+        name: str,
+        tokens: Mapping[str, str],
+        now: datetime | None = None,
+        *,
+        tool_use: ChatTemplate | None = None,
     ) -> None:
-        """``now``: the time that the template sees; None: the clock's."""
+        """``now``: the time that the template sees; None: the clock's. ``tool_use``: another
+        template for conversations with tools."""
         self.source = source
         self.name = name
+        self.tool_use = tool_use
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -106,7 +83,7 @@ class ChatTemplate:
             raise_exception=_raise,
             strftime_now=partial(_formatted, now),
             namespace=_Names,
-            dict=_dict,
+            dict=_Dict(),
             **tokens,
         )
         try:
@@ -121,8 +98,28 @@ class ChatTemplate:
             ) from error
         self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
         """Whether it marks answers by ``{% generation %}``."""
-        self.tells_time = "strftime_now" in source
+        self.tells_time = any("strftime_now" in each for each in self.sources)
         """Whether a text may depend on the day on which it is rendered."""
+        self._fields = frozenset(_fields_of(tree))
+        self._variables = find_undeclared_variables(tree)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The text of the template, and of that for conversations with tools if it is another."""
+        return (self.source, *(() if self.tool_use is None else self.tool_use.sources))
+
+    def of(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """Return the template for a conversation: as in transformers, that for tools is taken where
+        there is a list of them, even an empty one."""
+        return self if tools is None or self.tool_use is None else self.tool_use
+
+    def names_field(self, name: str) -> bool:
+        """Whether the template asks anything for a field of this name, as of a message."""
+        return name in self._fields
+
+    def names_variable(self, name: str) -> bool:
+        """Whether the template asks for a variable of this name."""
+        return name in self._variables
 
     def render(
         self,
@@ -130,18 +127,16 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         *,
         prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
-        """Render messages; with ``prompt`` also the beginning of an answer. Raises UnusableError
-        with what the template says of these messages."""
-        given = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
+        """Render messages by this template, whatever the tools are; with ``prompt`` also the
+        beginning of an answer, and with ``variables`` that the template may ask for. Raises
+        UnusableError with what the template says of these messages."""
         try:
             marked = self._template.render(
-                messages=given,
+                messages=[*map(_shown, messages)],
+                **{"documents": None, **variables},
                 tools=None if tools is None else list(tools),
-                documents=None,
                 add_generation_prompt=prompt,
             )
         except Exception as error:  # a template can fail in every way that Python can
@@ -155,7 +150,25 @@ class ChatTemplate:
             raise UnusableError(
                 "template error", got=f"{got} (from {self.name})", expected=expected, do=do
             ) from error
-        return _without_marks(marked)
+        rendered = _without_marks(marked)
+        if any(mark in rendered.text for mark in MARKS):
+            raise UnusableError(
+                "template error",
+                got=f"one {{% generation %}} inside another (from {self.name})",
+                expected="one around each answer",
+                do="mend the template, or give another --chat-template",
+            )
+        return rendered
+
+
+def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates see it: without fields that are null, and with its reasoning under
+    ``reasoning_content`` and ``thinking`` too, as transformers shows it."""
+    given = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in REASONING if name in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning, **given, REASONING[0]: reasoning}
 
 
 def _without_marks(marked: str) -> Rendered:
@@ -184,6 +197,16 @@ class _Generation(Extension):
         return nodes.Scope([ends[0], *body, ends[1]]).set_lineno(line)
 
 
+def _fields_of(tree: nodes.Template) -> Iterator[str]:
+    """Yield the names of fields that a template spells: attributes, and texts that may be keys."""
+    for attribute in tree.find_all(nodes.Getattr):
+        if not (isinstance(attribute.node, nodes.Name) and attribute.node.name == "loop"):
+            yield attribute.attr
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -210,9 +233,14 @@ def _formatted(now: datetime | None, form: str) -> str:
     return (now or datetime.now()).strftime(form)
 
 
-def _dict(*args: Any, **values: Any) -> dict[Any, Any]:
-    """A function, because the methods of the class ``dict`` itself must not be within reach."""
-    return dict(*args, **values)
+class _Dict:
+    """What templates see as ``dict``: the methods of the class itself must not be within reach."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
 
 
 class _Names(Namespace):
@@ -238,42 +266,27 @@ def find_template(
 ) -> ChatTemplate:
     """Find the template ``wanted``, a file or the name of a built-in one; None: that of the
     tokenizer in ``folder``, else ``plain``. ``now`` is as for ChatTemplate. Raises DataError."""
-    if wanted is not None:
-        if wanted in BUILT_IN:
-            return ChatTemplate(BUILT_IN[wanted], f"built-in template {wanted}", tokens, now)
-        return ChatTemplate(_read(Path(wanted)), wanted, tokens, now)
-    own = None if folder is None else _own_template(folder)
-    source, name = own or (
-        BUILT_IN["plain"],
-        "built-in template plain, since the tokenizer has none",
-    )
-    return ChatTemplate(source, name, tokens, now)
+    if wanted is None:
+        own = None if folder is None else own_template(folder, tokens, now)
+        plain = "built-in template plain, since the tokenizer has none"
+        return own or ChatTemplate(BUILT_IN["plain"], plain, tokens, now)
+    if wanted in BUILT_IN:
+        return ChatTemplate(BUILT_IN[wanted], f"built-in template {wanted}", tokens, now)
+    also = f", or one of {', '.join(BUILT_IN)}"
+    source = read_template(Path(wanted), f"--chat-template {wanted}", also)
+    return ChatTemplate(source.text, wanted, tokens, now)
 
 
-def _own_template(folder: Path) -> tuple[str, str] | None:
-    """Source and name. As in transformers, a file of its own wins over the configuration."""
-    file = folder / "chat_template.jinja"
-    config = folder / "tokenizer_config.json"
-    if file.is_file():
-        return _read(file), str(file)
-    given = read_json_object(config).get("chat_template") if config.is_file() else None
-    if isinstance(given, list):
-        given = next(
-            (
-                entry.get("template")
-                for entry in given
-                if isinstance(entry, dict) and entry.get("name") == "default"
-            ),
-            None,
-        )
-    return None if given is None else (str(given), f"{config}: chat_template")
+def own_template(
+    folder: Path, tokens: Mapping[str, str], now: datetime | None = None
+) -> ChatTemplate | None:
+    """Return the template of the tokenizer in a folder, with that for tools where it has one; None
+    if it has none. Raises DataError."""
+    named = read_chat_templates(folder)
 
+    def template(source: TemplateSource, tool_use: ChatTemplate | None = None) -> ChatTemplate:
+        return ChatTemplate(source.text, source.where, tokens, now, tool_use=tool_use)
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        expected = f"a jinja file, or one of {', '.join(BUILT_IN)}"
-        raise DataError(
-            describe(f"--chat-template {path}", got=error, expected=expected, do="check the path")
-        ) from error
+    if not named:
+        return None
+    return template(named[DEFAULT], template(named[TOOL_USE]) if TOOL_USE in named else None)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megatron_llama.errors import describe
+
+
+@dataclass(frozen=True)
+class Token:
+    """What an id stands for."""
+
+    text: str | None
+    """As a tokenizer.json spells it; None for an id that no token has."""
+    special: bool
+    """It is no text: a begin or end token, a header, a place that is reserved."""
 
 
 class Tokenizer(Protocol):
@@ -47,12 +58,23 @@ class Tokenizer(Protocol):
         """Encode each text on the calling thread, and return its ids as bytes (see ``packed``)."""
         ...
 
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        """Yield the ids of ``encode_packed`` for one text piece by piece, so that little of a long
+        text is in memory as words. A tokenizer of which no place is known where a text can be cut
+        without other ids yields one piece."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids. Special tokens give no text."""
         ...
 
     def token(self, id: int) -> str | None:
         """Return the token of an id as the vocabulary spells it, or None if there is none."""
+        ...
+
+    def tokens(self) -> list[Token]:
+        """Return what each id stands for. The same tokens come from a tokenizer's own file and from
+        the ``tokenizer.json`` that it was converted to."""
         ...
 
     def save_hf(self, folder: str | Path) -> None:

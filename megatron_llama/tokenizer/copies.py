@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 from megatron_llama.tokenizer.files import replace_file
+from megatron_llama.tokenizer.load import usual_name
 from megatron_llama.tokenizer.settings import files_beside
 
 RANKS_BESIDE = "params.json"
-"""Says which LLaMA 3 a file of ranks belongs to."""
+"""Says which LLaMA a file of ranks belongs to."""
 
 
 def copy_tokenizer(file: Path, folder: Path) -> None:
@@ -31,4 +32,4 @@ def copied_path(file: Path, folder: Path) -> Path:
     itself if it lies there."""
     if file.resolve().parent == folder.resolve():
         return file
-    return folder / f"tokenizer{file.suffix}"
+    return folder / (usual_name(file) or file.name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+
 from tokenizers import (
     AddedToken,
     Regex,
@@ -18,6 +21,8 @@ from megatron_llama.tokenizer import proto
 from megatron_llama.tokenizer.proto import SentencePieceModel
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's escaped space
+SPECIAL = (proto.UNKNOWN, proto.CONTROL)
+"""The types of the pieces that are special tokens."""
 
 
 def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Tokenizer:
@@ -25,7 +30,8 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
     Encoding with special tokens puts ``bos`` first.
 
     Ids are equal for every text that does not spell a control token: ``tokenizers`` reads a literal
-    ``</s>`` as the token, sentencepiece as text. Of a unigram model that holds up to rounding:
+    ``</s>`` as the token, sentencepiece as text. A text that is a user-defined symbol and nothing
+    else gets no space in front. Of a unigram model that holds up to rounding:
     sentencepiece adds scores in float32, ``tokenizers`` in float64, so where several sequences of
     pieces have the same score, as in a long run of one character, the order of these pieces may be
     another. Raises DataError with every property of the model that has no counterpart.
@@ -41,10 +47,10 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
         )
     _set_normalizer(tokenizer, model)
     _set_decoder(tokenizer, model)
-    special = [piece.text for piece in model.pieces if piece.type in (proto.UNKNOWN, proto.CONTROL)]
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in special]
-    )
+    special = [piece.text for piece in model.pieces if piece.type in SPECIAL]
+    tokenizer.add_special_tokens([*map(special_token, special)])
+    # They are found in the normalized text: what follows one begins no word.
+    tokenizer.add_tokens([AddedToken(text, normalized=True) for text in _user_defined(model)])
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
@@ -52,6 +58,11 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
             special_tokens=[(bos, vocabulary[bos])],
         )
     return tokenizer
+
+
+def special_token(text: str) -> AddedToken:
+    """Return a special token that is looked for in a text as it stands."""
+    return AddedToken(text, special=True, normalized=False)
 
 
 def require_expressible(model: SentencePieceModel, name: str) -> None:
@@ -67,11 +78,8 @@ def require_expressible(model: SentencePieceModel, name: str) -> None:
         problems.append("treat_whitespace_as_suffix is set, expected unset")
     if not model.escape_whitespaces:
         problems.append("escape_whitespaces is unset, expected set")
-    if any(piece.type == proto.USER_DEFINED for piece in model.pieces):
-        problems.append(
-            "it has user-defined symbols, expected none"
-            " (the text after one would get another space prefix)"
-        )
+    if symbols := _user_defined(model):
+        problems += _beside_symbols(model, symbols)
     if model.model_type == proto.UNIGRAM and any(
         piece.type == proto.UNUSED for piece in model.pieces
     ):
@@ -86,6 +94,25 @@ def require_expressible(model: SentencePieceModel, name: str) -> None:
             do="use another tokenizer: checkpoints and exports come with a tokenizer.json",
         )
         raise DataError(listing(title, problems))
+
+
+def _user_defined(model: SentencePieceModel) -> list[str]:
+    return [piece.text for piece in model.pieces if piece.type == proto.USER_DEFINED]
+
+
+def _beside_symbols(model: SentencePieceModel, symbols: Sequence[str]) -> Iterator[str]:
+    """Yield what a model with user-defined symbols must not have as well. sentencepiece finds them
+    in the text as it is given, ``tokenizers`` in the normalized text."""
+    if model.model_type == proto.UNIGRAM:
+        yield "it is a unigram model with user-defined symbols, expected a BPE or none"
+    if model.charsmap or model.remove_extra_whitespaces:
+        yield (
+            "it normalizes text and has user-defined symbols, expected one of the two"
+            " (what a text spells otherwise would become a symbol)"
+        )
+    spaced = [text for text in symbols if SPACE in text or any(map(str.isspace, text))]
+    if spaced:
+        yield f"its user-defined symbol {spaced[0]!r} has a space, expected none in symbols"
 
 
 def _bpe(model: SentencePieceModel) -> models.BPE:
@@ -144,6 +171,10 @@ def _set_normalizer(tokenizer: Tokenizer, model: SentencePieceModel) -> None:
         ]
     if model.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
+        if symbols := _user_defined(model):
+            # `tokenizers` normalizes the symbol, too, before it looks for it.
+            alone = "|".join(map(re.escape, symbols))
+            steps.append(normalizers.Replace(Regex(rf"\A{SPACE}(?=(?:{alone})\z)"), ""))
     steps.append(normalizers.Replace(" ", SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config import json_file
 from megatron_llama.errors import DataError
 
 
@@ -30,15 +31,4 @@ def to_json(value: object) -> bytes:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``. Raises DataError if the file cannot be read or holds
     anything else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(path, got=error, expected="a JSON file", do="restore the file") from error
-    if not isinstance(value, dict):
-        raise DataError(
-            path,
-            got=f"a JSON {type(value).__name__}",
-            expected="a JSON object",
-            do="restore the file",
-        )
-    return value
+    return json_file.read_json_object(path, do="restore the file", error=DataError)

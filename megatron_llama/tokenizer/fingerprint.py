@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer import proto
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.packed import unpack
 
@@ -36,16 +35,6 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Token:
-    """What an id stands for."""
-
-    text: str | None
-    """As a tokenizer.json spells it; None for an id that no token has."""
-    special: bool
-    """It is no text: a begin or end token, a header, a place that is reserved."""
-
-
-@dataclass(frozen=True)
 class Fingerprint:
     """Two hashes that are equal where two tokenizers give the same ids."""
 
@@ -58,7 +47,7 @@ class Fingerprint:
     def of(cls, tokenizer: Tokenizer, size: int) -> Self:
         """Return the fingerprint of a tokenizer, as if it had the first ``size`` tokens alone."""
         tokens = hashlib.sha256()
-        for token in tokens_of(tokenizer)[:size]:
+        for token in tokenizer.tokens()[:size]:
             text = b"" if token.text is None else token.text.encode("utf-8", "surrogatepass")
             tokens.update(len(text).to_bytes(4, "little") + text)
         probe = hashlib.sha256(repr(_probe_ids(tokenizer)).encode())
@@ -76,47 +65,13 @@ class Fingerprint:
         return cls(str(entry.get("tokens")), str(entry.get("probe")))
 
 
-def tokens_of(tokenizer: Tokenizer) -> list[Token]:
-    """Return what each id stands for. The same tokens come from a ``.model`` file and from the
-    ``tokenizer.json`` that it was converted to."""
-    # Imported on use, as in ``load``.
-    from megatron_llama.tokenizer.hf import HFTokenizer
-
-    if isinstance(tokenizer, HFTokenizer):
-        special = frozenset(tokenizer.special_texts)
-        texts = map(tokenizer.token, range(tokenizer.vocab_size))
-        return [Token(text, text in special) for text in texts]
-    from megatron_llama.tokenizer.spm import SentencePieceTokenizer
-
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        from megatron_llama.tokenizer.settings import read_settings, tokens_behind
-
-        model = proto.parse_model(tokenizer.path.read_bytes(), str(tokenizer.path))
-        control = (proto.UNKNOWN, proto.CONTROL)
-        added = tokens_behind(read_settings(tokenizer.path), len(model.pieces), tokenizer.path)
-        return [
-            *(Token(piece.text, piece.type in control) for piece in model.pieces),
-            *(Token(token.content, token.special) for token in added),
-        ]
-    from megatron_llama.tokenizer import tiktoken
-
-    assert isinstance(tokenizer, tiktoken.TiktokenTokenizer), type(tokenizer)
-    characters = dict(enumerate(tiktoken.byte_characters()))
-    ranks = tiktoken.parse_ranks(tokenizer.path.read_bytes(), str(tokenizer.path))
-    special_texts = tiktoken.special_tokens(tiktoken.version_of(tokenizer.path))
-    return [
-        *(Token(token.decode("latin-1").translate(characters), False) for token in ranks),
-        *(Token(text, True) for text in special_texts),
-    ]
-
-
 def difference(here: Tokenizer, there: Tokenizer) -> str:
     """Return the first difference between the ids of two tokenizers, in the words of an error
     (``token 17 is 'the' here, 'de' there``). It is empty where they have the same ids, or where one
     of them only has more tokens behind those of the other.
 
     Special tokens may have other names: a text does not contain them."""
-    for id, (ours, theirs) in enumerate(zip(tokens_of(here), tokens_of(there), strict=False)):
+    for id, (ours, theirs) in enumerate(zip(here.tokens(), there.tokens(), strict=False)):
         if ours.text != theirs.text and not (ours.special and theirs.special):
             return f"token {id} is {ours.text!r} here, {theirs.text!r} there"
     for line, our_ids, their_ids in zip(PROBE, _probe_ids(here), _probe_ids(there), strict=True):

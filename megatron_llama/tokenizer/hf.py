@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.base import Token, Tokenizer
 from megatron_llama.tokenizer.files import replace_file
 from megatron_llama.tokenizer.hf_words import HFWords, hf_words
 from megatron_llama.tokenizer.library import encode_many
-from megatron_llama.tokenizer.settings import CONFIG, files_beside, read_settings, special_tokens
+from megatron_llama.tokenizer.settings import (
+    CONFIG,
+    denies,
+    files_beside,
+    read_settings,
+    special_tokens,
+    tokens_to_add,
+)
 
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|eot_id|>", "<|endoftext|>", "<eos>")
@@ -28,8 +35,9 @@ class HFTokenizer:
     """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``: a
     special token that a text spells becomes that token.
 
-    Begin and end tokens are those of the settings beside the file, or else the first well-known
-    name in the vocabulary.
+    Tokens that only the settings beside the file name are added to it, as there. Begin and end
+    tokens are those of the settings, or else the special token with the first well-known name. A
+    token of this name that is not special is text: ``<s>`` and ``</s>`` are words of Qwen's.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,15 +58,17 @@ class HFTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         _keep_spaces_in_places(self._tokenizer.post_processor)
+        settings = read_settings(self.path)
+        self._added = self._add_tokens(settings)
         self.vocab_size: int = (
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
         self.base_vocab_size: int = (
             max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         )
-        self._named = special_tokens(read_settings(self.path))
-        self.bos_id = self._special("bos_token", BOS_NAMES)
-        self.eos_id = self._special("eos_token", EOS_NAMES)
+        self._named = special_tokens(settings)
+        self.bos_id = self._special("bos_token", BOS_NAMES, settings)
+        self.eos_id = self._special("eos_token", EOS_NAMES, settings)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -88,6 +98,11 @@ class HFTokenizer:
             else encode_many(self._tokenizer, texts)
         )
 
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        if self._words is not None:
+            return self._words.encode_long(text)
+        return iter(encode_many(self._tokenizer, [text]))
+
     @cached_property
     def _words(self) -> HFWords | None:
         """The same ids in less time, or None where the tokenizer does not allow it."""
@@ -103,7 +118,8 @@ class HFTokenizer:
         """Return everything that the ids of a text, and the places of its special tokens, depend
         on, for JSON."""
         digest = hashlib.sha256(self._content).hexdigest()
-        return [digest, self.special_names(), self.bos_id, self.eos_id]
+        known = [digest, self.special_names(), self.bos_id, self.eos_id]
+        return [*known, [repr(token) for token in self._added]] if self._added else known
 
     @property
     def prefix_id(self) -> int | None:
@@ -148,24 +164,45 @@ class HFTokenizer:
         for name, content in files.items():
             replace_file(Path(folder) / name, content)
 
-    def _special(self, field: str, names: Sequence[str]) -> int | None:
-        """Return the id of the configured token, or else of the first of ``names`` in the
-        vocabulary, or else None."""
-        token = self._named.get(field)
-        if token is None:
-            return next(
-                (id for name in names if (id := self._tokenizer.token_to_id(name)) is not None),
-                None,
-            )
-        id = self._tokenizer.token_to_id(token)
-        if id is None:
-            raise DataError(
-                f"{self.path.with_name(CONFIG)}: {field}",
-                got=repr(token),
-                expected="a token of tokenizer.json",
-                do="restore the two files as a pair",
-            )
-        return int(id)
+    def tokens(self) -> list[Token]:
+        special = frozenset(self.special_texts)
+        texts = map(self.token, range(self.vocab_size))
+        return [Token(text, text in special) for text in texts]
+
+    def _add_tokens(self, settings: Mapping[str, Any]) -> list[AddedToken]:
+        """Add what ``AutoTokenizer`` adds, which gives it the next free ids, and return it. Raises
+        DataError if the end or begin token is unknown."""
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        present = [*self._tokenizer.get_added_tokens_decoder().values()]
+        added = tokens_to_add(settings, present, self.path)
+        listed = {entry["content"] for entry in settings["added_tokens_decoder"].values()}
+        for field in ("bos_token", "eos_token"):
+            token = special_tokens(settings).get(field)
+            if token and token not in known and token not in listed:
+                raise DataError(
+                    f"{self.path.with_name(CONFIG)}: {field}",
+                    got=repr(token),
+                    expected="a token of tokenizer.json",
+                    do="restore the two files as a pair, or add the token with transformers, "
+                    "save the tokenizer again and give --resize-embeddings",
+                )
+        self._tokenizer.add_tokens(added)
+        return added
+
+    def _special(self, field: str, names: Sequence[str], settings: Mapping[str, Any]) -> int | None:
+        """Return the id of the token that the settings name, None if they say that there is none,
+        and otherwise the id of the first of ``names`` that is a special token."""
+        if denies(settings, field):
+            return None
+        if field in self._named:
+            return self._id(self._named[field])
+        special = frozenset(self.special_texts)
+        text = next((name for name in names if name in special), None)
+        return None if text is None else self._id(text)
+
+    def _id(self, text: str) -> int | None:
+        id: int | None = self._tokenizer.token_to_id(text)
+        return id
 
 
 def _keep_spaces_in_places(processor: Any) -> None:

@@ -15,15 +15,18 @@ MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "SentencePieceTokenizer": ("tokenizer.model",),
         "Llama2Tokenizer": ("tokenizer.model",),
-        "HuggingFaceTokenizer": ("tokenizer.json", "tokenizer.model"),
-        "PretrainedFromHF": ("tokenizer.json", "tokenizer.model"),
+        "HuggingFaceTokenizer": ("tokenizer.json", "tokenizer.model", "tekken.json"),
+        "PretrainedFromHF": ("tokenizer.json", "tokenizer.model", "tekken.json"),
     }
 )
+USUAL_NAMES = ("tokenizer.json", "tokenizer.model", "tekken.json")
+"""What the file of a tokenizer is called, in the order in which a folder is searched."""
 
 
 def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Tokenizer:
-    """Load the tokenizer at ``path``: a ``.model`` (sentencepiece's, or LLaMA 3's file of ranks), a
-    ``tokenizer.json``, or a folder with one of them (``tokenizer.json`` first).
+    """Load the tokenizer at ``path``: a ``.model`` (sentencepiece's, or LLaMA 3's and 4's file of
+    ranks), a ``tokenizer.json``, Mistral's ``tekken.json``, or a folder with one of them
+    (``tokenizer.json`` first).
 
     ``tokenizer_type`` is one of Megatron's names, which says what the file has to be. Raises
     DataError.
@@ -31,7 +34,7 @@ def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Token
     file = tokenizer_file(path, tokenizer_type)
     # Imported on use: who uses sentencepiece need not load `tokenizers` in every worker, nor the
     # other way round.
-    if file.suffix == ".model":
+    if usual_name(file) == "tokenizer.model":
         if _is_ranks(file):
             from megatron_llama.tokenizer.tiktoken import TiktokenTokenizer
 
@@ -39,14 +42,29 @@ def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Token
         from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 
         return SentencePieceTokenizer(file)
+    if usual_name(file) == "tekken.json":
+        from megatron_llama.tokenizer.tekken import TekkenTokenizer
+
+        return TekkenTokenizer(file)
     from megatron_llama.tokenizer.hf import HFTokenizer
 
     return HFTokenizer(file)
 
 
+def usual_name(file: Path) -> str | None:
+    """Return the usual name of a tokenizer's file, which is that of its kind: ``tokenizer.model``
+    for ``tokenizer.model.v3``, ``tekken.json`` for ``tekken_240911.json``. None for no such
+    file."""
+    if re.search(r"\.model(\.v\d+(m\d+)?)?$", file.name):
+        return "tokenizer.model"
+    if file.suffix == ".json":
+        return "tekken.json" if "tekken" in file.name else "tokenizer.json"
+    return None
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Return whether ``load_tokenizer`` finds a tokenizer in a folder."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return any((folder / name).is_file() for name in USUAL_NAMES)
 
 
 def require_expressible(tokenizer: Tokenizer) -> None:
@@ -73,7 +91,7 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
     """Return the file that ``load_tokenizer`` reads. Raises DataError if there is none, or it is of
     another type."""
     path = Path(path)
-    names: tuple[str, ...] = ("tokenizer.json", "tokenizer.model")
+    names: tuple[str, ...] = USUAL_NAMES
     if tokenizer_type is not None:
         if tokenizer_type not in MEGATRON_TYPES:
             expected = ", ".join(MEGATRON_TYPES)
@@ -95,10 +113,10 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
             )
         return found
     if not path.is_file():
-        expected = "a .model file, a tokenizer.json or a folder with one"
+        expected = "a .model file, a tokenizer.json, a tekken.json or a folder with one"
         raise DataError(path, got="no such file", expected=expected, do="check the path")
-    suffixes = [Path(name).suffix for name in names]
-    if path.suffix not in suffixes:
+    if usual_name(path) not in names:
+        suffixes = dict.fromkeys(Path(name).suffix for name in names)
         by = f" for {tokenizer_type}" if tokenizer_type else ""
         raise DataError(
             path,

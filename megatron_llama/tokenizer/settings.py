@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object
 
 CONFIG = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
 SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -28,16 +30,23 @@ FILES_BESIDE = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
-    "chat_template.jinja",
     "generation_config.json",
 )
-"""Files beside a tokenizer that belong to it; the last one lists the tokens that end an answer."""
+"""Files beside a tokenizer that belong to it, as its chat templates do; the last one lists the
+tokens that end an answer."""
 
 
 def files_beside(file: Path) -> dict[str, bytes]:
-    """Return the content of each of them that is there, by name."""
-    there = (path for name in FILES_BESIDE if (path := file.with_name(name)).is_file())
-    return {path.name: path.read_bytes() for path in there}
+    """Return the content of each of them that is there, by its path in the folder."""
+    folder = file.parent
+    names = [*FILES_BESIDE, *template_files(folder)]
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def template_files(folder: Path) -> list[str]:
+    """Return the paths of the files with templates in a folder, relative to it."""
+    found = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
+    return [str(path.relative_to(folder)) for path in found if path.is_file()]
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -75,26 +84,95 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def tokens_behind(settings: Mapping[str, Any], count: int, where: Path) -> list[AddedToken]:
-    """Return the tokens that were added behind a vocabulary of ``count``, in the order of their
-    ids. Raises DataError if the ids have a gap."""
-    added = {
-        int(id): token for id, token in settings["added_tokens_decoder"].items() if int(id) >= count
+def denies(settings: Mapping[str, Any], name: str) -> bool:
+    """Return whether the settings say that there is no such special token: its name stands there
+    with ``null`` or an empty text."""
+    return name in settings and not settings[name]
+
+
+def tokens_to_add(
+    settings: Mapping[str, Any], present: Sequence[AddedToken], where: Path
+) -> list[AddedToken]:
+    """Return what ``AutoTokenizer`` adds to a tokenizer that has the added tokens ``present``, in
+    its order: those of ``added_tokens_decoder`` by id, then special tokens with a name, then the
+    other special ones. A token that is present with other properties gets these. ``where`` is the
+    file of the tokenizer."""
+    listed = [
+        _added_token(entry, "added_tokens_decoder", where)
+        for _, entry in sorted(_listed(settings).items())
+    ]
+    unchanged = {repr(token) for token in present}
+    added = [token for token in listed if repr(token) not in unchanged]
+    known = {token.content for token in (*present, *listed)}
+    named = _named(settings)
+    for name, entry in (*named.items(), *_others(settings)):
+        token = _added_token(entry, name, where)
+        if token.content not in known:
+            added.append(token)
+            known.add(token.content)
+    texts = {_added_token(entry, name, where).content for name, entry in named.items()}
+    for token in added:
+        token.special |= token.content in texts
+    return added
+
+
+def require_listed_ids(settings: Mapping[str, Any], ids: Mapping[str, int], where: Path) -> None:
+    """Raise DataError if ``added_tokens_decoder`` says another id for one of these tokens, which
+    were added."""
+    listed = {
+        id: str(entry["content"])
+        for id, entry in sorted(_listed(settings).items())
+        if entry["content"] in ids
     }
-    if sorted(added) != [*range(count, count + len(added))]:
+    given = [ids[text] for text in listed.values()]
+    if given != [*listed]:
         raise DataError(
             where.with_name(CONFIG),
-            got=f"added tokens with the ids {sorted(added)}",
-            expected=f"all ids from {count} on",
+            got=f"added tokens with the ids {[*listed]}",
+            expected=f"all ids from {given[0]} on",
             do="restore the tokenizer's folder, or save it again with transformers",
         )
-    return [
-        AddedToken(
-            token["content"],
-            **{
-                name: bool(token.get(name, False))
-                for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            },
-        )
-        for _, token in sorted(added.items())
+
+
+def _listed(settings: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(id): entry for id, entry in settings["added_tokens_decoder"].items()}
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens that have a name: the usual ones first, then those of one model
+    (``image_token``)."""
+    more = settings.get("extra_special_tokens")
+    own = [
+        name
+        for name, entry in settings.items()
+        if name.endswith("_token") and isinstance(entry, str | Mapping)
     ]
+    names = dict.fromkeys((*SPECIAL_NAMES, *own))
+    named = {name: settings[name] for name in names if settings.get(name)}
+    return named | (dict(more) if isinstance(more, Mapping) else {})
+
+
+def _others(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the special tokens without a name, each with the field that has it."""
+    for field in ("extra_special_tokens", "additional_special_tokens"):
+        if settings.get(field):
+            entries = settings[field]
+            return [] if isinstance(entries, Mapping) else [(field, entry) for entry in entries]
+    return []
+
+
+def _added_token(entry: object, field: str, where: Path) -> AddedToken:
+    """Return the token of an entry: its text alone, or with its properties."""
+    if isinstance(entry, str):
+        return AddedToken(entry, special=True, normalized=False)
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+        raise DataError(
+            f"{where.with_name(CONFIG)}: {field}",
+            got=repr(entry),
+            expected="a token: a text, or an object with its content",
+            do="restore the tokenizer's folder, or save it again with transformers",
+        )
+    properties = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(
+        entry["content"], **{name: bool(entry[name]) for name in properties if name in entry}
+    )

@@ -13,15 +13,18 @@ import sentencepiece
 from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from megatron_llama.errors import DataError, describe
-from megatron_llama.tokenizer.export import SPACE, hf_tokenizer
+from megatron_llama.tokenizer.base import Token
+from megatron_llama.tokenizer.export import SPACE, SPECIAL, hf_tokenizer, special_token
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.proto import parse_model
 from megatron_llama.tokenizer.settings import (
     CONFIG,
+    denies,
     files_beside,
     read_settings,
+    require_listed_ids,
     special_tokens,
-    tokens_behind,
+    tokens_to_add,
 )
 from megatron_llama.tokenizer.words import Words, encode_pieces, sentencepiece_words, splits
 
@@ -53,8 +56,18 @@ class SentencePieceTokenizer:
                 do="give the path of a tokenizer.model",
             ) from error
         self._settings = read_settings(self.path)
+        self._parsed = parse_model(self._model, str(self.path))
+        self._pieces = self._parsed.pieces
         self.base_vocab_size: int = self._processor.get_piece_size()
-        self._added = tokens_behind(self._settings, self.base_vocab_size, self.path)
+        special = [piece.text for piece in self._pieces if piece.type in SPECIAL]
+        self._to_add = tokens_to_add(self._settings, [*map(special_token, special)], self.path)
+        """What ``AutoTokenizer`` adds: tokens behind the model's, and pieces that are special."""
+        pieces = frozenset(piece.text for piece in self._pieces)
+        self._added = [token for token in self._to_add if token.content not in pieces]
+        self._ids_behind = {
+            token.content: id for id, token in enumerate(self._added, self.base_vocab_size)
+        }
+        require_listed_ids(self._settings, self._ids_behind, self.path)
         self.vocab_size = self.base_vocab_size + len(self._added)
         self.bos_id = self._named("bos_token", self._processor.bos_id())
         self.eos_id = self._named("eos_token", self._processor.eos_id())
@@ -72,23 +85,34 @@ class SentencePieceTokenizer:
             return self._words.encode(texts)
         return encode_pieces(self._processor, texts)
 
+    def encode_long(self, text: str) -> Iterator[bytes]:
+        if self._words is not None:
+            return self._words.encode_long(text)
+        return iter(encode_pieces(self._processor, [text]))
+
+    def tokens(self) -> list[Token]:
+        return [
+            *(Token(piece.text, piece.type in SPECIAL) for piece in self._pieces),
+            *(Token(token.content, token.special) for token in self._added),
+        ]
+
     @cached_property
     def _words(self) -> Words | None:
         """The same ids in less time, or None where the model does not allow it."""
-        model = parse_model(self._model, str(self.path))
+        model = self._parsed
         return sentencepiece_words(self._model, model) if splits(model) else None
 
     @cached_property
     def _twin(self) -> Tokenizer:
         """What ``transformers`` makes of the file and its settings. Raises DataError if there is
         no such tokenizer."""
-        model = parse_model(self._model, str(self.path))
+        model = self._parsed
         twin = hf_tokenizer(model, str(self.path), None)
         if self._settings.get("legacy") is False and model.add_dummy_prefix:
             # What follows a special token then begins no word: "[INST]" behind "<s>" has no space.
             twin.normalizer = None
             twin.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first", split=False)
-        twin.add_tokens(self._added)
+        twin.add_tokens(self._to_add)
         bos = self._piece(self.bos_id) if self._settings.get("add_bos_token", True) else None
         eos = self._piece(self.eos_id) if self._settings.get("add_eos_token", False) else None
         in_front = [] if bos is None else [bos]
@@ -142,20 +166,24 @@ class SentencePieceTokenizer:
             replace_file(folder / name, content)
 
     def _named(self, field: str, own: int) -> int | None:
-        """Return the id of the token that the settings name, or else the model's own."""
+        """Return the id of the token that the settings name, None if they say that there is none,
+        and otherwise the model's own."""
+        if denies(self._settings, field):
+            return None
         text = special_tokens(self._settings).get(field)
-        if not text:
+        if text is None:
             return _known(own)
-        behind = [token.content for token in self._added]
-        if text in behind:
-            return self.base_vocab_size + behind.index(text)
+        listed = [entry["content"] for entry in self._settings["added_tokens_decoder"].values()]
+        if text in listed and text in self._ids_behind:
+            return self._ids_behind[text]
         id: int = self._processor.piece_to_id(text)
         if self._processor.id_to_piece(id) != text:
             raise DataError(
                 f"{self.path.with_name(CONFIG)}: {field}",
                 got=repr(text),
                 expected=f"a token of {self.path.name}",
-                do="restore the two files as a pair",
+                do="restore the two files as a pair, or add the token with transformers, "
+                "save the tokenizer again and give --resize-embeddings",
             )
         return id
 

@@ -11,7 +11,7 @@ newlines. Words repeat: most of a corpus is a few thousand of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 
@@ -34,6 +34,20 @@ SPLIT_WORD = re.compile(
     r"|[\s\S]+?(?:(?<=[!-~])(?= )|(?<=\n)(?= *[!-~])|\Z)"
 )
 """The words that LLaMA 3's tokenizer can encode one by one; ``hf_words`` says why."""
+PIECE = 1 << 18
+"""A text of more characters is encoded in pieces of at least so many: its words would take a
+multiple of the memory of the text, each being a Python object."""
+Cut = Callable[[str, int], int]
+"""Returns the first place, from a given one on, at which a text can be cut without other ids; its
+end if there is none."""
+SPLIT_CUT = re.compile(
+    r"(?<=[!-~])(?= )"
+    r"|(?<=[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
+    r"(?=[!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+)
+"""Where the expressions of byte-level tokenizers end a word whatever surrounds it, in text of any
+kind; ``hf_words`` says why."""
+_SPACE_CUT = re.compile("(?<=[!-~])(?= )")
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 """The field normalizer_spec { add_dummy_prefix: false }. Appended to a serialized model it
 overrides what the model says, since protocol buffers merge."""
@@ -68,11 +82,55 @@ def word_pattern(space: str, joined: Iterable[str]) -> re.Pattern[str]:
 def sentencepiece_words(content: bytes, model: SentencePieceModel) -> Words:
     """Return the encoder of a model that ``splits``; ``content`` is that of its file."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_PREFIX)
-    joined = (
+    joined = [
         piece.text for piece in model.pieces if piece.type == proto.NORMAL and len(piece.text) > 1
-    )
+    ]
     prepare = partial(_unescaped, " " if model.add_dummy_prefix else "")
-    return Words(word_pattern(" ", joined), partial(encode_pieces, processor), prepare)
+    cut = pair_cut(joined)
+    return Words(word_pattern(" ", joined), partial(encode_pieces, processor), cut, prepare)
+
+
+def pair_cut(joined: Iterable[str]) -> Cut:
+    """Return the cut of a model that joins characters only into its pieces, of which ``joined`` has
+    all of two or more: between two characters that follow each other in no piece."""
+    pairs = {left + right for text in joined for left, right in pairwise(text)}
+
+    def cut(text: str, least: int) -> int:
+        for at in range(max(least, 1), len(text)):
+            if text[at - 1 : at + 1].replace(" ", SPACE) not in pairs:
+                return at
+        return len(text)
+
+    return cut
+
+
+def split_cut(text: str, least: int) -> int:
+    """The cut of byte-level tokenizers (``SPLIT_CUT``)."""
+    found = SPLIT_CUT.search(text, least)
+    return len(text) if found is None else found.start()
+
+
+def space_cut(text: str, least: int) -> int:
+    """The cut before a space behind a printed ASCII character, where each of these expressions ends
+    a word."""
+    found = _SPACE_CUT.search(text, least)
+    return len(text) if found is None else found.start()
+
+
+def no_cut(text: str, least: int) -> int:
+    """The cut of tokenizers of which no place is known: the end."""
+    return len(text)
+
+
+def cut_pieces(text: str, cut: Cut) -> Iterator[str]:
+    """Yield a text piece by piece."""
+    at = 0
+    while len(text) - at > PIECE:
+        end = cut(text, at + PIECE)
+        yield text[at:end]
+        at = end
+    if at < len(text):
+        yield text[at:]
 
 
 def encode_pieces(
@@ -82,9 +140,13 @@ def encode_pieces(
     return list(map(pack, processor.encode(list(texts), num_threads=1)))
 
 
-def _unescaped(prefix: str, text: str) -> str:
+def _unescaped(prefix: str, text: str, first: bool) -> str:
     """Replace a literal U+2581, which is a space to sentencepiece."""
-    return prefix + text.replace(SPACE, " ")
+    return (prefix if first else "") + text.replace(SPACE, " ")
+
+
+def _as_it_is(text: str, first: bool) -> str:
+    return text
 
 
 class Words:
@@ -94,18 +156,35 @@ class Words:
         self,
         pattern: re.Pattern[str],
         encode: Callable[[list[str]], Iterable[bytes]],
-        prepare: Callable[[str], str] = str,
+        cut: Cut,
+        prepare: Callable[[str, bool], str] = _as_it_is,
     ) -> None:
-        """``prepare`` is applied to a text that is not empty. Then ``pattern`` finds its words, and
-        ``encode`` returns the packed ids of those that are new."""
+        """``prepare`` is applied to a text that is not empty, or to a piece of one, with whether it
+        is the first. Then ``pattern`` finds its words, and ``encode`` returns the packed ids of
+        those that are new."""
         self._pattern = pattern
         self._encode = encode
+        self._cut = cut
         self._prepare = prepare
         self._known: dict[str, bytes] = {}
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """Return the packed ids of each text."""
-        words = [self._pattern.findall(self._prepare(text)) if text else [] for text in texts]
+        if any(len(text) > PIECE for text in texts):
+            return [b"".join(self.encode_long(text)) for text in texts]
+        return self._encode_texts(texts, True)
+
+    def encode_long(self, text: str, first: bool = True) -> Iterator[bytes]:
+        """Yield the packed ids of a text piece by piece. ``first``: whether it is no part of a text
+        that began before."""
+        for piece in cut_pieces(text, self._cut):
+            yield self._encode_texts([piece], first)[0]
+            first = False
+
+    def _encode_texts(self, texts: Sequence[str], first: bool) -> list[bytes]:
+        words = [
+            self._pattern.findall(self._prepare(text, first)) if text else [] for text in texts
+        ]
         ids = [b""] * len(texts)
         waiting = []
         for at, line in enumerate(words):

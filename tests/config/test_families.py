@@ -137,6 +137,8 @@ def test_transformers_computes_the_rotary_embedding_and_the_windows_of_the_prese
 def test_absent_fields_are_those_of_transformers(kind: str) -> None:
     theirs = transformers_config({"model_type": kind, "architectures": [FAMILIES[kind].architecture], **SIZES}).to_dict()
     tokens = {"bos_token_id": None, "eos_token_id": None}
+    # A padding token that the small vocabulary does not have is none.
+    tokens |= {"pad_token_id": None} if (theirs["pad_token_id"] or 0) >= SIZES["vocab_size"] else {}
     assert model_config_from_hf({**theirs, **tokens}, where="theirs") == read(kind)
 
 
@@ -231,6 +233,10 @@ def test_published_files_are_the_presets(name: str) -> None:
     if name == "phi-4-mini":
         assert model.rope_scaling is not None
         fields["rope_scaling"] = {"type": "longrope", **{key: model.rope_scaling[key] for key in ("short_factor", "long_factor")}}
+    # Presets have no padding token: all rows of an embedding that begins at random are trained.
+    padding = fields.pop("pad_token_id", None)
+    assert model_config_from_hf(file_of(model.model_type, **fields, pad_token_id=padding), where="published").pad_token_id == padding
+    fields["pad_token_id"] = None
     assert model_config_from_hf(file_of(model.model_type, **fields), where="published") == model
     if name == "phi-4-mini":  # as Phi-3 called it
         fields["rope_scaling"]["type"] = "su"

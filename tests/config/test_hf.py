@@ -117,6 +117,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 10000.0, {"rope_type": "dynamic", "factor": 2.0}),
         ({"rope_scaling": YARN | {"mscale": 1, "truncate": False, "beta_fast": None}}, 1e4, YARN | {"mscale": 1.0, "truncate": False}),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, 1e4, YARN | {"original_max_position_embeddings": 2048}),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 0, "finetuned": None}}, 1e4, YARN | {"mscale_all_dim": 0.0}),
+        ({"rope_scaling": YARN | {"finetuned": True}}, 1e4, YARN | {"finetuned": True}),
         ({"rope_scaling": LONG, "original_max_position_embeddings": 4096}, 1e4, LONG),
         ({"rope_parameters": LONG | {"factor": 8, "rope_theta": 5e5}}, 5e5, LONG | {"factor": 8.0}),
     ],
@@ -152,6 +154,9 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate: got 1, expected true or false"),
         # Absent it is true, and transformers takes null for false.
         ({"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate: got nothing, expected true or false"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": -1}}, "rope_scaling.mscale_all_dim: got -1, expected a positive number"),
+        ({"rope_scaling": YARN | {"mscale": False}}, "rope_scaling.mscale: got False, expected a positive number"),
+        ({"rope_scaling": YARN | {"finetuned": 1}}, "rope_scaling.finetuned: got 1, expected true or false"),
         ({"rope_scaling": YARN | {"beta_slow": 40, "beta_fast": 32}}, "got 40 and 32, expected beta_slow < beta_fast"),
         ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, "got 4096, expected original_max_position_embeddings 64"),
         ({"rope_scaling": LONG | {"short_factor": [1.0] * 3}}, "short_factor: got [1.0, 1.0, 1.0], expected 4 positive numbers"),
@@ -192,5 +197,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected valid JSON"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="got list, expected a JSON object"):
+    with pytest.raises(CheckpointError, match="got a JSON list, expected a JSON object"):
         read_hf_config(tmp_path)

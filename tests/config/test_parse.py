@@ -60,7 +60,7 @@ NAMES = """
     sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length
     sequence_parallel sliding_window speculation_bytes split stream_key stream_lanes stream_window stream_workers
     tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type trackio_project train_iters
-    train_samples
+    train_pad_embedding train_samples
     virtual_pipeline_model_parallel_size vocab_size
     wandb_exp_name wandb_project wandb_save_dir weight_decay
     z_loss_weight zenflow_config zenflow_full_warm_up_rounds zenflow_overlap_step zenflow_select_interval zenflow_select_strategy

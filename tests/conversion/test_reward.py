@@ -132,8 +132,9 @@ def test_a_language_model_gets_a_score_and_its_own_padding(tmp_path: Path) -> No
     weights_of(source, model, 8)(Rectangle(SCORE, shape, (0, 0), shape, 0), other)
     assert torch.equal(whole[:, 9:14], part) and not torch.equal(whole, other)
     assert 0.5 < float(whole.std()) / model.initializer_range < 1.5
-    assert padding_token({"pad_token_id": 3}, model) == 3
-    assert [padding_token({"pad_token_id": wrong}, replace(model, eos_token_id=2)) for wrong in (2, -1, 10**6, None)] == [None] * 4
+    assert source.model.pad_token_id == padding_token(model) == 3
+    wrong = [replace(model, eos_token_id=2, pad_token_id=token) for token in (2, -1, 10**6, None)]
+    assert [padding_token(each) for each in wrong] == [None] * 4
     with pytest.raises(CheckpointError, match="a reward model, which has no output head"):
         weights_of(open_model(saved(tmp_path / "reward")), replace(TWINS["llama"].ours, num_labels=0), 7)
 

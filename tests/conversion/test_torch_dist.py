@@ -83,7 +83,7 @@ def test_every_form_becomes_the_model(tmp_path: Path, name: str, local: bool, ke
     hf, fields = original(tmp_path / "hf", name, dtype)
     run = save(tmp_path / "run", tensors(hf), arguments(fields, tp=tp, **FAMILIES[name][1]), local=local, keys=keys)
     found = convert(run, tmp_path / "found", "--to", "hf", "--vocab-size", "300")
-    assert_same_model(found, hf, but=("bos_token_id", "eos_token_id"))
+    assert_same_model(found, hf, but=("bos_token_id", "eos_token_id", "pad_token_id"))
     # What else the same reader is used for: another target, the comparison, the file's own config.
     config = ("--hf-config", str(hf / "config.json"))
     again = convert(run / "iter_0000003", tmp_path / "again", "--to", "megatron", "--tensor-model-parallel-size", "2", *config)
@@ -186,14 +186,14 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     "fsdp_dtensor": (lambda inner, args: (inner / "metadata.json").unlink(), "got .metadata alone: a folder of fsdp_dtensor or torch_dcp"),
     "a newer backend": (backend(sharded_backend_version=2), "sharded_backend_version: got 2, expected 1; update megatron_llama"),
     "another common part": (backend(common_backend="yaml"), "common_backend: got yaml, expected torch"),
-    "metadata.json cut off": (lambda inner, args: (inner / "metadata.json").write_text('{"shar'), "metadata.json: got damaged content"),
+    "metadata.json cut off": (lambda inner, args: (inner / "metadata.json").write_text('{"shar'), "metadata.json:1: got Unterminated string"),
     "metadata.json of a list": (
         lambda inner, args: (inner / "metadata.json").write_text("[1]"),
-        "metadata.json: got list, expected an object",
+        "metadata.json: got a JSON list, expected a JSON object",
     ),
     "metadata.json that is deep": (
         lambda inner, args: (inner / "metadata.json").write_text("[" * 200_000),
-        "metadata.json: got damaged content",
+        "metadata.json: got maximum recursion depth exceeded",
     ),
     "a flipped bit in the common part": (flip_step, "common.pt: got damaged content (a checksum does not match)"),
     "no common part": (lambda inner, args: (inner / "common.pt").unlink(), "common.pt: got No such file"),

@@ -131,7 +131,7 @@ def test_meta(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
     assert copy.read_bytes() == tokenizer.path.read_bytes()
     assert read_meta(tmp_path / "other") is None
     (tmp_path / "c.meta.json").write_text("{")
-    with pytest.raises(DataError, match=r"c\.meta\.json: got .* expected a JSON file"):
+    with pytest.raises(DataError, match=r"c\.meta\.json:1: got .* expected valid JSON"):
         read_meta(tmp_path / "c")
 
 

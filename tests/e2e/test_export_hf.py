@@ -113,6 +113,7 @@ def test_llama_3s_tokenizer_from_text_to_transformers(product: Product, tmp_path
     """A file of ranks makes the dataset, is kept with the run, and comes out as tokenizer.json with the same ids."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the", b"in", b"er"]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens)))
+    (tmp_path / "params.json").write_text(json.dumps({"use_scaled_rope": True, "vocab_size": len(tokens) + 256}))
     made = ["--input", product.data.with_suffix(".jsonl"), "--output-prefix", tmp_path / "docs", "--append-eod", "--workers", 1]
     product.run("preprocess", *made, "--tokenizer-model", tmp_path / "tokenizer.model").ok()
     product.train(data_path=tmp_path / "docs", save=tmp_path / "run", export_hf=tmp_path / "hf", **SHORT)

@@ -43,6 +43,7 @@ ELSEWHERE: Mapping[str, str] = {
     "ignore_hf_config_fields": "config/test_hf_fields.py::test_unknown_fields_are_refused_together_unless_each_is_named",
     "num_labels": "model/test_reward.py::test_scores_and_gradients_are_huggingfaces",
     "pad_token_id": "conversion/test_reward.py::test_a_reward_model_of_every_family_goes_to_huggingface_and_back",
+    "train_pad_embedding": "e2e/test_pad_embedding.py::test_the_start_says_which_and_checkpoint_and_export_keep_the_token",
     "resize_embeddings": "e2e/test_resize.py::test_new_rows_are_the_mean_of_the_old_ones",
     "high_priority_stream_groups": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",
     "nccl_pp_max_ctas": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",

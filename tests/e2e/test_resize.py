@@ -172,7 +172,8 @@ def test_another_models_tokenizer_is_refused_at_once(hf: Path, layouts: Path, re
     """Not added tokens, but more learnt ones than the model has rows."""
     model = tmp_path / "hf"
     shutil.copytree(hf, model, ignore=shutil.ignore_patterns("tokenizer*"))
-    shutil.copy(layouts / TIKTOKEN / "tokenizer.model", model)
+    for name in ("tokenizer.model", "params.json"):
+        shutil.copy(layouts / TIKTOKEN / name, model)
     (model / WITHOUT).write_bytes((hf.parent / WITHOUT).read_bytes())
     for name, code in (("generate", 1), ("sft", 2)):
         said = refuse(command(name, model, f"hf/{WITHOUT}"), code=code)

@@ -145,7 +145,12 @@ def test_loading_from_an_empty_save_folder_is_a_fresh_start(
 def test_the_checkpoint_says_how_far_the_run_is(product: Product, tmp_path: Path) -> None:
     """Also when the batch size changes on the way: samples are counted, not multiplied."""
     product.train(save=tmp_path, train_iters=3)
-    product.train(save=tmp_path, load=tmp_path, train_iters=5, global_batch_size=4)
+    resumed = product.train(save=tmp_path, load=tmp_path, train_iters=5, global_batch_size=4)
+    assert (
+        f"warning: --global-batch-size was {GLOBAL_BATCH_SIZE} when the checkpoint was saved and is 4: the run goes on at iteration 3, with "
+        f"the sample behind the {3 * GLOBAL_BATCH_SIZE} that are consumed; the learning rate's schedule counts iterations, so each sample "
+        f"meets another rate than it would have; the run ends after iteration 5 with {3 * GLOBAL_BATCH_SIZE + 8} samples\n"
+    ) in resumed.out
     expected = [GLOBAL_BATCH_SIZE * n for n in (1, 2, 3)] + [3 * GLOBAL_BATCH_SIZE + 4 * n for n in (1, 2)]
     assert column(tmp_path, "consumed_samples") == expected
     meta = json.loads((tmp_path / "iter_0000005" / "meta.json").read_text())

@@ -19,10 +19,10 @@ from megatron_llama.config.parse import options_of
 from megatron_llama.config.schema import Config
 from megatron_llama.data.corpus import docstring_pairs
 from megatron_llama.data.loader import BatchLoader
+from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import ExampleSamples, read_examples
 from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
-from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.load import load_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -396,8 +396,9 @@ def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
         assert set(stopped.codes) == {1} and stopped.err.count("error: ") == 1 and message in stopped.err
     assert column(tmp_path / "run", "lm_loss") == []
     turns = [{"role": role, "content": "text"} for role in ("assistant", "user", "assistant")]
-    bad.write_text(bad.read_text() + json.dumps({"messages": turns}) + "\n")
-    dropped = tune(train_data=bad, train_iters=1, repair_conversations=("drop-leading-answers", "merge-repeated-roles")).ok()
+    bad.write_text(bad.read_text() + json.dumps({"messages": turns, "reward": 1.0}) + "\n")
+    repairs = ("drop-leading-answers", "merge-repeated-roles")
+    dropped = tune(train_data=bad, train_iters=1, repair_conversations=repairs, ignore_keys=("reward", "other")).ok()
     assert f" unusable: 1 examples\n   {bad}:1: got a JSON array" in dropped.out
     assert " repaired conversations: drop-leading-answers 1\n" in dropped.out
 

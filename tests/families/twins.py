@@ -57,9 +57,9 @@ class Twin:
         """The model as we read it."""
         return model_config_from_hf(self.hf_config(architectures=[self.architecture]).to_dict(), where=self.config_class)
 
-    def hf_model(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    def hf_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> torch.nn.Module:
         """transformers' model with the weights of ``DrawnWeights``."""
-        config = self.hf_config(attn_implementation="eager" if self.ours.attn_logit_softcapping else "sdpa")
+        config = self.hf_config(attn_implementation="eager" if self.ours.attn_logit_softcapping else "sdpa", **options)
         twin: torch.nn.Module = getattr(transformers, self.architecture)(config).to(dtype)
         weights = {}
         for tensor, shape in hf_shapes(self.ours).items():
@@ -138,12 +138,12 @@ class FamilyLayout(Layout):
     @property
     def model(self) -> ModelConfig:
         """The family's."""
-        return TWINS[self.family].ours
+        return replace(TWINS[self.family].ours, pad_token_id=self.pad)
 
     @property
     def reference(self) -> FamilyLayout:
         """See Layout."""
-        kept = ("family", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets")
+        kept = ("family", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets")
         return FamilyLayout(**{name: getattr(self, name) for name in kept})
 
     @property
@@ -190,4 +190,4 @@ def _train_hf(alone: FamilyLayout) -> Record | None:
     """None for what transformers has no counterpart of."""
     if alone.documents or alone.lora or alone.freeze:
         return None
-    return train_twin(TWINS[alone.family].hf_model(), alone)
+    return train_twin(TWINS[alone.family].hf_model(pad_token_id=alone.pad), alone)

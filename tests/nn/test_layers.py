@@ -77,12 +77,19 @@ def check_embedding(place: Place, sequence_parallel: bool) -> None:
     tp = tensor_mesh(place).tp
     ids = torch.tensor([[0, 9], [5, 4], [9, 9], [3, 0]])
 
-    def output(weight: Tensor) -> Tensor:
-        layer = VocabParallelEmbedding(10, D, tp=tp, sequence_parallel=sequence_parallel)
+    def output(weight: Tensor, padding_idx: int | None = None) -> Tensor:
+        layer = VocabParallelEmbedding(10, D, tp=tp, sequence_parallel=sequence_parallel, padding_idx=padding_idx)
         weights_of(layer, part(weight, tp))
         return layer(ids)
 
     weight = numbers(10, D, seed=5)
+    scales = numbers(S, B, D, seed=6).detach()
+    for padding_idx in (0, 9, 5, 8, None):
+        found = output(weight, padding_idx)
+        own = scales.chunk(tp.size)[tp.rank] if sequence_parallel else scales
+        [ours] = torch.autograd.grad((found * own).sum(), weight)
+        [theirs] = torch.autograd.grad((F.embedding(ids, weight, padding_idx) * scales).sum(), weight)
+        assert torch.equal(part(ours, tp), part(theirs, tp)) and bool(theirs.any()), padding_idx
     assert gradcheck(lambda inputs: weighted_total(output(inputs), tp, split=sequence_parallel), (weight,))
     whole = F.embedding(ids, weight)
     expected = whole.chunk(tp.size)[tp.rank] if sequence_parallel else whole

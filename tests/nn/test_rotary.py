@@ -28,6 +28,8 @@ SCALINGS: Mapping[str, dict[str, Any]] = {
     "yarn": YARN,
     "yarn with a factor of attention": YARN | {"attention_factor": 1.7},
     "yarn as in DeepSeek": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn as in DeepSeek with a zero": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0, "finetuned": True},
+    "yarn with zeros for defaults": YARN | {"mscale": 0.0, "mscale_all_dim": 0.7, "beta_fast": 0, "beta_slow": 0},
     "yarn with other bounds": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
     "longrope": LONGROPE,
     "longrope with a factor": LONGROPE | {"factor": 8.0},

@@ -86,6 +86,9 @@ class Layout:
     kv_heads: int = MODEL.num_key_value_heads
     recompute: Literal["none", "selective", "full"] = "none"
     tied: bool = False
+    pad: int | None = None
+    """The padding token, whose row lookups do not train."""
+    trains_pad: bool = False
     documents: bool = False
     """Documents end at full stops: attention, positions and loss respect it."""
     bucket: int = 20_000
@@ -110,7 +113,7 @@ class Layout:
     @property
     def reference(self) -> Layout:
         """The same training in one process, in one batch, in fp32 or fp64."""
-        kept = ("tied", "documents", "fp64", "clip", "steps", "layers", "kv_heads", "freeze", "lora", "targets")
+        kept = ("tied", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "layers", "kv_heads", "freeze", "lora", "targets")
         return Layout(**{name: getattr(self, name) for name in kept})
 
     @property
@@ -130,6 +133,7 @@ class Layout:
         words += [f"{self.layers} layers"] if self.layers != MODEL.num_hidden_layers else []
         words += [f"{self.kv_heads} kv heads"] if self.kv_heads != MODEL.num_key_value_heads else []
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        words += [f"pad {self.pad}"] * (self.pad is not None) + ["trained"] * self.trains_pad
         words += ["tied"] * self.tied + ["documents"] * self.documents + ["bf16 reduction"] * self.reduce_bf16
         words += [self.offload.optimizer_offload] * (self.offload != NO_OFFLOAD) + ["speculative"] * self.offload.offload_speculative
         return " ".join(words + ["fp64"] * self.fp64 + ["bf16"] * self.bf16 + ["fp16"] * self.fp16)
@@ -155,10 +159,16 @@ class Layout:
             prefetch_bytes=self.prefetch,
         )
         return Config(
-            model=replace(MODEL, tie_word_embeddings=self.tied, num_hidden_layers=self.layers, num_key_value_heads=self.kv_heads),
+            model=replace(
+                MODEL,
+                tie_word_embeddings=self.tied,
+                num_hidden_layers=self.layers,
+                num_key_value_heads=self.kv_heads,
+                pad_token_id=self.pad,
+            ),
             parallel=parallel,
             training=TrainingConfig(fp64=self.fp64, bf16=self.bf16, fp16=self.fp16, initial_loss_scale=self.loss_scale),
-            optimizer=replace(OPTIMIZER, clip_grad=self.clip, freeze=self.freeze),
+            optimizer=replace(OPTIMIZER, clip_grad=self.clip, freeze=self.freeze, train_pad_embedding=self.trains_pad),
             offload=self.offload,
             lora=LoraConfig(lora_rank=self.lora, lora_target_modules=self.targets),
         )
@@ -333,12 +343,12 @@ def hf_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    names += ["head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"]
+    names += ["head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "pad_token_id"]
     options: dict[str, Any] = {name: getattr(model, name) for name in names}
     options["rope_parameters"] = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta}
     options["attn_implementation"] = "sdpa"
     if model.num_labels:
-        options |= {"num_labels": model.num_labels, "pad_token_id": model.pad_token_id}
+        options |= {"num_labels": model.num_labels}
     twin: torch.nn.Module = (LlamaForSequenceClassification if model.num_labels else LlamaForCausalLM)(LlamaConfig(**options))
     twin = twin.to(dtype)
     source, weights = InitialWeights(1234, model.initializer_range), {}

@@ -68,3 +68,19 @@ def test_judged_completions_are_recognized(llama3: Path, tmp_path: Path, capsys:
     assert main([*command, "--preference-format", "completion_label"]) == 0 and capsys.readouterr().out == shown
     assert main([*command, "--method", "dpo"]) == 1
     assert "got a single completion with a label, expected a chosen and a rejected completion" in capsys.readouterr().out
+
+
+def test_conversations_with_a_label_are_recognized(llama3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LLaMA-Factory's files for KTO."""
+    file = tmp_path / "judged.jsonl"
+    rows = [{"messages": [ASKED, YES], "label": True}, {"messages": [*OTHER["prompt"], NO], "label": False}]
+    rows += [{"messages": [OTHER["prompt"][0], {**YES, "weight": 0}, ASKED, NO], "label": False}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    common = [str(file), "--tokenizer-model", str(llama3), "--chat-template", "llama3"]
+    assert main(["data", "check", *common]) == 0
+    shown = capsys.readouterr().out
+    assert "align --method kto" in shown and "3 completions, 1 good and 2 bad" in shown and "format completion_label" in shown
+    assert main(["data", "preview", *common, "--example", "3"]) == 0
+    assert "in the loss; 1 message marked as not learned\n" in capsys.readouterr().out
+    assert main(["data", "check", *common, "--data-format", "messages"]) == 1
+    assert "field 'label': got a value, expected no such field; give the file to align (--method kto)" in capsys.readouterr().out

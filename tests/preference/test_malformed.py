@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "a column of images": ("trl", changed("trl", images=["a.png"]), "unknown meaning", "field 'images': got a value, expected no such field; leave the example out"),
     "a margin": ("trl", changed("trl", margin=0.5), "unknown meaning", "field 'margin': got a value, expected no such field"),
     "scores of a reference": ("trl", changed("trl", ref_chosen_logps=-3.0), "unknown meaning", "field 'ref_chosen_logps': got a value"),
-    "variables of a template": ("trl", changed("trl", chat_template_kwargs={"enable_thinking": False}), "unknown meaning", "field 'chat_template_kwargs'"),
+    "variables of a template": ("trl", changed("trl", chat_template_kwargs={"tools": []}), "unknown meaning", "field 'chat_template_kwargs.tools': got a value, expected variables"),
     "the same twice": ("trl", changed("trl", rejected=[YES]), "identical completions", "got the same chosen and rejected, expected two different completions"),
     "the same when rendered": ("trl", changed("trl", rejected=[turn("assistant", " Because. ")]), "identical completions", "got the same tokens for chosen and rejected"),
     "a label": ("trl", changed("trl", label=True), "a pair with a label", "field 'label': got a label beside chosen and rejected"),
@@ -169,19 +169,19 @@ def test_long_pairs(tmp_path: Path, chat: ChatTokenizer) -> None:
 def test_what_truncation_leaves(tmp_path: Path, chat: ChatTokenizer) -> None:
     asked = {**GIVEN["trl"], "prompt": [turn("user", "why? " * 80)]}
     same = {**GIVEN["trl"], "chosen": [LONG], "rejected": [turn("assistant", LONG["content"] + "!")]}
-    path, pairs = read(tmp_path, "\n".join(map(json.dumps, [asked, same])), chat)
-    assert [(problem.where, problem.reason) for problem in pairs.problems] == [
-        (f"{path}:1", "zero target tokens after truncation"),
-        (f"{path}:2", "identical completions after truncation"),
-    ]
-    assert "of which the first 49 are the same in both halves" in str(pairs.problems[1])
+    usual = {**GIVEN["trl"], "chosen": [LONG]}
+    _, pairs = read(tmp_path, "\n".join(map(json.dumps, [asked, usual, same])), chat)
+    assert (len(pairs), pairs.numbers, pairs.truncated, pairs.dropped, pairs.problems) == (1, [1], 1, 2, [])
+    assert "too long: 1 examples truncated, 2 dropped (2 of them since the cut leaves no answer to learn)" in list(pairs.report())
+    _, judged = read(tmp_path, json.dumps(asked), chat, method="kto")
+    assert (len(judged), judged.truncated, judged.dropped) == (0, 0, 2)
 
 
 def test_templates_that_change_the_prompt(tmp_path: Path, llama3: Path) -> None:
     cases = {
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": ("prompt rendered differently", "from character 0 on when an answer follows ('1Why?' becomes '2Why?"),
         "{{ raise_exception('no') }}": ("template error", "got no (from"),
-        "Q{% for m in messages %}{{ m.role }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}": ("zero target tokens", "got a completion without a token of its own"),
+        "Q{% for m in messages %}{{ m.role }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}": ("content not rendered", "got content of message 1 of 2 (user)"),
     }  # fmt: skip
     for number, (source, (reason, words)) in enumerate(cases.items()):
         file = tmp_path / f"{number}.jinja"

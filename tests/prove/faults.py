@@ -45,7 +45,7 @@ from megatron_llama.model.llama import Positions, Stage
 from megatron_llama.nn import context, loss, ops, recompute, rotary, sliding_context
 from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import local_sequence
-from megatron_llama.nn.embedding import _Lookup
+from megatron_llama.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -143,6 +143,25 @@ class _Saved:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
+
+
+def padding_row_of_every_rank() -> AbstractContextManager[object]:
+    """Each tp rank leaves out the gradient of its own row with the number that the padding token has on its rank."""
+    correct = VocabParallelEmbedding.forward
+
+    def forward(self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        if self.padding_idx is None:
+            return correct(self, ids)
+        rows = self.weight.shape[0]
+        with patch.object(self, "padding_idx", self.padding_idx % rows + rows * self.tp.rank):
+            return correct(self, ids)
+
+    return patch.object(VocabParallelEmbedding, "forward", forward)
+
+
+def padding_token_trained() -> AbstractContextManager[object]:
+    """Lookups of the padding token train its row of the embedding."""
+    return patch.object(llama, "padding_idx", lambda config: None)
 
 
 def padding_of_the_vocabulary() -> AbstractContextManager[object]:
@@ -643,6 +662,8 @@ TENSOR = _case(
     num_key_value_heads=1,
 )
 """Norms of heads, biases, and a key/value head that both ranks hold."""
+PADDED = _case("padding token", 2, tensor_model_parallel_size=2, pad_token_id=-1)
+"""The last token, which ends every document; with 512 rows for 360 tokens each rank has one with that number."""
 LOW_RANK = _case("low-rank additions", 2, tensor_model_parallel_size=2, sequence_parallel=True, lora_rank=4)
 CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", documents=True)
 RING = _case("ring of three", 3, context_parallel_size=3, cp_comm_type="ring", seq_length=36)
@@ -731,6 +752,7 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(bias_on_every_rank, "huggingface/text-generation-inference#1036", TENSOR, ONE, TP),
     Fault(logits_of_other_ranks, "modelscope/ms-swift#9947", TENSOR, ONE, TP),
     Fault(tokens_of_other_ranks, "deepseek-ai/DeepSeek-V3#298", TENSOR, ONE, TP),
+    Fault(padding_row_of_every_rank, "pytorch/torchtitan#4637", PADDED, ONE, TP),
     Fault(padding_of_the_vocabulary, "unslothai/unsloth#10616", TENSOR, ONE, TP),
     Fault(low_rank_halves_not_summed, "modelscope/mcore-bridge#173", LOW_RANK, ONE, TP),
     Fault(low_rank_spread_of_a_shard, "NVIDIA-NeMo/Megatron-Bridge#5840", LOW_RANK, ONE, TP),
@@ -759,6 +781,7 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(window_one_longer, "NVIDIA-NeMo/Megatron-Bridge#2656", ALONE, HF),
     Fault(norms_decay, "ServiceNow/Fast-LLM#542", ALONE, HF),
     Fault(eps_beside_the_root, "allenai/OLMo#281", ALONE, HF),
+    Fault(padding_token_trained, "google/torchax#11", PADDED, HF, "the padding token"),
     Fault(conversations_see_each_other, "hiyouga/LlamaFactory#2289", CONVERSATIONS, HF),
     Fault(padding_trained, "01-ai/Yi#110", CONVERSATIONS, "data"),
     Fault(clipped_with_the_loss_scale, "Lightning-AI/pytorch-lightning#9599", HALF, "precision"),

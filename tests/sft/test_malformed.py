@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     ),
     "a part that is no object": (chat(turn("user", ["x"])), "content is no text", "'messages[0].content[0]': got a JSON string"),
     "broken tool calls": (chat(USER, {"role": "assistant", "tool_calls": "f"}), "broken tool calls", "'messages[1].tool_calls': got f"),
-    "broken tools": (chat(USER, ANSWER, tools="f"), "tools are no array", "field 'tools': got a JSON string, expected an array"),
+    "broken tools": (chat(USER, ANSWER, tools="f"), "tools are no array", "field 'tools': got a text that is no JSON (Expecting value)"),
     "half a pair": (chat(USER, turn("assistant", "\ud83d")), "half a surrogate pair", "'messages[1].content': got half a surrogate pair"),
     "a noncharacter": (chat(turn("user", "\ufdd0"), ANSWER), "noncharacter", "'messages[0].content': got the noncharacter U+FDD0"),
     "a null character": (chat(turn("user", "a\0"), ANSWER), "null character", "'messages[0].content': got U+0000 at character 1"),
@@ -81,9 +81,53 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     "no answer": (chat(USER), "no answer at the end", "field 'messages': got a last message of role user, expected assistant"),
     "an empty answer": (chat(USER, turn("assistant", " \n")), "empty answer", "field 'messages[1]': got nothing but spaces"),
     "an empty question": (chat(turn("user", ""), ANSWER), "empty question", "field 'messages[0]': got nothing but spaces"),
-    "an empty system message": (chat(turn("system", ""), USER, ANSWER), "empty system message", "field 'messages[0]': got nothing but"),
+    "half a weight": (chat(USER, {**ANSWER, "weight": 0.5}), "a weight that is neither 0 nor 1", "'messages[1].weight': got 0.5"),
+    "marks against each other": (
+        chat(USER, {**ANSWER, "weight": 0, "train": True}),
+        "marks that contradict each other",
+        "'messages[1]': got weight false, train true",
+    ),
+    "a question to learn": (
+        chat({**USER, "train": True}, ANSWER),
+        "a mark that contradicts --loss-on",
+        "'messages[0]': got a mark that says that the message is learned",
+    ),
+    "nothing to learn": (chat(USER, {**ANSWER, "weight": 0}), "every answer is marked as not learned", "got 1 marked messages"),
+    "half an example": (chat(USER, ANSWER, weight=0.5), "weight of an example", "field 'weight': got 0.5, expected 1"),
+    "a column of images": (chat(USER, ANSWER, images=["a.png"]), "unknown meaning", "field 'images': got a value, expected no such field"),
+    "functions": (
+        chat(USER, ANSWER, functions=[{}]),
+        "unknown meaning",
+        "field 'functions': got a value, expected no such field; write them as",
+    ),
+    "a label": (
+        chat(USER, ANSWER, label=False),
+        "unknown meaning",
+        "field 'label': got a value, expected no such field; give the file to align",
+    ),
+    "a field that nothing reads": (chat(USER, ANSWER, reward=1.0), "unknown meaning", "field 'reward': got a value in a field that is not"),
+    "tools that no template renders": (
+        chat(USER, ANSWER, tools=[{}]),
+        "tools not rendered",
+        "field 'tools': got tools, and a template that leaves it out",
+    ),
+    "two reasonings": (
+        chat(USER, {**ANSWER, "reasoning": "a", "thinking": "b"}),
+        "two reasonings",
+        "'messages[1]': got different texts in thinking and reasoning",
+    ),
+    "reasoning in parts": (chat(USER, {**ANSWER, "reasoning": ["a"]}), "reasoning is no string", "'messages[1].reasoning': got a value"),
+    "variables as text": (
+        chat(USER, ANSWER, chat_template_kwargs="a"),
+        "variables of the template are no object",
+        "field 'chat_template_kwargs': got a JSON string, expected an object",
+    ),
     "a special token": (chat(turn("user", "x<|eot_id|>y"), ANSWER), "special token in a message", "'<|eot_id|>' at character 1"),
-    "cut before the answer": (chat(turn("user", "why? " * 200), ANSWER), "zero target tokens after truncation", "among the first 65"),
+    "an infinite number": (
+        '{"messages": [{"role": "user", "content": "x", "n": 1e999}]}',
+        "no JSON value",
+        "got the float inf, expected a text, a number, true, false or null",
+    ),
     "a tool first": (chat(turn("tool"), ANSWER), "wrong role order", "'messages[0]': got tool first, expected system or user"),
 }
 OTHER_FORMATS: dict[str, tuple[str, str, str, str]] = {
@@ -256,7 +300,14 @@ def test_templates_that_fail_or_leave_nothing(tmp_path: Path, llama3: Path) -> N
         "{{ raise_exception('no system here') }}": ("template error", "got no system here (from"),
         "{{ messages[7].content }}": ("template error", "got list object has no element 7"),
         "{{ 1 // 0 }}": ("template error", "got ZeroDivisionError"),
-        "{% generation %}{% endgeneration %}x": ("zero target tokens", "tokens, none of an answer"),
+        "{% generation %}{% endgeneration %}x": (
+            "content not rendered",
+            "got content of message 1 of 2 (user), and a template that leaves it out",
+        ),
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}": (
+            "content not rendered",
+            "got content of message 2 of 2 (assistant), and a template that leaves it outside {% generation %}",
+        ),
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": (
             "answers cannot be told apart",
             "messages[:2] differently",
@@ -295,6 +346,12 @@ def test_long_examples(tmp_path: Path, chat: ChatTokenizer) -> None:
     _, left = read(tmp_path, content, chat, on_long_sample="drop")
     assert (len(left), left.truncated, left.dropped, left.problems) == (1, 0, 1, [])
     assert list(left.report())[2] == "too long: 0 examples truncated, 1 dropped"
+    asked = f"{GOOD}\n{json.dumps({'messages': [turn('user', 'why? ' * 200), ANSWER]})}\n{long}\n".encode()
+    _, useful = read(tmp_path, asked, chat)
+    assert (len(useful), useful.truncated, useful.dropped, useful.problems) == (2, 1, 1, []), (
+        "what has no answer left is left out, and said"
+    )
+    assert list(useful.report())[2] == "too long: 1 examples truncated, 1 dropped (1 of them since the cut leaves no answer to learn)"
     path, stopped = read(tmp_path, content, chat, on_long_sample="stop")
     assert [str(problem).split(" tokens")[0] for problem in stopped.problems] == [f"{path}:2: got {max(cut.lengths)}"]
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from megatron_llama.cli import main
 from megatron_llama.errors import DataError
 from megatron_llama.sft.chat import ChatTokenizer, Encoded
-from megatron_llama.sft.formats import Conversation
+from megatron_llama.sft.formats import Conversation, read_example
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import BUILT_IN, ChatTemplate
 from megatron_llama.tokenizer.hf import HFTokenizer
@@ -53,6 +54,12 @@ def ours(folder: Path, template: str | None, messages: Sequence[Message], loss_o
 def test_ids_and_masks_are_those_of_transformers(name: str, kind: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     for messages in CONVERSATIONS:
+        if name in ("gemma", "mistral") and messages[0] == SYSTEM:
+            with pytest.raises(jinja2.TemplateError):
+                theirs(folder, BUILT_IN[name], messages)
+            with pytest.raises(UnusableError, match="template error"):
+                ours(folder, name, messages)
+            continue
         ids, mask = theirs(folder, BUILT_IN[name], messages)
         encoded = ours(folder, name, messages)
         assert encoded.ids == ids
@@ -97,12 +104,15 @@ def test_where_a_template_is_found(llama3: Path, tmp_path: Path) -> None:
     tokenizer = HFTokenizer(tmp_path / "tokenizer.json")
     assert ChatTokenizer(tokenizer).template.name == "built-in template plain, since the tokenizer has none"
     config = tmp_path / "tokenizer_config.json"
-    config.write_text('{"chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "{{ 1 }}"}]}')
+    config.write_text('{"chat_template": [{"name": "rag", "template": "t"}, {"name": "default", "template": "{{ 1 }}"}]}')
     assert (ChatTokenizer(tokenizer).template.name, ChatTokenizer(tokenizer).template.source) == (f"{config}: chat_template", "{{ 1 }}")
     (tmp_path / "chat_template.jinja").write_text("{{ 2 }}")
     assert ChatTokenizer(tokenizer).template.source == "{{ 2 }}"
     assert ChatTokenizer(tokenizer, "chatml").template.source == BUILT_IN["chatml"]
-    with pytest.raises(DataError, match=r"--chat-template nowhere: got .*expected a jinja file, or one of plain, chatml, llama2, llama3"):
+    with pytest.raises(
+        DataError,
+        match=r"--chat-template nowhere: got .*expected a jinja file in UTF-8, or one of plain, chatml, llama2, llama3, qwen2.5, ",
+    ):
         ChatTokenizer(tokenizer, "nowhere")
     (tmp_path / "chat_template.jinja").write_text("fine\n{% if %}")
     with pytest.raises(DataError, match=r"chat_template.jinja:2: got .*expected a jinja template"):
@@ -196,7 +206,97 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
 
 
 def test_helpers_of_templates() -> None:
-    source = "{{ messages | tojson }}{{ dict(a=1) }}{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ strftime_now('%Y') | length }}"
+    source = "{{ messages | tojson }}{{ dict(a=1) }}{{ dict.fromkeys([3]) }}{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ strftime_now('%Y') | length }}"
     text = ChatTemplate(source, "fine", {}).render([{"role": "user", "content": "<ä>"}]).text
-    assert text == '[{"role": "user", "content": "<ä>"}]' + "{'a': 1}24"
+    assert text == '[{"role": "user", "content": "<ä>"}]' + "{'a': 1}{3: None}24"
     assert ChatTemplate("{% for m in messages %}{% break %}{% endfor %}{{ tools }}", "fine", {}).render([{}], [1]).text == "[1]"
+
+
+CALLS = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("first", "second")]
+TOOLS = [{"type": "function", "function": {"name": "first", "description": "The first of them."}}]
+CALLING = "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}{% generation %}ANSWER{% endgeneration %}"
+CALLING += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+WHOLE = "{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls }}"
+LEFT_OUT = {
+    "all calls": ("{{ m.content or '' }}", "tool_calls not rendered", "tool_calls[0] of message 2 of 4 (assistant)"),
+    "all but the first call": (
+        "{{ m.content or '' }}{{ m.tool_calls[0] | tojson if m.tool_calls }}",
+        "tool_calls not rendered",
+        "tool_calls[1] of message 2 of 4",
+    ),
+    "what is said beside calls": (
+        "{{ m.tool_calls | tojson if m.tool_calls else m.content }}",
+        "content not rendered",
+        "content of message 2 of 4 (assistant)",
+    ),
+    "calls from the loss": (
+        "{{ m.content or '' }}{% endgeneration %}{{ m.tool_calls | tojson if m.tool_calls }}{% generation %}.",
+        "tool_calls not rendered",
+        "a template that leaves it outside {% generation %}",
+    ),
+    "the reasoning": (WHOLE, "reasoning not rendered", "reasoning of message 4 of 4 (assistant)"),
+    "the tools": (WHOLE + "{{ m.reasoning_content }}", "tools not rendered", "got tools, and a template that leaves it out"),
+    "nothing": (WHOLE + "{{ m.reasoning_content }}{{ tools | tojson }}", "", ""),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_what_a_template_leaves_out_is_refused(what: str, llama3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With file and line: else the text without it would be trained, and nobody would know."""
+    source, reason, words = LEFT_OUT[what]
+    (tmp_path / "chat.jinja").write_text(CALLING.replace("ANSWER", source))
+    messages = [
+        CONVERSATIONS[0][0],
+        {"role": "assistant", "content": "Two calls." if "said" in what or what == "nothing" else None, "tool_calls": CALLS},
+        {"role": "tool", "content": "found"},
+        {"role": "assistant", "content": "Done.", "reasoning": "They are done."},
+    ]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages, "tools": TOOLS}) + "\n")
+    command = ["data", "check", str(tmp_path / "data.jsonl"), "--tokenizer-model", str(llama3)]
+    assert main([*command, "--chat-template", str(tmp_path / "chat.jinja")]) == (1 if reason else 0)
+    said = capsys.readouterr()
+    assert (f"{tmp_path}/data.jsonl:1: field " in said.out + said.err) == bool(reason) and words in said.out + said.err
+    auto = AutoTokenizer.from_pretrained(llama3)
+    text = auto.apply_chat_template(messages, tools=TOOLS, chat_template=(tmp_path / "chat.jinja").read_text(), tokenize=False)
+    assert "found" in text, "transformers renders it"
+
+
+def test_content_that_is_null_is_not_there_for_a_template(llama3: Path, tmp_path: Path) -> None:
+    """As in transformers 5: one that asks for it fails, and is refused; one that does not, renders the same."""
+    record = {"messages": [CONVERSATIONS[0][0], {"role": "assistant", "content": None, "tool_calls": CALLS}], "tools": TOOLS}
+    auto = AutoTokenizer.from_pretrained(llama3)
+    for source, fails in (
+        ("{% for m in messages %}{{ m['content'] + '!' }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}{{ tools }}", True),
+        (
+            "{% for m in messages %}{{ m.content is defined }}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}{{ tools }}",
+            False,
+        ),
+    ):
+        (tmp_path / "chat.jinja").write_text(source)
+        example = read_example(record, "messages")
+        tokenizer = ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), str(tmp_path / "chat.jinja"))
+        if fails:
+            with pytest.raises(jinja2.TemplateError, match="no attribute 'content'"):
+                auto.apply_chat_template(record["messages"], tools=TOOLS, chat_template=source, tokenize=False)
+            with pytest.raises(UnusableError, match="template error") as refused:
+                tokenizer.read(example, "all")
+            assert "data.jsonl:7: got 'dict object' has no attribute 'content'" in str(refused.value.at("data.jsonl:7"))
+        else:
+            text = auto.apply_chat_template(record["messages"], tools=TOOLS, chat_template=source, tokenize=False)
+            assert tokenizer.read(example, "all").text == text and "False[{" in text
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_of_transformers(name: str, llama3: Path) -> None:
+    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    messages = [CONVERSATIONS[0][0], {"role": "assistant", "content": "Yes.", name: "I know.", "note": None}]
+    theirs = AutoTokenizer.from_pretrained(llama3).apply_chat_template(messages, chat_template=source, tokenize=False)
+    assert ChatTemplate(source, "own", {}).render(messages).text == theirs
+    assert '"thinking": "I know."' in theirs and '"reasoning_content": "I know."' in theirs and "note" not in theirs
+
+
+def test_marks_inside_marks_are_refused() -> None:
+    source = "{% generation %}a{% generation %}b{% endgeneration %}c{% endgeneration %}"
+    with pytest.raises(UnusableError, match="template error") as refused:
+        ChatTemplate(source, "own", {}).render(CONVERSATIONS[0])
+    assert "got one {% generation %} inside another (from own)" in str(refused.value.at("here"))

@@ -74,13 +74,15 @@ def config_of(folder: Path, vocab_size: int, **more: Any) -> Config:
     return Config(model=model, data=data, training=TrainingConfig(seq_length=SEQ_LENGTH, **more))
 
 
-def options_of(file: Path, **more: Any) -> SFTConfig:
-    return SFTConfig(**{"train_data": (str(file),), "on_bad_sample": "drop", "packing": True, "data_format": "prompt", **more})
+def options_of(kind: str, file: Path, **more: Any) -> SFTConfig:
+    given = {"train_data": (str(file),), "on_bad_sample": "drop", "packing": True, "data_format": "prompt"}
+    others = ("chosen", "rejected") if kind == "sft" else ("completion",)
+    return SFTConfig(**{**given, "ignore_keys": others, **more})
 
 
 def opened(kind: str, file: Path, folder: Path, chat: ChatTokenizer, world: Axis | None = None, **more: Any) -> Opened:
     """What a start of a run opens."""
-    world, config, options = world or Mesh.single().world, config_of(folder, chat.vocab_size), options_of(file, **more)
+    world, config, options = world or Mesh.single().world, config_of(folder, chat.vocab_size), options_of(kind, file, **more)
     if kind == "sft":
         return ExampleData(options, config, world, chat)
     return PairData(options, AlignConfig(method=kind, preference_format="trl"), config, world, chat)  # type: ignore[arg-type]
@@ -88,7 +90,7 @@ def opened(kind: str, file: Path, folder: Path, chat: ChatTokenizer, world: Axis
 
 def samples_in_memory(kind: str, file: Path, chat: ChatTokenizer) -> tuple[Examples, ExampleSamples | PairSamples]:
     """All examples in memory and samples of the training share: what a start is to give, without a store."""
-    options = options_of(file)
+    options = options_of(kind, file)
     if kind == "sft":
         examples = read_examples([file], chat, options, SEQ_LENGTH)
         return examples, ExampleSamples(examples, range(round(0.8 * len(examples))), SEQ_LENGTH, packing=True)
@@ -171,6 +173,7 @@ MATTERS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "the tokenizer": lambda start, folder: start.update(chat=changed_tokenizer(start["chat"], folder)),
     "the loss": lambda start, folder: start.update(loss_on="all"),
     "long examples": lambda start, folder: start.update(on_long_sample="drop"),
+    "fields that are not read": lambda start, folder: start.update(ignore_keys=("completion", "x")),
     "repairs": lambda start, folder: start.update(repair_conversations=("merge-repeated-roles",)),
     "the method": lambda start, folder: start.update(kind="reward"),
 }
@@ -199,10 +202,10 @@ def test_what_tokens_depend_on(change: str, file: Path, tmp_path: Path, chat: Ch
 
 def test_numbers_of_the_run_and_code_matter(file: Path, tmp_path: Path, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     config, world = config_of(tmp_path / "cache", chat.vocab_size), Mesh.single().world
-    ExampleData(options_of(file), config, world, chat)
-    ExampleData(options_of(file), replace(config, training=replace(config.training, seq_length=SEQ_LENGTH + 1)), world, chat)
-    ExampleData(options_of(file), replace(config, model=replace(config.model, vocab_size=2 * chat.vocab_size)), world, chat)
-    ExampleData(options_of(file), config, world, chat, "2001-02-03")
+    ExampleData(options_of("sft", file), config, world, chat)
+    ExampleData(options_of("sft", file), replace(config, training=replace(config.training, seq_length=SEQ_LENGTH + 1)), world, chat)
+    ExampleData(options_of("sft", file), replace(config, model=replace(config.model, vocab_size=2 * chat.vocab_size)), world, chat)
+    ExampleData(options_of("sft", file), config, world, chat, "2001-02-03")
     assert len(entries(tmp_path / "cache")) == 4
     other = tmp_path / "package"
     (other / "sft").mkdir(parents=True)
@@ -211,7 +214,7 @@ def test_numbers_of_the_run_and_code_matter(file: Path, tmp_path: Path, chat: Ch
     before = fingerprint.code_digest()
     (other / "sft" / "chat.py").write_text("another line\n")
     assert fingerprint.code_digest() != before
-    ExampleData(options_of(file), config, world, chat)
+    ExampleData(options_of("sft", file), config, world, chat)
     assert len(entries(tmp_path / "cache")) == 5
 
 

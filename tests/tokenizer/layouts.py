@@ -99,7 +99,7 @@ def llama3(folder: Path) -> None:
     (folder / "original").mkdir()
     lines = (b"%s %d\n" % (b64encode(bytes(byte_of[character] for character in text)), rank) for rank, text in enumerate(spelt))
     (folder / "original" / "tokenizer.model").write_bytes(b"".join(lines))
-    _json(folder / "original" / "params.json", {"use_scaled_rope": True})
+    _json(folder / "original" / "params.json", {"use_scaled_rope": True, "vocab_size": len(spelt) + 256})
     tokenizer.model.ignore_merges = True
     named = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id"}
     named |= {8: "eom_id", 9: "eot_id", 10: "python_tag"}

@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.export import hf_tokenizer
+from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.proto import BYTE, CONTROL, NORMAL, UNKNOWN, parse_model
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from tokenizers import Tokenizer
@@ -85,6 +86,47 @@ def test_every_normalizer(options: dict[str, Any], texts: list[str], chunks: lis
     twin = hf_tokenizer(parse_model(data, "trained"), "trained", "<s>")
     different = [text for text in [*chunks, *EDGES] if twin.encode(text, add_special_tokens=False).ids != processor.encode(text)]
     assert different == []
+
+
+SYMBOLS = ["[REF]", "[/REF]", "[REF", "a.b*c"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_user_defined_symbols(prefix: bool, texts: list[str], chunks: list[str], tmp_path: Path) -> None:
+    """As Mistral's models have them: what follows one begins no word. In a text, in a prompt and after an export; alone a symbol has no
+    space in front there."""
+    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "user_defined_symbols": SYMBOLS}
+    (tmp_path / "tokenizer.model").write_bytes(train(texts, add_dummy_prefix=prefix, **options))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
+    draw = random.Random(0)
+    parts = [*SYMBOLS, " ", "a", "\n", "[", "REF", "]", "  ", "\u2581", "é", "the"]
+    spelt = ["".join(draw.choices(parts, k=draw.randrange(2, 9))) for _ in range(3000)]
+    cases = [text for text in [*chunks[::2], *(f"{text[:90]}[REF]{text[90:]}" for text in chunks[::4]), *spelt, *EDGES] if text not in SYMBOLS]
+    ids = processor.encode(cases)
+    tokenizer.save_hf(tmp_path / "hf")
+    auto = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert [*map(unpack, tokenizer.encode_packed(cases))] == ids
+    assert [auto(text, add_special_tokens=False)["input_ids"] for text in cases] == ids
+    assert [tokenizer.encode_prompt(text)[1:] for text in cases] == ids
+    assert [auto.decode(line) for line in ids] == [processor.decode(line) for line in ids]
+    assert [auto(text, add_special_tokens=False)["input_ids"] for text in SYMBOLS] == [[processor.piece_to_id(text)] for text in SYMBOLS]
+    assert [processor.encode(text)[int(prefix) :] for text in SYMBOLS] == [[processor.piece_to_id(text)] for text in SYMBOLS]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_type": "unigram"}, "it is a unigram model with user-defined symbols"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "it normalizes text and has user-defined symbols"),
+        ({"user_defined_symbols": ["<a>", "\u2581\u2581"]}, "its user-defined symbol '\u2581\u2581' has a space"),
+    ],
+)
+def test_user_defined_symbols_that_cannot_be_expressed(options: dict[str, Any], message: str, texts: list[str]) -> None:
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "user_defined_symbols": ["<x>"]}
+    with pytest.raises(DataError) as caught:
+        hf_tokenizer(parse_model(train(texts[:30], vocab_size=700, **{**plain, **options}), "other.model"), "other.model", None)
+    assert message in str(caught.value)
 
 
 def test_models_without_a_counterpart_are_refused(texts: list[str]) -> None:

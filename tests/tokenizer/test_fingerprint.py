@@ -44,6 +44,9 @@ def changed(layouts: Path, name: str, folder: Path, change: Callable[[dict[str, 
     content = json.loads((folder / "tokenizer.json").read_text())
     change(content)
     (folder / "tokenizer.json").write_text(json.dumps(content))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in content["added_tokens"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return load_tokenizer(folder)
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from megatron_llama.errors import DataError
 from megatron_llama.sft.chat import ChatTokenizer
+from megatron_llama.sft.problems import UnusableError
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.packed import unpack
 from transformers import AutoTokenizer
 
 from tests.tokenizer.layouts import LAYOUTS, TIKTOKEN
@@ -89,6 +91,8 @@ def test_a_model_alone_has_a_begin_token_unless_it_is_said(layouts: Path, tmp_pa
         folder = tmp_path / source.name
         folder.mkdir()
         shutil.copy(source / "tokenizer.model", folder)
+        if source.name != "llama2":
+            shutil.copy(source / "params.json", folder)
         tokenizer = load_tokenizer(folder)
         assert tokenizer.encode_prompt("a text") == [tokenizer.bos_id, *tokenizer.encode("a text")]
         assert tokenizer.encode_prompt("a</s>")[-1] == tokenizer.eos_id if source.name == "llama2" else True
@@ -132,3 +136,114 @@ def test_special_tokens_map_names_tokens_where_the_configuration_lists_none(layo
     folder = changed(layouts / "llama3", tmp_path / "made", added_tokens_decoder=None)
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<|eom_id|>"}')
     assert load_tokenizer(folder).eos_id == AutoTokenizer.from_pretrained(folder).eos_token_id == 608
+
+
+def token(text: str, **properties: bool) -> dict[str, object]:
+    return {"content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True, **properties}
+
+
+def named_beside(kind: str, folder: Path) -> None:
+    """Name ``<tool>`` in a file beside tokenizer.json, which lacks it."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    listed = config["added_tokens_decoder"]
+    if kind == "listed":
+        config["added_tokens_decoder"] = {**listed, "9000": token("<tool>")}
+    elif kind == "listed as usual text":
+        config["added_tokens_decoder"] = {**listed, "9000": token("<tool>", special=False, normalized=True)}
+    elif kind == "listed with other properties":
+        config["added_tokens_decoder"] = {**listed, "9000": token("<tool>", lstrip=True, single_word=True)}
+    elif kind == "pad_token":
+        config["pad_token"] = "<tool>"
+    elif kind == "image_token":
+        config["image_token"] = "<tool>"
+    elif kind == "dictionary":
+        config["extra_special_tokens"] = {"tool_token": "<tool>"}
+    elif kind in ("additional_special_tokens", "extra_special_tokens"):
+        config[kind] = [*config.get(kind, []), "<tool>"]
+    else:
+        del config["added_tokens_decoder"]
+        (folder / "special_tokens_map.json").unlink(missing_ok=True)
+        name, content = {
+            "added_tokens.json": ("added_tokens.json", {"<tool>": 9000}),
+            "special_tokens_map.json": ("special_tokens_map.json", {"sep_token": token("<tool>")}),
+        }[kind]
+        (folder / name).write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+PLACES = ["listed", "listed as usual text", "listed with other properties", "pad_token", "image_token", "dictionary", "added_tokens.json"]
+PLACES += ["additional_special_tokens", "extra_special_tokens", "special_tokens_map.json"]
+SPELT = ["call <tool> now", "<tool>", "a <tool>b", "<tool><tool> <tool>\n", "no tool", "x<tool>y"]
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("name", ["llama3", "tekken", "gemma"])
+def test_tokens_that_only_settings_name(name: str, kind: str, layouts: Path, tmp_path: Path) -> None:
+    """They are tokens with the ids of transformers, in a text, word by word, in a prompt and after an export."""
+    folder = tmp_path / "made"
+    shutil.copytree(layouts / name, folder)
+    named_beside(kind, folder)
+    auto, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    ids = [auto(text, add_special_tokens=False)["input_ids"] for text in SPELT]
+    assert any(len(auto) - 1 in line for line in ids) and ours.vocab_size == len(auto)
+    assert [ours.encode(text) for text in SPELT] == [*map(unpack, ours.encode_packed(SPELT))] == ids
+    assert [ours.encode_prompt(text) for text in SPELT] == auto(SPELT)["input_ids"]
+    assert ours.token(len(auto) - 1) == "<tool>" and [ours.decode(line) for line in ids] == auto.batch_decode(ids, skip_special_tokens=True)
+    ours.save_hf(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(SPELT)["input_ids"] == auto(SPELT)["input_ids"]
+    assert ("<tool>" in ours.special_texts) == (auto.added_tokens_decoder[len(auto) - 1].special is True)
+
+
+@pytest.mark.parametrize("kind", ["pad_token", "additional_special_tokens", "special_tokens_map.json"])
+def test_tokens_that_only_settings_name_beside_a_model(kind: str, layouts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    shutil.copytree(layouts / "llama2", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": {}}))
+    named_beside(kind, folder)
+    auto, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert ours.vocab_size == len(auto) == 601 and ours.token(600) == "<tool>"
+    assert [ours.encode_prompt(text) for text in SPELT] == auto(SPELT)["input_ids"]
+    assert max(ours.encode(SPELT[0])) < 600, "in a corpus text stays text"
+    ours.save_hf(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(SPELT)["input_ids"] == auto(SPELT)["input_ids"]
+
+
+def test_a_token_that_a_message_spells_is_refused_wherever_it_is_named(layouts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    shutil.copytree(layouts / "llama3", folder)
+    named_beside("extra_special_tokens", folder)
+    chat = ChatTokenizer(load_tokenizer(folder))
+    with pytest.raises(UnusableError) as caught:
+        chat.continued([{"role": "user", "content": "call <tool> now"}])
+    assert "got the special token '<tool>' at character 5" in str(caught.value.at("pairs.jsonl:1"))
+
+
+def test_a_token_without_a_text_is_refused(layouts: Path, tmp_path: Path) -> None:
+    folder = changed(layouts / "llama3", tmp_path / "made", pad_token=3)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: pad_token: got 3, expected a token: a text, or an object with its content"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "gpt2", "smollm2", "mistral", "tekken", "gemma", "unigram"])
+def test_null_means_none(name: str, layouts: Path, tmp_path: Path) -> None:
+    """No well-known name brings back a token that the settings deny."""
+    folder = tmp_path / "made"
+    shutil.copytree(layouts / name, folder)
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**content, "bos_token": None, "eos_token": None}))
+    auto, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert (ours.bos_id, ours.eos_id) == (auto.bos_token_id, auto.eos_token_id) == (None, None)
+
+
+def test_a_well_known_name_counts_where_it_is_special(layouts: Path, tmp_path: Path) -> None:
+    """``<s>`` and ``</s>`` as words of the vocabulary are text; without settings the special end token is another one."""
+    content = json.loads((layouts / "gpt2" / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    for text, like in (("<s>", "Ġthe"), ("</s>", "ing")):
+        vocabulary[text] = vocabulary.pop(like)
+    content["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours = load_tokenizer(tmp_path)
+    assert (ours.bos_id, ours.token(ours.eos_id or 0)) == (None, "<|endoftext|>")

@@ -72,6 +72,7 @@ def lines(ranks: list[bytes]) -> bytes:
 def model(ranks: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama3") / "tokenizer.model"
     path.write_bytes(lines(ranks))
+    path.with_name("params.json").write_text(json.dumps({"use_scaled_rope": True, "vocab_size": VOCAB + 256}))
     return path
 
 
@@ -223,7 +224,7 @@ def test_names_of_the_special_tokens() -> None:
 @pytest.mark.parametrize(("params", "name"), [({"use_scaled_rope": True}, "<|eom_id|>"), ({"dim": 64}, "<|reserved_special_token_4|>")])
 def test_the_version_is_read_beside_the_file(params: dict[str, object], name: str, model: Path, tmp_path: Path) -> None:
     shutil.copy(model, tmp_path)
-    (tmp_path / "params.json").write_text(json.dumps(params))
+    (tmp_path / "params.json").write_text(json.dumps({**params, "vocab_size": VOCAB + 256}))
     load_tokenizer(tmp_path).save_hf(tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").encode(name) == [VOCAB + 8]
 

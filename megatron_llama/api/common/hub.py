@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+from megatron_llama.config.json_file import read_weight_map
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.distributed.launcher import start_of_processes
 from megatron_llama.errors import ConfigError
@@ -36,6 +37,7 @@ SINGLE = "model.safetensors"
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -43,6 +45,7 @@ TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "config.json",
 )
 MODEL = (*TOKENIZER, "generation_config.json", INDEX)
@@ -170,7 +173,9 @@ def _snapshot(name: HubName, content: Content, where: str, *, cached_only: bool 
 
     place = f"{constants.ENDPOINT}/{name.repo}"
     try:
-        folder = download(TOKENIZER if content == "tokenizer" else MODEL, name.revision)
+        # As in transformers a single file comes before an index beside it.
+        files = {"tokenizer": TOKENIZER, "shapes": MODEL, "model": (*MODEL, SINGLE)}
+        folder = download(files[content], name.revision)
         if content == "model":
             # The commit is known now: the weights are those of the same one.
             download(_weights(folder), folder.name)
@@ -209,12 +214,13 @@ def _snapshot(name: HubName, content: Content, where: str, *, cached_only: bool 
 
 
 def _weights(folder: Path) -> list[str]:
-    """The files of a snapshot's weights: those that its index names, and no second copy of them
-    that lies beside (``consolidated.safetensors``, ``original/``)."""
+    """The files of a snapshot's weights: the single file, or those that its index names, and no
+    second copy of them that lies beside (``consolidated.safetensors``, ``original/``). Raises
+    CheckpointError for a damaged index."""
     index = folder / INDEX
-    if not index.is_file():
+    if (folder / SINGLE).is_file() or not index.is_file():
         return [SINGLE]
-    files = set(json.loads(index.read_bytes())["weight_map"].values())
+    files = set(read_weight_map(index).values())
     # A name is a pattern there, and a file of a repository: neither may lead elsewhere.
     return sorted(file for file in files if re.fullmatch(r"[\w.-]+\.safetensors", file))
 

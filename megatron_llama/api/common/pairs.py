@@ -150,7 +150,7 @@ def template_of(tokenizer: Tokenizer, template: ChatTemplate, rendered: str | No
     fingerprint = Fingerprint.of(tokenizer, tokenizer.vocab_size).entry()
     entry = {
         "tokenizer": fingerprint,
-        "template": text_digest(template.source),
+        "template": text_digest(*template.sources),
         "rendered": rendered,
     }
     return json.dumps(entry, sort_keys=True)

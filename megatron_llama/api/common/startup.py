@@ -65,7 +65,7 @@ def start_up(parsed: Parsed, processes: Processes, *, needs_data: bool = True) -
     ``needs_data``: the command reads --data-path."""
     from megatron_llama.api.common.loaded import loaded_model
     from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
-    from megatron_llama.loop.start import compare, find_start
+    from megatron_llama.loop.start import compare, find_start, with_pad_embedding_as_before
     from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
     from megatron_llama.metrics.mlflow import require_mlflow
     from megatron_llama.metrics.tensorboard import require_tensorboard
@@ -85,6 +85,7 @@ def start_up(parsed: Parsed, processes: Processes, *, needs_data: bool = True) -
     start = find_start(options) if options.load is not None else None
     trained = loaded_model(parsed, start)
     config = assemble(parsed, trained=trained)
+    config, padding = with_pad_embedding_as_before(config, start, parsed.explicit)
     layout: tuple[str, ...] = ()
     if wanted(parsed):
         choice = processes.choose(parsed, config, start)
@@ -105,6 +106,6 @@ def start_up(parsed: Parsed, processes: Processes, *, needs_data: bool = True) -
     return Ready(
         config,
         vocabulary,
-        (*parsed.notes, *layout, *resolved.notes, *decided),
+        (*parsed.notes, *padding, *layout, *resolved.notes, *decided),
         (*resolved.warnings, *changes, *vocabulary.warnings),
     )

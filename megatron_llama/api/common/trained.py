@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,14 @@ from typing import Any
 
 import torch
 
+from megatron_llama.checkpoint.carried import GENERATION, end_tokens
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
+from megatron_llama.config.hf import carried_config
+from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.rope import longest_sequence, longest_sequence_name
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.formats import ModelReader, open_model
+from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
 from megatron_llama.conversion.native.reader import NativeReader
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Mesh
@@ -66,7 +69,8 @@ class Trained:
     """Tokens that end a text: those of generation_config.json and config.json, else the tokenizer's
     end token."""
     notes: tuple[str, ...] = ()
-    """What of generation_config.json is not applied here."""
+    """Which weights were read of several, and what of generation_config.json is not applied
+    here."""
 
     def beyond(self, where: str, ids: Sequence[int]) -> str | None:
         """Say which of the tokens the model has no row for, if there is one."""
@@ -146,7 +150,8 @@ def load_trained(
     own = frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
     stops = frozenset(_end_tokens(source)) or own
     stage = load_stage(source, dtype, device)
-    return Trained(stage, tokenizer, stops, tuple(generation_notes(source)))
+    own_notes = (note for note in source.notes if note != OPTIMIZER_LEFT_OUT)
+    return Trained(stage, tokenizer, stops, (*own_notes, *generation_notes(source)))
 
 
 def tokenizer_folder(source: ModelReader) -> Path:
@@ -158,8 +163,8 @@ def generation_notes(source: ModelReader) -> Iterator[str]:
     """Yield a line for each field of the model's generation_config.json with which transformers
     would write another text than this program does from the same options."""
     for path in source.tokenizer_files:
-        if path.name == "generation_config.json":
-            content = json.loads(path.read_text())
+        if path.name == GENERATION:
+            content = read_json_object(path)
             for name, neutral in UNUSED_IN_GENERATION.items():
                 if content.get(name) not in (None, neutral):
                     yield f"{path} {name} {content[name]}: not applied here"
@@ -167,12 +172,9 @@ def generation_notes(source: ModelReader) -> Iterator[str]:
 
 def _end_tokens(source: ModelReader) -> Iterator[int]:
     """Yield the end tokens that the model's own files name. They come before the tokenizer's: a
-    chat model ends its messages with another token than its documents."""
-    found: list[Any] = [source.model.eos_token_id, source.extra.get("eos_token_id")]
+    chat model ends its messages with another token than its documents. Raises CheckpointError."""
+    hf_config = carried_config(source.model, source.extra, dtype=source.dtype)
+    yield from end_tokens(hf_config, f"{source.folder} config.json")
     for path in source.tokenizer_files:
-        if path.name == "generation_config.json":
-            found.append(json.loads(path.read_text()).get("eos_token_id"))
-    for entry in found:
-        for token in entry if isinstance(entry, list) else [entry]:
-            if isinstance(token, int):
-                yield token
+        if path.name == GENERATION:
+            yield from end_tokens(read_json_object(path), str(path))

@@ -142,7 +142,7 @@ def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
     """Yield the options that name files which are not on this machine, and what to say of each."""
     from megatron_llama.data.shards import is_stream
     from megatron_llama.loop.start import AUTO
-    from megatron_llama.sft.template import BUILT_IN
+    from megatron_llama.sft.built_in_templates import BUILT_IN
 
     data = parsed.get(DataConfig)
     checkpoint = parsed.get(CheckpointConfig)

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.hf import read_hf_config
+from megatron_llama.config.json_file import read_weight_map
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.model_fields import read_config
 from megatron_llama.conversion.safetensors_file import DTYPES, row_blocks
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.conversion.torch_file import TorchFile, TorchWeights
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError, counted, describe
 from megatron_llama.plans.params import VOCABULARY_TENSORS, Rectangle, hf_shapes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OLD_SINGLE = "pytorch_model.bin"
 OLD_INDEX = "pytorch_model.bin.index.json"
-WEIGHT_FILES = (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE)
-"""The file that says where the weights are, preferred first."""
+WEIGHT_FILES = (SINGLE, INDEX, OLD_SINGLE, OLD_INDEX)
+"""The file that says where the weights are, preferred first, as in transformers."""
 DOWNLOAD = "copy the file again from where the model came from"
+WRAPPERS: Mapping[str, str] = MappingProxyType(
+    {
+        "_orig_mod.": "a module of torch.compile",
+        "_fsdp_wrapped_module.": "FullyShardedDataParallel",
+        "base_model.": "a model of PEFT",
+        "module.": "DistributedDataParallel",
+    }
+)
+"""What the names of tensors begin with that were saved from a wrapped model."""
 EMBEDDING, HEAD = VOCABULARY_TENSORS
 
 
@@ -59,10 +70,22 @@ class HFWeights:
                 do="leave tie_word_embeddings to the folder",
             )
         self._file_of: dict[str, Any] = {}
-        for path in _weight_files(self.folder):
-            file = _open(path)
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+        self._read = {"config.json", SUMS}
+        named, *others = present_weight_files(self.folder)
+        self.notes: tuple[str, ...] = ()
+        """What else in the folder holds weights."""
+        if others:
+            names = ", ".join(path.name for path in others)
+            note = f"{named}: the weights are read from it, not from {names} beside it"
+            self.notes = (f"{note}, as in transformers",)
+        refuse(f"{self.folder} stores tensors twice:", list(self._open_files(named)))
         refuse(f"{self.folder} does not hold the model:", list(self._problems()))
+
+    def files_left_out(self, kept: Collection[str]) -> list[str]:
+        """Return the names of what else lies in the folder, ``kept`` apart: nothing of it goes into
+        another folder of the model."""
+        names = {path.name for path in self.folder.iterdir()}
+        return sorted(names - self._read - {*kept})
 
     @property
     def dtype(self) -> str:
@@ -72,8 +95,33 @@ class HFWeights:
         names = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
         return names[found.pop()] if len(found) == 1 else "float32"
 
+    def _open_files(self, named: Path) -> Iterator[str]:
+        """Open the weight files and note which of them holds each tensor. Yield the tensors of
+        which two files hold different values: transformers takes the value of either."""
+        self._read.add(named.name)
+        for path in _listed_files(named):
+            self._read.add(path.name)
+            file = _open(path)
+            for name in list(file.keys()):
+                known = self._file_of.setdefault(name, file)
+                if known is file or _is_equal(known.get_slice(name), file.get_slice(name), name):
+                    continue
+                got = f"other values in {path.name} than in another file of {named.name}"
+                do = "remove the tensor from the file that does not belong to the model"
+                yield describe(f"{self.folder} {name}", got=got, expected="one tensor", do=do)
+
     def _problems(self) -> Iterator[str]:
         shapes = hf_shapes(self.model)
+        embeddings = (name for name in self._file_of if name.endswith(EMBEDDING))
+        prefix = min((name.removesuffix(EMBEDDING) for name in embeddings), key=len, default="")
+        if prefix:
+            wrapper = next((why for start, why in WRAPPERS.items() if start in prefix), "another")
+            count = sum(name.startswith(prefix) for name in self._file_of)
+            got = f"{counted(count, 'tensor')} whose names begin with {prefix!r}"
+            expected = f"the names of the model, such as {EMBEDDING}"
+            do = f"this is a model within {wrapper}: save the inner model alone"
+            yield describe(self.folder, got=got, expected=expected, do=do)
+            return
         for name, shape in shapes.items():
             where = f"{self.folder} {name}"
             if name not in self._file_of:
@@ -105,11 +153,7 @@ class HFWeights:
             return
         head = self._file_of[HEAD].get_slice(HEAD)
         embedding = self._file_of[EMBEDDING].get_slice(EMBEDDING)
-        shape = tuple(embedding.get_shape())
-        rows = [(slice(b.offset[0], b.offset[0] + b.size[0]),) for b in row_blocks(HEAD, shape)]
-        if tuple(head.get_shape()) != shape or not all(
-            torch.equal(head[block].float(), embedding[block].float()) for block in rows
-        ):
+        if not _is_equal(head, embedding, HEAD):
             yield describe(
                 f"{self.folder} {HEAD}",
                 got="other values than in the embedding",
@@ -144,7 +188,6 @@ class HFReader:
         Raises CheckpointError."""
         self.format = "hf"
         self.folder = folder
-        self.notes = ()
         model, self.extra = read_config(config or folder / "config.json", ignored=ignored)
         assert model is not None
         if vocab_size not in (0, model.vocab_size):
@@ -153,36 +196,51 @@ class HFReader:
             raise CheckpointError("--vocab-size", got=vocab_size, expected=expected, do=do)
         self._weights = HFWeights(folder, model, own=model)
         self.model = model
+        self.notes = self._weights.notes
         self.dtype = self._weights.dtype
         self.tokenizer_files = tokenizer_files_of(folder)
+
+    def files_left_out(self) -> list[str]:
+        """Return the names of the files in the folder that do not go into a conversion."""
+        kept = {path.relative_to(self.folder).parts[0] for path in self.tokenizer_files}
+        return self._weights.files_left_out(kept)
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         self._weights(rectangle, out)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the weight files, safetensors preferred. Raises CheckpointError with all that are
-    missing."""
-    path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
-    if path is None:
+def present_weight_files(folder: Path) -> list[Path]:
+    """Return those of WEIGHT_FILES that are there; the weights are read from the first. Raises
+    CheckpointError when there is none."""
+    found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
+    if not found:
         do = "save the model with transformers' save_pretrained, which writes one of them"
         raise CheckpointError(folder, got="no weights", expected=f"{SINGLE} or {INDEX}", do=do)
-    if path.name in (SINGLE, OLD_SINGLE):
-        return [path]
-    try:
-        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            path, got=got, expected="JSON with a weight_map", do=DOWNLOAD
-        ) from error
+    return found
+
+
+def _listed_files(named: Path) -> list[Path]:
+    """Return the files of the weights: those that an index names, or ``named`` itself. Raises
+    CheckpointError with all that are missing."""
+    if named.name not in (INDEX, OLD_INDEX):
+        return [named]
+    paths = [named.parent / name for name in sorted(set(read_weight_map(named).values()))]
     missing = [
-        describe(folder / name, got="no such file", expected=f"it, by {path.name}", do=DOWNLOAD)
-        for name in names
-        if not (folder / name).is_file()
+        describe(path, got="no such file", expected=f"it, by {named.name}", do=DOWNLOAD)
+        for path in paths
+        if not path.is_file()
     ]
-    refuse(f"{folder} is incomplete:", missing)
-    return [folder / name for name in names]
+    refuse(f"{named.parent} is incomplete:", missing)
+    return paths
+
+
+def _is_equal(one: Any, other: Any, name: str) -> bool:
+    """Whether two stored tensors, as slices of their files, have the same values."""
+    shape = tuple(one.get_shape())
+    if tuple(other.get_shape()) != shape:
+        return False
+    rows = [slice(b.offset[0], b.offset[0] + b.size[0]) for b in row_blocks(name, shape)]
+    return all(torch.equal(one[block].float(), other[block].float()) for block in rows)
 
 
 def _open(path: Path) -> Any:

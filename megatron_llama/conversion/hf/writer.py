@@ -3,7 +3,6 @@ trained model leaves."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +13,14 @@ from typing import Any
 
 import torch
 
+from megatron_llama.checkpoint.carried import NO_FILES, Carried, derived_generation, save_tokenizer
 from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.folders import new_folder, require_replaceable, sync, write_synced
-from megatron_llama.config.hf import hf_config_from_model
+from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.hf.reader import INDEX, SINGLE
 from megatron_llama.conversion.safetensors_file import is_exported, write_safetensors
+from megatron_llama.conversion.tokenizer_files import with_end_tokens
 from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
@@ -36,6 +37,7 @@ EXPORT_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates",
     SUMS,
 )
 """What an export, or a conversion to this format, may hold."""
@@ -69,10 +71,9 @@ class HFWriter:
             file_of = {tensor: name for name, shapes in files.items() for tensor in shapes}
             total = {"total_size": elements * dtype.itemsize}
             write_synced(folder / INDEX, _json({"metadata": total, "weight_map": file_of}))
-        config = hf_config_from_model(model, dtype=str(dtype).removeprefix("torch.")) | dict(extra)
-        ids = {n: config[n] for n in ("bos_token_id", "eos_token_id") if config[n] is not None}
+        config = carried_config(model, extra, dtype=str(dtype).removeprefix("torch."))
         write_synced(folder / "config.json", _json(config))
-        write_synced(folder / "generation_config.json", _json({"_from_model_config": True, **ids}))
+        write_synced(folder / "generation_config.json", _json(derived_generation(config)))
         for name, shapes in files.items():
             elements = sum(math.prod(shape) for shape in shapes.values())
             write = partial(
@@ -90,14 +91,15 @@ def export_hf(
     *,
     max_shard_bytes: int = SHARD_BYTES,
     sources: Iterable[str | Path] = (),
+    carried: Carried = NO_FILES,
     overwrite: bool = False,
 ) -> Path:
     """Write a folder for ``AutoModelForCausalLM.from_pretrained`` and return its path. It appears
     whole or not at all.
 
     ``model`` has its derived fields filled in. ``dtype`` is ``float32`` (bit-exact), ``bfloat16``
-    or ``float16``. At most 64 MiB of weights are in memory at a time. What may be
-    replaced says ``require_export``. Raises CheckpointError.
+    or ``float16``. ``carried`` is what the model came with. At most 64 MiB of weights are in memory
+    at a time. What may be replaced says ``require_export``. Raises CheckpointError.
     """
     target = Path(folder).resolve()
     require_export(target, sources, overwrite=overwrite)
@@ -110,18 +112,15 @@ def export_hf(
                 expected=f"at most the model's vocab_size {model.vocab_size}",
                 do="give the tokenizer of the training data",
             )
-        bos = tokenizer.bos_id if model.bos_token_id is None else model.bos_token_id
-        eos = tokenizer.eos_id if model.eos_token_id is None else model.eos_token_id
-        model = dataclasses.replace(model, bos_token_id=bos, eos_token_id=eos)
+        model = with_end_tokens(model, carried.hf_config, tokenizer)
     with new_folder(target) as fresh:
         for task in HFWriter(max_shard_bytes, is_export=True).tasks(
-            fresh, model, source, getattr(torch, dtype), {}
+            fresh, model, source, getattr(torch, dtype), carried.hf_config
         ):
             task.run()
-        if tokenizer is not None:
-            tokenizer.save_hf(fresh)
-            for path in fresh.iterdir():
-                sync(path)
+        save_tokenizer(tokenizer, fresh, carried.generation)
+        for path in fresh.rglob("*"):
+            sync(path)
     return target
 
 

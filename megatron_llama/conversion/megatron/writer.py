@@ -13,6 +13,7 @@ import torch
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
 from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.megatron.args import held_problems, make_args
 from megatron_llama.conversion.megatron.names import (
@@ -71,7 +72,7 @@ class MegatronWriter:
         pp = len(self.split)
         partition = partition_of(self.split, pp)
         args = make_args(model, self.family, dtype, self.tp, self.split, layout)
-        args["hf_config"] |= extra
+        args["hf_config"] = carried_config(model, extra, dtype=str(dtype).removeprefix("torch."))
         write_synced(folder / TRACKER, b"release")
         for stage in range(pp):
             for tp_rank in range(self.tp):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.folders import write_synced
-from megatron_llama.config.hf import hf_config_from_model
+from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.meta.names import (
     HF_EMBEDDING,
@@ -53,7 +53,7 @@ class MetaWriter:
         extra: Mapping[str, Any],
     ) -> Iterator[WriteTask]:
         """Yield a task for each file of weights. The small files are written at once."""
-        config = hf_config_from_model(model, dtype=str(dtype).removeprefix("torch.")) | dict(extra)
+        config = carried_config(model, extra, dtype=str(dtype).removeprefix("torch."))
         for name, content in ((PARAMS, make_params(model)), ("config.json", config)):
             write_synced(folder / name, (json.dumps(content, indent=2) + "\n").encode())
         by_rows = model.vocab_size >= ROW_CUT_VOCABULARY

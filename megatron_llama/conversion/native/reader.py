@@ -8,9 +8,7 @@ from torch import Tensor
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
-from megatron_llama.checkpoint.meta import META
-from megatron_llama.config.hf import read_config_json
-from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT, extra_fields
+from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
@@ -39,7 +37,7 @@ class NativeReader:
         self.dtype = (
             "bfloat16" if training.get("bf16") else "float16" if training.get("fp16") else "float32"
         )
-        self.extra = extra_fields(read_config_json(self.folder / META).get("model", {}))
+        self.extra = meta.state.hf_config
         run_folder = self.folder.parent
         self.tokenizer_files = tokenizer_files_of(run_folder / TOKENIZER, run_folder)
         self.notes = (OPTIMIZER_LEFT_OUT,) if meta.optimizer_step else ()

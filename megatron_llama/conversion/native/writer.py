@@ -3,7 +3,6 @@ starts at iteration 0, with a fresh optimizer."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,12 +100,10 @@ def _meta(
 ) -> bytes:
     run = Config() if state is None else state.config
     training = replace(run.training, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    position = TrainState(0, 0)
+    position = TrainState(0, 0, hf_config=extra)
     updates = 0
     if state is not None:
-        position = TrainState(state.iteration, state.consumed_samples)
+        position = TrainState(state.iteration, state.consumed_samples, hf_config=extra)
         updates = state.step
     config = replace(run, model=model, training=training)
-    content = json.loads(meta_json(position, updates, [1.0, 0.0, 0.0], config))
-    content["model"] |= extra
-    return (json.dumps(content, indent=2) + "\n").encode()
+    return meta_json(position, updates, [1.0, 0.0, 0.0], config)

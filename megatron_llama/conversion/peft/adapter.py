@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.adapters import MergedWeights
 from megatron_llama.checkpoint.folders import new_folder, sync, write_synced
 from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.conversion.formats import ModelReader
 from megatron_llama.conversion.hf.writer import EXPORT_FILES, require_export
@@ -95,7 +96,7 @@ def write_peft(
         write_synced(fresh / CONFIG, config.encode())
         if tokenizer is not None:
             tokenizer.save_hf(fresh)
-            for path in fresh.iterdir():
+            for path in fresh.rglob("*"):
                 sync(path)
 
 
@@ -128,7 +129,7 @@ class PeftAdapter:
         """Open the folder; ``model`` is the one that the additions belong to. Raises
         CheckpointError with all that does not fit."""
         self.folder = Path(folder)
-        config = _read_config(self.folder / CONFIG)
+        config = read_json_object(self.folder / CONFIG, do=COPY)
         known = projections(model)
         whole = trained_beside_adapters(model)
         problems = list(_config_problems(self.folder / CONFIG, config, known, whole))
@@ -176,18 +177,6 @@ class PeftAdapter:
             for start, size in zip(rectangle.offset, rectangle.size, strict=True)
         )
         out.copy_(self._file.get_slice(PREFIX + rectangle.name)[window])
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            path, got=error, expected="the configuration of a PEFT adapter (JSON)", do=COPY
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(path, got=type(content).__name__, expected="a JSON object", do=COPY)
-    return content
 
 
 def _config_problems(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import Any
 
 from megatron_llama.checkpoint.meta import META
 from megatron_llama.checkpoint.storage import METADATA, refuse
+from megatron_llama.config.json_file import read_json_object
 from megatron_llama.conversion.megatron.names import find_folder
 from megatron_llama.conversion.torch_dist.container import COPY_AGAIN, Container
 from megatron_llama.conversion.torch_file import TorchFile
@@ -76,13 +76,9 @@ def _backend_problems(folder: Path) -> Iterator[str]:
         yield describe(path, got=got, expected="a folder of torch_dist", do=SAVE_AGAIN)
         return
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        got = f"damaged content ({type(error).__name__})"
-        yield describe(path, got=got, expected="JSON", do=COPY_AGAIN)
-        return
-    if not isinstance(found, dict):
-        yield describe(path, got=type(found).__name__, expected="an object", do=COPY_AGAIN)
+        found = read_json_object(path, do=COPY_AGAIN)
+    except CheckpointError as error:
+        yield str(error)
         return
     for name, expected in VERSIONS.items():
         value = found.get(name)

@@ -31,6 +31,7 @@ from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region, make_index
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_parts
+from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.megatron.args import held_problems, make_args
 from megatron_llama.conversion.megatron.names import (
@@ -204,7 +205,7 @@ class TorchDistWriter:
     ) -> dict[str, Any]:
         """Return what Megatron-LM keeps beside tensors, in its order."""
         args = make_args(model, "megatron", dtype, self.tp, [model.num_hidden_layers], TE)
-        args["hf_config"] |= extra
+        args["hf_config"] = carried_config(model, extra, dtype=str(dtype).removeprefix("torch."))
         content_metadata: dict[str, Any] = {
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,

@@ -13,7 +13,7 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.formats import ModelReader
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer
 
 BEYOND = 64
 """Tokens behind the context that a rotary scaling stretches, or a window reaches: there a wrong one
@@ -67,11 +67,7 @@ def make_prompt(
 
 
 def _tokenizer(source: ModelReader, vocab_size: int) -> Tokenizer | None:
-    for path in sorted(
-        path
-        for path in source.tokenizer_files
-        if path.name in ("tokenizer.json", "tokenizer.model")
-    ):
+    for path in sorted(path for path in source.tokenizer_files if path.name in USUAL_NAMES):
         try:
             tokenizer = load_tokenizer(path)
         except DataError:  # a damaged one is not what is being compared here

@@ -70,12 +70,16 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         *_shape_problems(model),
         *_kind_problems(model),
         *_rotary_problems(model),
-        *_token_problems(model),
+        *token_problems(model),
         *_label_problems(model),
     ]
     yield from problems
     # Numbers out of range are named by ranges.py.
-    numbers = [value for value in vars(model).values() if isinstance(value, int | float)]
+    numbers = [
+        value
+        for name, value in vars(model).items()
+        if isinstance(value, int | float) and name != "pad_token_id"  # may count from the end
+    ]
     sizes = (*MODEL_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
     positive = (*sizes, "rms_norm_eps", "rope_theta", "partial_rotary_factor")
     in_range = min(numbers) >= 0 and min(getattr(model, name) for name in positive) > 0
@@ -141,7 +145,8 @@ def _rotary_problems(model: ModelConfig) -> Iterator[str]:
         yield from rope_problems("rope_scaling", model.rope_scaling, frequencies=rotated // 2)
 
 
-def _token_problems(model: ModelConfig) -> Iterator[str]:
+def token_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield special tokens that are none of a vocabulary whose size is known."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(model, name)
         if token is not None and token >= model.vocab_size > 0:
@@ -149,6 +154,15 @@ def _token_problems(model: ModelConfig) -> Iterator[str]:
             yield describe(
                 flag(name), got=token, expected=f"an id below vocab_size {model.vocab_size}", do=do
             )
+    padding = model.pad_token_id
+    if padding is not None and padding < -model.vocab_size < 0:
+        yield describe(
+            flag("pad_token_id"),
+            got=padding,
+            expected=f"an id, or a negative one that counts the {model.vocab_size} rows of the "
+            "embedding from the end, as in transformers",
+            do="give --pad-token-id of your tokenizer, or null",
+        )
 
 
 def _label_problems(model: ModelConfig) -> Iterator[str]:

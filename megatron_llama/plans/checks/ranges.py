@@ -25,7 +25,7 @@ POSITIVE = frozenset(_POSITIVE.split())
 _CHECKED_ELSEWHERE = (
     "train_iters adam_beta1 adam_beta2 optimizer_offload_fraction zenflow_topk_ratio "
     "zenflow_update_interval_cap zenflow_full_warm_up_rounds lora_dropout profile_step_end "
-    "nccl_pp_max_ctas"
+    "nccl_pp_max_ctas pad_token_id"
 )
 CHECKED_ELSEWHERE = frozenset(_CHECKED_ELSEWHERE.split())
 """Numbers of which another check says more exactly what they have to be."""

@@ -88,6 +88,14 @@ def run_problems(config: Config) -> Iterator[str]:
             do=do,
         )
     weights = config.checkpoint
+    padding = config.model.pad_token_id
+    if weights.resize_embeddings and padding is not None and padding < 0:
+        yield describe(
+            flag("pad_token_id"),
+            got=padding,
+            expected="an id: --resize-embeddings adds rows, from whose end it would be counted",
+            do="give --pad-token-id of your tokenizer, or null",
+        )
     if weights.resize_embeddings and weights.load is None and weights.init_from_hf is None:
         do = "leave it out: a new model has rows for all tokens, or give --init-from-hf or --load"
         yield describe(

@@ -1,0 +1,70 @@
+"""Reads the JSON files that lie beside a model or a tokenizer: one reader, one error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama.errors import CheckpointError, UserError
+
+COPY_AGAIN = "copy the file again"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+KINDS: Mapping[type, str] = MappingProxyType(
+    {list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+)
+
+
+def read_json_object(
+    path: str | Path, *, do: str = COPY_AGAIN, error: type[UserError] = CheckpointError
+) -> dict[str, Any]:
+    """Return the JSON object in a file. ``do`` is the remedy, for messages.
+
+    What transformers refuses is refused: a byte-order mark, another encoding than UTF-8, and any
+    value but an object. Raises ``error`` with the file, and with the line where there is one."""
+    try:
+        data = (Path(path) if isinstance(path, str) else path).read_bytes()
+    except OSError as problem:
+        got = problem.strerror or problem
+        raise error(path, got=got, expected="a readable file", do=do) from problem
+    return parse_json_object(data, path, do=do, error=error)
+
+
+def parse_json_object(
+    data: bytes, path: str | Path, *, do: str = COPY_AGAIN, error: type[UserError] = CheckpointError
+) -> dict[str, Any]:
+    """Return the JSON object in the content of a file, as ``read_json_object`` does."""
+    if data.startswith(BYTE_ORDER_MARK):
+        got = "a byte-order mark"
+        remedy = "save the file as UTF-8 without one: transformers does not read it either"
+        raise error(path, got=got, expected="a JSON object", do=remedy)
+    if not data.strip():
+        raise error(path, got="an empty file", expected="a JSON object", do=do)
+    try:
+        value = json.loads(data.decode())
+    except UnicodeDecodeError as problem:
+        line = 1 + data.count(b"\n", 0, problem.start)
+        got = f"the byte {data[problem.start]:#04x}, which is not UTF-8"
+        raise error(f"{path}:{line}", got=got, expected="valid JSON in UTF-8", do=do) from problem
+    except json.JSONDecodeError as problem:
+        where = f"{path}:{problem.lineno}"
+        raise error(where, got=problem, expected="valid JSON", do=do) from problem
+    except (ValueError, RecursionError) as problem:  # a number of too many digits, deep nesting
+        raise error(path, got=problem, expected="valid JSON", do=do) from problem
+    if not isinstance(value, dict):
+        got = "null" if value is None else f"a JSON {KINDS[type(value)]}"
+        raise error(path, got=got, expected="a JSON object", do=do)
+    return value
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return the name of the file that holds each tensor, by an index of weights. Raises
+    CheckpointError."""
+    found = read_json_object(path).get("weight_map")
+    is_map = isinstance(found, dict) and all(isinstance(name, str) for name in found.values())
+    if not found or not is_map:
+        expected = "a weight_map with the file of each tensor"
+        raise CheckpointError(path, got="none", expected=expected, do=COPY_AGAIN)
+    return dict(found)

@@ -1,0 +1,172 @@
+"""Finds what a template leaves out of a conversation, which would be missing from training in
+silence.
+
+What changes no character of the text when it is taken away, or is another, has not been rendered.
+Of an answer that is learnt, that text is what the loss counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_llama.sft.fields import REASONING, is_empty, is_harmless
+from megatron_llama.sft.formats import ASSISTANT, Conversation
+from megatron_llama.sft.marks import LossOn, is_counted
+from megatron_llama.sft.problems import UnusableError
+from megatron_llama.sft.template import ChatTemplate, Rendered
+
+TELLING = 16
+"""Words of so many characters that stand in a text as often as in the messages have come from
+there. Of fewer, a template may have them in its own words."""
+
+
+def refuse_unrendered(
+    template: ChatTemplate, example: Conversation, whole: Rendered, loss_on: LossOn
+) -> None:
+    """Raise UnusableError for a part of the conversation that is not in ``whole``, which the
+    template has made of it."""
+    messages = example.messages
+    marked = "\n".join(whole.answer_texts()) if template.marks_answers else whole.text
+    for index, message in enumerate(messages):
+        # With the loss on all, what a template leaves out of earlier answers is its own way of
+        # rendering them.
+        counted = (
+            message["role"] == ASSISTANT
+            and is_counted(example, index, loss_on)
+            and (loss_on == "assistant" or index == len(messages) - 1)
+        )
+        if counted and _says_nothing(message):
+            raise UnusableError(
+                "empty answer",
+                field=_field(example, index),
+                got=f"nothing but spaces in {_place(example, index)}",
+                expected="text, or calls of tools",
+                do="leave the example out",
+            )
+        text = marked if counted else whole.text
+        for name, less in _without_parts(message, counted=counted):
+            if name == "content" and _stands_in(text, message["content"].strip(), messages):
+                continue
+            others = (*messages[:index], less, *messages[index + 1 :])
+            other = _rendered(template, replace(example, messages=others))
+            if other is None:
+                continue
+            if counted and template.marks_answers:
+                same = other.answer_texts() == whole.answer_texts()
+            else:
+                same = other.text == whole.text
+            if same:
+                outside = counted and other.text != whole.text
+                part = f"{name} of {_place(example, index)}"
+                raise _unrendered(template, part, _field(example, index, name), outside=outside)
+    for part, field, less_of_it in _without_fields(template, example):
+        other = _rendered(template, less_of_it)
+        if other is not None and other.text == whole.text:
+            raise _unrendered(template, part, field)
+
+
+def _says_nothing(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    blank = content is None or (isinstance(content, str) and not content.strip())
+    return blank and not any(message.get(name) for name in ("tool_calls", *REASONING))
+
+
+def _without_parts(
+    message: Mapping[str, Any], *, counted: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the parts of a message by name, each with the message without it, or with another."""
+    content = message.get("content")
+    calls = message.get("tool_calls") or ()
+    # An earlier answer beside calls may be reasoning alone, which some templates leave out there.
+    if isinstance(content, str) and content.strip() and (counted or not calls):
+        yield "content", {**message, "content": ""}
+        # Some templates refuse empty content, whatever they make of other.
+        yield "content", {**message, "content": f"{content}x"}
+    for at in range(len(calls)):
+        rest = [*calls[:at], *calls[at + 1 :]]
+        less = {name: value for name, value in message.items() if name != "tool_calls"}
+        yield f"tool_calls[{at}]", {**less, "tool_calls": rest} if rest else less
+    if counted and any(message.get(name) for name in REASONING):
+        yield (
+            next(name for name in REASONING if message.get(name)),
+            {name: value for name, value in message.items() if name not in REASONING},
+        )
+
+
+def _stands_in(text: str, words: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a text has the words of a message as often as all messages have them."""
+    if len(words) < TELLING:
+        return False
+    contents = (message.get("content") for message in messages)
+    said = sum(content.count(words) for content in contents if isinstance(content, str))
+    return text.count(words) >= said
+
+
+def _without_fields(
+    template: ChatTemplate, example: Conversation
+) -> Iterator[tuple[str, str, Conversation]]:
+    """Yield what a conversation says beside roles, texts and calls: its name, the place where it
+    stands first, and the conversation without it."""
+    if example.tools:
+        yield "tools", "tools", replace(example, tools=None)
+    for name, value in example.variables.items():
+        # What is not there is false, too.
+        if value and not template.names_variable(name):
+            place = f"chat_template_kwargs.{name}"
+            yield place, place, replace(example, variables={})
+    seen = {"role", "content", "tool_calls"}
+    for index, message in enumerate(example.messages):
+        # What a tool says follows the call that asked for it, also in templates without names.
+        linked = ("name", "tool_call_id") if message["role"] == "tool" else ()
+        for name, value in message.items():
+            if name in seen or name in linked or is_empty(value) or is_harmless(name):
+                continue
+            names = REASONING if name in REASONING else (name,)
+            seen.update(names)
+            # What is not there is false, too. That a template leaves out the reasoning of earlier
+            # answers is its own way of rendering them.
+            named = any(map(template.names_field, names))
+            if named and (name in REASONING or not value):
+                continue
+            messages = tuple(
+                {key: value for key, value in each.items() if key not in names}
+                for each in example.messages
+            )
+            part = f"{name} of {_place(example, index)}"
+            yield part, _field(example, index, name), replace(example, messages=messages)
+
+
+def _rendered(template: ChatTemplate, example: Conversation) -> Rendered | None:
+    """Render a conversation; None where the template refuses it, and so has looked at what is
+    missing."""
+    try:
+        return template.render(example.messages, example.tools, variables=example.variables)
+    except UnusableError:
+        return None
+
+
+def _place(example: Conversation, index: int) -> str:
+    return f"message {index + 1} of {len(example.messages)} ({example.messages[index]['role']})"
+
+
+def _field(example: Conversation, index: int, name: str = "") -> str:
+    """Where a message, or a part of it, stands in the file."""
+    message = example.places[index] if example.places else f"messages[{index}]"
+    return f"{message}.{name}" if name else message
+
+
+def _unrendered(
+    template: ChatTemplate, part: str, field: str, *, outside: bool = False
+) -> UnusableError:
+    where = "leaves it outside {% generation %}" if outside else "leaves it out"
+    kind = part.partition("[")[0].partition(" ")[0].partition(".")[0]
+    return UnusableError(
+        f"{kind} not rendered",
+        field=field,
+        got=f"{part}, and a template that {where} (from {template.name})",
+        expected="a template that renders all of the conversation",
+        do="give another --chat-template, or "
+        + ("leave the example out" if kind == "content" else f"--ignore-keys {kind}"),
+    )

@@ -1,0 +1,126 @@
+"""Lookups of the padding token do not train its row, as in transformers, in every layout; with --train-pad-embedding they do, as in
+Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_llama.plans.params import EMBEDDING, Rectangle
+from torch import Tensor
+
+from tests.families.twins import TWINS, FamilyLayout
+from tests.families.twins import reference as family_reference
+from tests.harness import Cluster
+from tests.parallel.cases import (
+    GLOBAL_BATCH_SIZE,
+    LOSS_BOUND,
+    MODEL,
+    NORM_BOUND,
+    OPTIMIZER,
+    STEPS,
+    Layout,
+    Reference,
+    deviation,
+    initial_weights,
+    merged,
+    samples,
+    train,
+    train_hf,
+)
+from tests.parallel.test_zenflow import zen
+
+References = Callable[[Layout], Reference]
+SPACE, ASTERISK = (ord(character) * 7 % MODEL.vocab_size for character in " *")
+"""Of two tensor-parallel ranks the first has the row of the space, the second that of the asterisk."""
+ALL_AXES = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, pad=SPACE)
+
+
+def test_the_text_has_the_padding_tokens() -> None:
+    tokens = samples(range(STEPS * GLOBAL_BATCH_SIZE))
+    assert int((tokens == SPACE).sum()) > 500 and int((tokens == ASTERISK).sum()) > 10
+    assert SPACE < 256 <= ASTERISK < MODEL.vocab_size
+
+
+def initial_row(row: int) -> Tensor:
+    """With which all runs here begin."""
+    values = torch.empty(1, MODEL.hidden_size)
+    initial_weights()(Rectangle(EMBEDDING, (MODEL.vocab_size, MODEL.hidden_size), (row, 0), (1, MODEL.hidden_size), 0), values)
+    return values[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pad=SPACE),
+        Layout(pad=SPACE, tied=True),
+        Layout(tp=2, sp=True, pad=ASTERISK, steps=6),
+        replace(ALL_AXES, schedule="zb-h1", strategy="optim_grads"),
+        replace(ALL_AXES, tied=True, strategy="optim_grads_params", recompute="full", steps=6),
+        pytest.param(Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved", pad=SPACE, tied=True), marks=pytest.mark.long),
+        pytest.param(Layout(pp=2, virtual=2, dp=2, microbatches=4, schedule="zb-v", pad=SPACE, tied=True), marks=pytest.mark.long),
+        Layout(cp=2, dp=2, strategy="optim_grads_params", microbatches=2, pad=SPACE, steps=6),
+        pytest.param(Layout(tp=4, pad=SPACE), marks=pytest.mark.long),
+        pytest.param(Layout(dp=2, strategy="no_shard", pad=SPACE, tied=True, recompute="selective"), marks=pytest.mark.long),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_training_is_that_of_transformers(references: References, cluster: Cluster, layout: Layout) -> None:
+    """Without a tied head nothing but weight decay changes the row."""
+    records = cluster.run(layout.world_size, train, layout)
+    expected = references(layout)
+    assert expected.hf is not None
+    row = expected.row(layout.name, records[0])
+    assert row.holds, row
+    trained, alone = merged(records), merged([expected.single])
+    for name, weight in trained.items():
+        assert float((weight - alone[name]).norm() / alone[name].norm()) < 1e-4, name
+    decayed = initial_row(layout.pad or 0) * (1 - OPTIMIZER.lr * OPTIMIZER.weight_decay) ** layout.steps
+    change = float((trained[EMBEDDING][layout.pad] - decayed).norm() / decayed.norm())
+    assert change > 0.01 if layout.tied else change < 1e-5
+
+
+def test_the_option_trains_the_row_to_the_bit_as_without_a_padding_token(cluster: Cluster) -> None:
+    """And so its runs are far from transformers'."""
+    layout = Layout(tp=2, sp=True, pad=SPACE, steps=6)
+    trained, without, dropped = (
+        cluster.run(2, train, run)[0] for run in (replace(layout, trains_pad=True), replace(layout, pad=None), layout)
+    )
+    assert (trained.losses, trained.norms, trained.parameters) == (without.losses, without.norms, without.parameters)
+    theirs = train_hf(layout.reference)
+    assert deviation(dropped.losses, theirs.losses) < LOSS_BOUND and deviation(dropped.norms, theirs.norms) < NORM_BOUND
+    assert deviation(trained.losses, theirs.losses) > 10 * LOSS_BOUND and deviation(trained.norms, theirs.norms) > 100 * NORM_BOUND
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FamilyLayout(family="phi3", tp=2, sp=True, pad=SPACE, steps=6),
+        pytest.param(FamilyLayout(family="qwen2", pp=2, microbatches=2, pad=SPACE, steps=6), marks=pytest.mark.long),
+        pytest.param(FamilyLayout(family="gemma3", tp=2, cp=2, pad=SPACE, steps=6), marks=pytest.mark.long),
+        pytest.param(FamilyLayout(family="olmo2", dp=2, pad=SPACE, steps=6), marks=pytest.mark.long),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_families(cluster: Cluster, layout: FamilyLayout) -> None:
+    """Heads of their own, tied ones, and an embedding with a factor."""
+    expected = family_reference(cluster, layout)
+    assert expected.hf is not None and layout.model.tie_word_embeddings == TWINS[layout.family].ours.tie_word_embeddings
+    row = expected.row(layout.name, cluster.run(layout.world_size, train, layout)[0])
+    assert row.holds, row
+
+
+def test_zenflow(cluster: Cluster) -> None:
+    """What it adds up for later is zero, too."""
+    layout = zen(Layout(tp=2, pp=2, sp=True, tied=True, microbatches=2, strategy="optim_grads", steps=6, layers=2, pad=SPACE))
+    records = cluster.run(layout.world_size, train, layout)
+    alone = cluster.run(1, train, zen(layout.reference))
+    assert deviation(records[0].losses, alone[0].losses) < LOSS_BOUND and deviation(records[0].norms, alone[0].norms) < NORM_BOUND
+    untied = cluster.run(1, train, zen(Layout(steps=6, layers=2, pad=SPACE)))
+    row = merged(untied)[EMBEDDING][SPACE]
+    decayed = initial_row(SPACE)
+    assert float((row - decayed).norm() / decayed.norm()) < 1e-3
+    others = zen(Layout(steps=6, layers=2, pad=SPACE, trains_pad=True))
+    assert float((merged(cluster.run(1, train, others))[EMBEDDING][SPACE] - decayed).norm() / decayed.norm()) > 1e-2
