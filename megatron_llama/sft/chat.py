@@ -16,7 +16,7 @@ from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.families import family_of
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
-from megatron_llama.sft.marks import LossOn, refuse_contradictions
+from megatron_llama.sft.marks import LossOn, is_counted, refuse_contradictions
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import ChatTemplate, Rendered, find_template, own_template
 from megatron_llama.sft.unrendered import refuse_unrendered
@@ -67,10 +67,6 @@ class ChatTokenizer:
         path: Path | None = getattr(tokenizer, "path", None)
         self._folder = path.parent if path is not None else None
         self.template = find_template(wanted, self._folder, self._reader.special_names(), now)
-        self._special = re.compile(
-            "|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True)))
-            or r"(?!)"
-        )
         if self.eos_id is None and not self._reader.frame[1]:
             where = str(path or "the tokenizer")
             raise DataError(
@@ -232,6 +228,23 @@ class ChatTokenizer:
             ids = self._reader.encode(text)
         return Encoded(text, ids, [False] * len(ids))
 
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Finds what no message may spell: special tokens, and what the template writes around
+        messages where that is a token of its own, though the tokenizer does not call it special. A
+        token in letters and digits alone is a word, which messages may have."""
+        around = ""
+        with suppress(UnusableError):  # a template that renders no usual conversation
+            around = self.template.render([{"role": "user", "content": "?"}]).text
+            around += self._behind_answer()
+        markers = [
+            text
+            for text in self._reader.added_texts
+            if text in around and not text.isalnum() and not text.isspace()
+        ]
+        texts = sorted({*self._reader.special_texts, *markers}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
     def _refuse_special(self, text: str) -> None:
         if (found := self._special.search(text)) is not None:
             got = f"the special token {found[0]!r} at character {found.start()}"
@@ -268,8 +281,8 @@ class ChatTokenizer:
             return self._last_answer(template, example, whole)
         unlearned = {
             index
-            for index, learned in enumerate(example.learned)
-            if learned is False and example.messages[index]["role"] == ASSISTANT
+            for index, message in enumerate(example.messages)
+            if message["role"] == ASSISTANT and not is_counted(example, index, loss_on)
         }
         if template.marks_answers and not unlearned:
             return whole.answers

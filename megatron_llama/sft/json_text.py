@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -99,21 +98,11 @@ def _invalid(reason: str, expected: str) -> UnusableError:
 
 
 def _decoder() -> json.JSONDecoder:
-    return json.JSONDecoder(
-        object_pairs_hook=_without_repetition, parse_constant=_no_number, parse_float=_finite
-    )
+    return json.JSONDecoder(object_pairs_hook=_without_repetition, parse_constant=_no_number)
 
 
 def _no_number(word: str) -> float:
     raise ValueError(f"{word} is no JSON number")
-
-
-def _finite(word: str) -> float:
-    """Python reads a number that is too large as infinity, for which JSON has no word."""
-    number = float(word)
-    if math.isinf(number):
-        raise ValueError(f"{word[:40]} is too large for a number")
-    return number
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,10 +13,16 @@ LossOn = Literal["assistant", "last", "all"]
 
 def is_counted(example: Conversation, index: int, loss_on: LossOn) -> bool:
     """Return whether the loss counts the message of an index, by the option and by its mark."""
-    message = example.messages[index]
-    last = index == len(example.messages) - 1
-    by_option = loss_on == "all" or (message["role"] == ASSISTANT and (loss_on != "last" or last))
-    return by_option and not (example.learned and example.learned[index] is False)
+    marked = example.learned and example.learned[index] is False
+    return _is_counted_unmarked(example, index, loss_on) and not marked
+
+
+def _is_counted_unmarked(example: Conversation, index: int, loss_on: LossOn) -> bool:
+    if loss_on == "all":
+        return True
+    if example.messages[index]["role"] != ASSISTANT or index < example.prompt_messages:
+        return False
+    return loss_on == "assistant" or index == len(example.messages) - 1
 
 
 def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
@@ -24,10 +30,8 @@ def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
     count it, and if all that the loss would count is marked as not to be learned."""
     if not example.learned:
         return
-    last = len(example.messages) - 1
     counted = [
-        loss_on == "all" or (message["role"] == ASSISTANT and (loss_on != "last" or index == last))
-        for index, message in enumerate(example.messages)
+        _is_counted_unmarked(example, index, loss_on) for index in range(len(example.messages))
     ]
     for place, learned, counts in zip(example.places, example.learned, counted, strict=True):
         if learned and not counts:

@@ -139,6 +139,12 @@ class HFTokenizer:
             if token.special
         ]
 
+    @property
+    def added_texts(self) -> list[str]:
+        """The tokens that the vocabulary was given beside those that it learnt, as text: a text
+        that spells one has it, special or not."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+
     def token(self, id: int) -> str | None:
         spelt: str | None = self._tokenizer.id_to_token(id)
         return spelt

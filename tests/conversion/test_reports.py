@@ -76,7 +76,9 @@ def test_an_adapter_without_the_prefix_of_peft_is_refused(tmp_path: Path, capsys
     get_peft_model(AutoModelForCausalLM.from_pretrained(original), LoraConfig(**options)).save_pretrained(tmp_path / "adapter")
     words = ["merge", str(original), str(tmp_path / "merged"), "--adapter", str(tmp_path / "adapter")]
     weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
-    save_file({name.removeprefix("base_model.model."): values for name, values in weights.items()}, tmp_path / "adapter/adapter_model.safetensors")
+    save_file(
+        {name.removeprefix("base_model.model."): values for name, values in weights.items()}, tmp_path / "adapter/adapter_model.safetensors"
+    )
     assert main(words) == 1
     assert "base_model.model.model.layers.0" in capsys.readouterr().err and not (tmp_path / "merged").exists()
     save_file(weights, tmp_path / "adapter/adapter_model.safetensors")

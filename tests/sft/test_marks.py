@@ -75,7 +75,9 @@ def refusal(chat: ChatTokenizer, record: dict[str, Any], loss_on: Any = "assista
 
 def theirs(auto: Any, source: str, without: int, first: int) -> tuple[list[int], list[bool]]:
     """Ids of transformers, and its mask without the answer with this number."""
-    encoded = auto.apply_chat_template(list(TALK[first:]), chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    encoded = auto.apply_chat_template(
+        list(TALK[first:]), chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     mask: list[bool] = []
     answers = 0
     for counts, run in groupby(encoded["assistant_masks"]):
