@@ -327,6 +327,14 @@ def test_every_page_of_the_documentation_is_on_the_site() -> None:
     assert sorted(found) == sorted(["index.md", *pages, *shown])
 
 
+def test_each_line_of_the_page_of_inputs_names_a_test() -> None:
+    named = re.findall(r"\| `([\w/]+\.py)::(test_\w+)` \|$", (ROOT / "docs" / "inputs.md").read_text(), re.MULTILINE)
+    lines = [line for line in (ROOT / "docs" / "inputs.md").read_text().splitlines() if line.startswith("| ") and not line.startswith("| kind |")]
+    assert len(named) == len(lines) > 60
+    for file, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"docs/inputs.md: no {name} in {file}"
+
+
 def test_the_package_is_as_large_as_the_readme_says() -> None:
     """Within a twentieth: the figures are an order of magnitude, and no page to change with every line."""
     core, whole = re.findall(r"has\s([\d,]+)( lines)?[.;]", (ROOT / "README.md").read_text())

@@ -172,7 +172,7 @@ def _preview(
 
 def _left_out(example: Example) -> str:
     """Say how many messages of an example are marked as not to be learned."""
-    count = 0 if isinstance(example, Passage) else example.learned.count(False)
+    count = 0 if isinstance(example, Passage) else len(example.unlearned)
     return f"; {counted(count, 'message')} marked as not learned" if count else ""
 
 

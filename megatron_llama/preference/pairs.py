@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +33,7 @@ from megatron_llama.sft.formats import (
     with_types,
 )
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.repair import Placed, Repair, repaired
+from megatron_llama.sft.repair import INSTRUCTIONS, Placed, Repair, repaired
 
 PREFERENCE_FIELDS = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag")
 """Fields by which a file of preferences is told from one of conversations."""
@@ -196,17 +195,14 @@ def refuse_marks(found: Preference, method: str) -> None:
     conversations."""
     for one in unpaired(found):
         example = one.completion.example
-        if isinstance(example, Passage) or not example.learned:
-            continue
-        for place, learned in zip(example.places, example.learned, strict=True):
-            if learned is False:
-                raise UnusableError(
-                    "a mark that the method cannot obey",
-                    field=place,
-                    got="a message that is marked as not learned",
-                    expected=f"no such mark: --method {method} counts whole conversations",
-                    do="leave the example out, or give --ignore-keys with the name of the mark",
-                )
+        if isinstance(example, Conversation) and example.unlearned:
+            raise UnusableError(
+                "a mark that the method cannot obey",
+                field=example.places[min(example.unlearned)],
+                got="a message that is marked as not learned",
+                expected=f"no such mark: --method {method} counts whole conversations",
+                do="leave the example out, or give --ignore-keys with the name of the mark",
+            )
 
 
 def encode_pair(tokenizer: ChatTokenizer, pair: Pair) -> list[EncodedCompletion]:
@@ -269,9 +265,9 @@ def _completed(
     example = completion.example
     counts = [True] * len(encoded.ids)
     if isinstance(example, Conversation):
-        behind = slice(completion.prompt_messages, None)
-        answers = [message["role"] == ASSISTANT for message in example.messages[behind]]
-        if all(mark is False for mark in compress(example.learned[behind] or (None,), answers)):
+        behind = range(completion.prompt_messages, len(example.messages))
+        answers = [index for index in behind if example.messages[index]["role"] == ASSISTANT]
+        if example.unlearned.issuperset(answers):
             raise UnusableError(
                 "every answer is marked as not learned",
                 field=example.places[-1],
@@ -279,7 +275,7 @@ def _completed(
                 expected="one or more",
                 do="leave the example out, or give --ignore-keys with the name of the mark",
             )
-        if len(answers) > 1:
+        if len(behind) > 1:
             counts = tokenizer.read(example, "assistant").loss_mask
     mask = [index >= shared and count for index, count in enumerate(counts)]
     if not any(mask):
@@ -423,7 +419,7 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
                 expected="conversations that differ behind their prompt",
                 do="give the prompt in a field 'prompt'",
             )
-        if half[shared]["role"] in ("user", "system"):
+        if half[shared]["role"] in ("user", *INSTRUCTIONS):
             raise UnusableError(
                 "differing prompts",
                 field=f"{name}[{shared}]",
@@ -625,7 +621,7 @@ def _one(
     wanted = [repair for repair in repairs if repair != "drop-unanswered-end"]
     mended, done = repaired(before, wanted)
     where, first = completion[0]
-    if not any(message["role"] != "system" for _, message in mended):
+    if not any(message["role"] not in INSTRUCTIONS for _, message in mended):
         raise UnusableError(
             "no prompt",
             field=where,

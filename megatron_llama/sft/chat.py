@@ -16,7 +16,7 @@ from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.families import family_of
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
-from megatron_llama.sft.marks import LossOn, is_counted, refuse_contradictions
+from megatron_llama.sft.marks import LossOn, refuse_contradictions
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import ChatTemplate, Rendered, find_template, own_template
 from megatron_llama.sft.unrendered import refuse_unrendered
@@ -279,11 +279,7 @@ class ChatTokenizer:
         if loss_on == "last":
             # That it is to be learned has been checked.
             return self._last_answer(template, example, whole)
-        unlearned = {
-            index
-            for index, message in enumerate(example.messages)
-            if message["role"] == ASSISTANT and not is_counted(example, index, loss_on)
-        }
+        unlearned = example.unlearned | example.answers_in_prompt
         if template.marks_answers and not unlearned:
             return whole.answers
         by_message = (
@@ -338,9 +334,7 @@ class ChatTokenizer:
     ) -> Iterator[tuple[int, int]]:
         """Yield the characters that each message adds to the text that is marked as not to be
         learned."""
-        for index, learned in enumerate(example.learned):
-            if learned is not False:
-                continue
+        for index in sorted(example.unlearned):
             before = _rendered(template, example, index).text if index else ""
             until = _rendered(template, example, index + 1).text
             if not (until.startswith(before) and whole.startswith(until)):

@@ -22,14 +22,13 @@ from megatron_llama.sft.fields import (
     without_keys,
 )
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.repair import Placed, Repair, repaired
+from megatron_llama.sft.repair import INSTRUCTIONS, Placed, Repair, repaired
 
 ASSISTANT = "assistant"
 ROLES: Mapping[str, str] = MappingProxyType(
     {
-        **{role: role for role in ("system", "user", ASSISTANT, "tool")},
+        **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool")},
         **{
-            "developer": "system",
             "human": "user",
             "gpt": ASSISTANT,
             "chatgpt": ASSISTANT,
@@ -58,8 +57,9 @@ _RESERVED = frozenset(_NO_VARIABLES.split())
 """Names in ``chat_template_kwargs`` that say what is rendered and how, and are no variables."""
 _FOLLOWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "": ("system", "user"),
-        "system": ("user",),
+        "": (*INSTRUCTIONS, "user"),
+        "system": ("developer", "user"),
+        "developer": ("user",),
         "user": (ASSISTANT,),
         ASSISTANT: ("user", "tool"),
         "tool": ("tool", ASSISTANT),
@@ -87,6 +87,17 @@ class Conversation:
     prompt_messages: int = 0
     """How many messages, the first ones, are the prompt of a completion: an answer among them is no
     answer to learn."""
+
+    @property
+    def unlearned(self) -> frozenset[int]:
+        """The indices of the messages that the file marks as not to be learned."""
+        return frozenset(index for index, mark in enumerate(self.learned) if mark is False)
+
+    @property
+    def answers_in_prompt(self) -> frozenset[int]:
+        """The indices of the answers that are part of a completion's prompt."""
+        prompt = enumerate(self.messages[: self.prompt_messages])
+        return frozenset(index for index, message in prompt if message["role"] == ASSISTANT)
 
     @property
     def texts(self) -> Iterator[str]:
@@ -486,7 +497,7 @@ def checked(
         if role not in _FOLLOWS[before]:
             got = f"{role} {f'after {before}' if before else 'first'}"
             expected = " or ".join(_FOLLOWS[before])
-            first = before in ("", "system") and role == ASSISTANT
+            first = before in ("", *INSTRUCTIONS) and role == ASSISTANT
             mend = "drop-leading-answers" if first else "merge-repeated-roles"
             do = "mend the order of the messages"
             if first or role == before:
@@ -498,7 +509,7 @@ def checked(
             )
             raise UnusableError(reason, field=where, got=got, expected=expected, do=do)
         empty = not message.get("tool_calls") and not message["content"].strip()
-        if empty and role != "system":
+        if empty and role not in INSTRUCTIONS:
             word = {ASSISTANT: "answer", "user": "question"}.get(role, f"{role} message")
             do = "leave the example out"
             raise UnusableError(

@@ -11,18 +11,15 @@ from megatron_llama.sft.problems import UnusableError
 LossOn = Literal["assistant", "last", "all"]
 
 
-def is_counted(example: Conversation, index: int, loss_on: LossOn) -> bool:
-    """Return whether the loss counts the message of an index, by the option and by its mark."""
-    marked = example.learned and example.learned[index] is False
-    return _is_counted_unmarked(example, index, loss_on) and not marked
-
-
-def _is_counted_unmarked(example: Conversation, index: int, loss_on: LossOn) -> bool:
+def counted_messages(example: Conversation, loss_on: LossOn) -> list[bool]:
+    """Return whether --loss-on counts each message, whatever its mark says."""
     if loss_on == "all":
-        return True
-    if example.messages[index]["role"] != ASSISTANT or index < example.prompt_messages:
-        return False
-    return loss_on == "assistant" or index == len(example.messages) - 1
+        return [True] * len(example.messages)
+    answers = [
+        message["role"] == ASSISTANT and index not in example.answers_in_prompt
+        for index, message in enumerate(example.messages)
+    ]
+    return answers if loss_on == "assistant" else [*[False] * (len(answers) - 1), answers[-1]]
 
 
 def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
@@ -30,9 +27,7 @@ def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
     count it, and if all that the loss would count is marked as not to be learned."""
     if not example.learned:
         return
-    counted = [
-        _is_counted_unmarked(example, index, loss_on) for index in range(len(example.messages))
-    ]
+    counted = counted_messages(example, loss_on)
     for place, learned, counts in zip(example.places, example.learned, counted, strict=True):
         if learned and not counts:
             raise UnusableError(
@@ -42,11 +37,11 @@ def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
                 expected=f"marks of what --loss-on {loss_on} counts",
                 do="remove the mark, or give another --loss-on, or --ignore-keys with its name",
             )
-    if all(learned is False for learned in compress(example.learned, counted)):
+    if example.unlearned.issuperset(compress(range(len(counted)), counted)):
         what = {"all": "message", "assistant": "answer", "last": "last answer"}[loss_on]
         raise UnusableError(
             f"every {what} is marked as not learned",
-            got=f"{sum(mark is False for mark in example.learned)} marked messages",
+            got=f"{len(example.unlearned)} marked messages",
             expected=f"one {what} or more to learn (--loss-on {loss_on})",
             do="leave the example out, or give --ignore-keys with the name of the mark",
         )

@@ -12,6 +12,9 @@ from megatron_llama.sft.fields import LOSS_MARKS
 Repair = Literal["drop-leading-answers", "merge-repeated-roles", "drop-unanswered-end"]
 Placed = tuple[str, Mapping[str, Any]]
 """Where a message stands in its example, for errors, and the message."""
+INSTRUCTIONS = ("system", "developer")
+"""Roles that tell the model how to answer, before the first question. Templates see the one that a
+file has, as from transformers."""
 
 
 def repaired(
@@ -30,13 +33,13 @@ def repaired(
 
 
 def _without_leading_answers(messages: Sequence[Placed]) -> Sequence[Placed]:
-    """Leave out what stands before the first question, system messages excepted."""
+    """Leave out what stands before the first question, instructions excepted."""
     roles = [message["role"] for _, message in messages]
     first = roles.index("user") if "user" in roles else len(roles)
     return [
         placed
         for index, placed in enumerate(messages)
-        if index >= first or placed[1]["role"] == "system"
+        if index >= first or placed[1]["role"] in INSTRUCTIONS
     ]
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_llama.sft.fields import REASONING, is_empty, is_harmless
-from megatron_llama.sft.formats import ASSISTANT, Conversation
-from megatron_llama.sft.marks import LossOn, is_counted
+from megatron_llama.sft.formats import Conversation
+from megatron_llama.sft.marks import LossOn, counted_messages
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import ChatTemplate, Rendered
 
@@ -29,14 +29,11 @@ def refuse_unrendered(
     template has made of it."""
     messages = example.messages
     marked = "\n".join(whole.answer_texts()) if template.marks_answers else whole.text
+    # Where the loss is on all, what a template leaves out of earlier answers is its own way of
+    # rendering them.
+    strict = counted_messages(example, "last" if loss_on == "all" else loss_on)
     for index, message in enumerate(messages):
-        # With the loss on all, what a template leaves out of earlier answers is its own way of
-        # rendering them.
-        counted = (
-            message["role"] == ASSISTANT
-            and is_counted(example, index, loss_on)
-            and (loss_on == "assistant" or index == len(messages) - 1)
-        )
+        counted = strict[index] and index not in example.unlearned
         if counted and _says_nothing(message):
             raise UnusableError(
                 "empty answer",

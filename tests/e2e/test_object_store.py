@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import megatron_llama as ml
 import pytest
 from megatron_llama.checkpoint import checkpoint_dir
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
+from megatron_llama.sft.built_in_templates import BUILT_IN
+from megatron_llama.sft.chat import ChatTokenizer
 
 from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_state, exact_curve
 
@@ -42,6 +45,9 @@ def test_a_run_that_saves_to_a_url(
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
     said = [product.run("generate", "--load", load, "--prompt", "The", "--max-new-tokens", 4).ok().out for load in (url, expected)]
     assert said[0] == said[1]
+    (folder / "tokenizer" / "chat_template.jinja").write_text(BUILT_IN["chatml"])
+    model = ml.load(url, "trained")
+    assert ChatTokenizer(model.tokenizer).template.source == BUILT_IN["chatml"], "files beside a tokenizer are there as long as the model"
 
 
 def test_what_a_killed_save_left_does_not_count_and_goes(product: Product, tmp_path: Path) -> None:

@@ -286,6 +286,21 @@ def test_an_empty_system_message_is_what_the_template_makes_of_it(
         )
 
 
+@pytest.mark.parametrize("template", ["llama3", "chatml", "gptoss_training", "qwen3_training"])
+def test_a_developers_message_is_what_the_template_makes_of_it(template: str, theirs: Any, templated: Any, llama3: Path) -> None:
+    """Behind a system message, too. It is not renamed: a template may render another role, or refuse this one."""
+    chat = ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), template) if template in BUILT_IN else templated(template)
+    told = {"role": "developer", "content": "Answer in one word."}
+    for before in ([told], [{"role": "system", "content": "Be kind."}, told]):
+        messages = [*before, *TALK["messages"]]
+        if template == "qwen3_training" or (template == "gptoss_training" and len(before) == 2):
+            assert "got content of message" in refusal(chat, {"messages": messages}), "the template leaves it out"
+        else:
+            assert read(chat, {"messages": messages}) == theirs(template, messages)
+            renamed = [{**message, "role": "system"} if message is told else message for message in messages]
+            assert template == "gptoss_training" or theirs(template, renamed) != theirs(template, messages)
+
+
 def test_a_judged_conversation_is_no_example(chat: ChatTokenizer) -> None:
     for name in ("label", "kto_tag"):
         said = refusal(chat, {**TALK, name: False})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.carried import GENERATION, end_tokens
-from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
+from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.hf import carried_config
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.rope import longest_sequence, longest_sequence_name
@@ -71,6 +72,9 @@ class Trained:
     notes: tuple[str, ...] = ()
     """Which weights were read of several, and what of generation_config.json is not applied
     here."""
+    copied: tempfile.TemporaryDirectory[str] | None = None
+    """The files of a tokenizer that is not on this machine's disks: templates and other files
+    beside it are read when they are asked for. Removed with the model."""
 
     def beyond(self, where: str, ids: Sequence[int]) -> str | None:
         """Say which of the tokens the model has no row for, if there is one."""
@@ -129,16 +133,21 @@ def load_trained(
     Raises ConfigError for a reward model, which writes no text, CheckpointError or DataError."""
     require_language_model(source.model, str(source.folder))
     own_folder = tokenizer_folder(source)
-    with local_copy(own_folder) as folder:
-        tokenizer = load_tokenizer(tokenizer_model or folder)
-        if tokenizer_model is not None and has_tokenizer(folder):
-            require_same_ids(
-                tokenizer,
-                load_tokenizer(folder),
-                where=f"--tokenizer-model {tokenizer_model}",
-                owner=folder,
-                do="leave it out, or give a tokenizer that only adds tokens behind",
-            )
+    folder, copied = own_folder, None
+    if is_remote(own_folder):
+        copied = tempfile.TemporaryDirectory()
+        folder = Path(copied.name)
+        if own_folder.is_dir():
+            copy_files(own_folder, folder)
+    tokenizer = load_tokenizer(tokenizer_model or folder)
+    if tokenizer_model is not None and has_tokenizer(folder):
+        require_same_ids(
+            tokenizer,
+            load_tokenizer(folder),
+            where=f"--tokenizer-model {tokenizer_model}",
+            owner=folder,
+            do="leave it out, or give a tokenizer that only adds tokens behind",
+        )
     rows = source.model.vocab_size
     if tokenizer.base_vocab_size > rows:
         raise DataError(
@@ -151,7 +160,7 @@ def load_trained(
     stops = frozenset(_end_tokens(source)) or own
     stage = load_stage(source, dtype, device)
     own_notes = (note for note in source.notes if note != OPTIMIZER_LEFT_OUT)
-    return Trained(stage, tokenizer, stops, (*own_notes, *generation_notes(source)))
+    return Trained(stage, tokenizer, stops, (*own_notes, *generation_notes(source)), copied)
 
 
 def tokenizer_folder(source: ModelReader) -> Path:
