@@ -24,6 +24,7 @@ from megatron_llama.tokenizer.base import Token, Tokenizer
 from megatron_llama.tokenizer.chat_templates import (
     DEFAULT,
     read_chat_templates,
+    replace_templates_in_config,
     write_chat_templates,
 )
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
@@ -121,6 +122,8 @@ class ChatTokenizer:
         else:
             templates = {DEFAULT: self.template.source}
         write_chat_templates(Path(folder), templates)
+        if templates != own:
+            replace_templates_in_config(Path(folder), templates)
         path = Path(folder) / GENERATION_FILE
         config = read_json_object(path) if path.is_file() else {"bos_token_id": self.bos_id}
         given = config.get("eos_token_id", self.eos_id)

@@ -102,20 +102,24 @@ def read_template(path: Path, where: str, also: str = "") -> TemplateSource:
 
 
 def write_chat_templates(folder: Path, templates: Mapping[str, str]) -> None:
-    """Write templates as the files of a folder, unless they are those that it has, and into
-    tokenizer_config.json if that has templates, too: older programs read no other place."""
+    """Write templates as the files of a folder, unless they are those that it has."""
     try:
         there = {name: source.text for name, source in read_chat_templates(folder).items()}
     except DataError:  # what it has is replaced
         there = {}
-    if there != templates:
-        shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
-        for name, text in templates.items():
-            place = TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"
-            replace_file(folder / place, text.encode())
-    if template_files(folder) and (folder / CONFIG).is_file():
-        config = read_json_object(folder / CONFIG)
-        if config.get("chat_template") is not None:
-            named = [{"name": name, "template": text} for name, text in templates.items()]
-            field = templates[DEFAULT] if templates.keys() == {DEFAULT} else named
-            replace_file(folder / CONFIG, to_json({**config, "chat_template": field}))
+    if there == templates:
+        return
+    shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
+    for name, text in templates.items():
+        place = TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"
+        replace_file(folder / place, text.encode())
+
+
+def replace_templates_in_config(folder: Path, templates: Mapping[str, str]) -> None:
+    """Write templates into tokenizer_config.json too, if that has others: older programs read no
+    other place."""
+    config = read_json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if config.get("chat_template") is not None:
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        field = templates[DEFAULT] if templates.keys() == {DEFAULT} else named
+        replace_file(folder / CONFIG, to_json({**config, "chat_template": field}))

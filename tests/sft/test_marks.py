@@ -185,7 +185,7 @@ def test_marks_of_other_formats(chat: ChatTokenizer, llama3: Path) -> None:
     turns[4]["train"] = False  # type: ignore[assignment]
     assert chat.read(read_example({"conversations": turns}, "sharegpt"), "assistant") == expected
     messages = marked({4: {"weight": 0}})["messages"]
-    assert chat.read(read_example({"prompt": messages[:6], "completion": messages[6:]}, "prompt"), "assistant") == expected
+    assert chat.read(read_example({"prompt": messages[:2], "completion": messages[2:]}, "prompt"), "assistant") == expected
 
 
 def test_repairs_keep_marks(chat: ChatTokenizer, llama3: Path) -> None:

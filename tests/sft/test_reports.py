@@ -228,9 +228,6 @@ def test_an_export_has_one_template_wherever_a_program_looks(llama3: Path, tmp_p
         assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == CHATML
         chat_of(folder).save_hf(tmp_path / "kept")
         assert json.loads((tmp_path / "kept/tokenizer_config.json").read_text()) == config | {"chat_template": older}
-    (folder / "chat_template.jinja").write_text(CHATML)
-    chat_of(folder).save_hf(tmp_path / "both")
-    assert json.loads((tmp_path / "both/tokenizer_config.json").read_text())["chat_template"] == CHATML
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
