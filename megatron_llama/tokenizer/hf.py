@@ -214,9 +214,9 @@ class HFTokenizer:
 def _keep_spaces_in_places(processor: Any) -> None:
     """Let the place of a token contain its spaces, which some post-processors trim off.
 
-    A token of nothing but spaces would else stand where the next one begins: of a header's last
-    space nobody could tell that it is no part of the answer behind it."""
-    parts = processor if isinstance(processor, processors.Sequence) else [processor]
+    A token of nothing but spaces would else stand where the next one begins, so that the last space
+    of a header would count as one of the answer behind it."""
+    parts: Any = processor if isinstance(processor, processors.Sequence) else [processor]
     for part in parts:
         if hasattr(part, "trim_offsets"):
             part.trim_offsets = False
