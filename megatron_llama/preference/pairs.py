@@ -647,7 +647,7 @@ def _one(
                 expected="completions alone to be learned",
                 do="remove the mark, or give --ignore-keys with its name",
             )
-    tools = tools_of(record.get("tools"), place) or None
+    tools = tools_of(record.get("tools"), place)
     variables = variables_of(record)
     whole = checked([*mended, *completion], completion[-1][0], tools, (), variables)
     return Completion(replace(whole, repairs=done), len(mended))

@@ -24,6 +24,7 @@ from megatron_llama.tokenizer.base import Token, Tokenizer
 from megatron_llama.tokenizer.chat_templates import (
     DEFAULT,
     read_chat_templates,
+    replace_templates_in_config,
     write_chat_templates,
 )
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
@@ -67,10 +68,6 @@ class ChatTokenizer:
         path: Path | None = getattr(tokenizer, "path", None)
         self._folder = path.parent if path is not None else None
         self.template = find_template(wanted, self._folder, self._reader.special_names(), now)
-        self._special = re.compile(
-            "|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True)))
-            or r"(?!)"
-        )
         if self.eos_id is None and not self._reader.frame[1]:
             where = str(path or "the tokenizer")
             raise DataError(
@@ -125,6 +122,8 @@ class ChatTokenizer:
         else:
             templates = {DEFAULT: self.template.source}
         write_chat_templates(Path(folder), templates)
+        if templates != own:
+            replace_templates_in_config(Path(folder), templates)
         path = Path(folder) / GENERATION_FILE
         config = read_json_object(path) if path.is_file() else {"bos_token_id": self.bos_id}
         given = config.get("eos_token_id", self.eos_id)
@@ -232,6 +231,23 @@ class ChatTokenizer:
             ids = self._reader.encode(text)
         return Encoded(text, ids, [False] * len(ids))
 
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Finds what no message may spell: special tokens, and what the template writes around
+        messages where that is a token of its own, though the tokenizer does not call it special. A
+        token in letters and digits alone is a word, which messages may have."""
+        around = ""
+        with suppress(UnusableError):  # a template that renders no usual conversation
+            around = self.template.render([{"role": "user", "content": "?"}]).text
+            around += self._behind_answer()
+        markers = [
+            text
+            for text in self._reader.added_texts
+            if text in around and not text.isalnum() and not text.isspace()
+        ]
+        texts = sorted({*self._reader.special_texts, *markers}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
     def _refuse_special(self, text: str) -> None:
         if (found := self._special.search(text)) is not None:
             got = f"the special token {found[0]!r} at character {found.start()}"
@@ -266,7 +282,7 @@ class ChatTokenizer:
         if loss_on == "last":
             # That it is to be learned has been checked.
             return self._last_answer(template, example, whole)
-        unlearned = example.unlearned
+        unlearned = example.unlearned | example.answers_in_prompt
         if template.marks_answers and not unlearned:
             return whole.answers
         by_message = (

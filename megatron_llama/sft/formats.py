@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -85,11 +85,20 @@ class Conversation:
     """Where each message stands in its example, for errors."""
     repairs: tuple[Repair, ...] = ()
     """What was mended in the order of its messages."""
+    prompt_messages: int = 0
+    """How many messages, the first ones, are the prompt of a completion: an answer among them is no
+    answer to learn."""
 
     @property
     def unlearned(self) -> frozenset[int]:
         """The indices of the messages that the file marks as not to be learned."""
         return frozenset(index for index, mark in enumerate(self.learned) if mark is False)
+
+    @property
+    def answers_in_prompt(self) -> frozenset[int]:
+        """The indices of the answers that are part of a completion's prompt."""
+        prompt = enumerate(self.messages[: self.prompt_messages])
+        return frozenset(index for index, message in prompt if message["role"] == ASSISTANT)
 
     @property
     def texts(self) -> Iterator[str]:
@@ -249,7 +258,8 @@ def system_of(record: Mapping[str, Any]) -> list[Placed]:
 
 def tools_of(tools: Any, name: str = "tools") -> list[Any] | None:
     """Return the tools of a conversation, given as an array or as the text of one, which tables
-    need. Raises UnusableError for anything else."""
+    need. An empty array is none, as in TRL: some templates write their words about tools for it.
+    Raises UnusableError for anything else."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -271,7 +281,7 @@ def tools_of(tools: Any, name: str = "tools") -> list[Any] | None:
         )
     for text in _strings(tools):
         text_of(text, name)
-    return tools
+    return tools or None
 
 
 def with_types(tools: list[Any] | None) -> list[Any] | None:
@@ -619,9 +629,12 @@ def _prompt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Example:
         )
     if isinstance(prompt, list):
         refuse_unknown(record, ("prompt", "completion", *CONTEXT))
-        name = "prompt+completion"
-        placed = [*system_of(record), *messages_of([*prompt, *completion], name)]
-        return checked(placed, name, tools_of(record.get("tools")), repairs, variables_of(record))
+        before = [*system_of(record), *(messages_of(prompt, "prompt") if prompt else ())]
+        placed = [*before, *messages_of(completion, "completion")]
+        tools, variables = tools_of(record.get("tools")), variables_of(record)
+        whole = checked(placed, "completion", tools, repairs, variables)
+        places = {where for where, _ in before}
+        return replace(whole, prompt_messages=sum(where in places for where in whole.places))
     refuse_beside_text(record, (*CONTEXT, "history"), "prompt and completion")
     refuse_unknown(record, ("prompt", "completion"))
     text = text_of(prompt, "prompt")

@@ -13,11 +13,13 @@ LossOn = Literal["assistant", "last", "all"]
 
 def counted_messages(example: Conversation, loss_on: LossOn) -> list[bool]:
     """Return whether --loss-on counts each message, whatever its mark says."""
-    last = len(example.messages) - 1
-    return [
-        loss_on == "all" or (message["role"] == ASSISTANT and (loss_on != "last" or index == last))
+    if loss_on == "all":
+        return [True] * len(example.messages)
+    answers = [
+        message["role"] == ASSISTANT and index not in example.answers_in_prompt
         for index, message in enumerate(example.messages)
     ]
+    return answers if loss_on == "assistant" else [*[False] * (len(answers) - 1), answers[-1]]
 
 
 def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:

@@ -3,16 +3,18 @@ encloses.
 
 Templates come with models from anywhere, so they run without access to attributes that begin with
 an underscore and without the means to change what they are given. What they see is what
-``transformers`` shows them: the same text comes out.
+``transformers`` shows them: the same text comes out. Only arguments of calls that are JSON text are
+shown as objects to a template that would encode them once more.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +32,7 @@ from megatron_llama.errors import DataError, describe
 from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.fields import REASONING
 from megatron_llama.sft.formats import MARKS
+from megatron_llama.sft.json_text import json_object, parsed
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.tokenizer.chat_templates import (
     DEFAULT,
@@ -40,6 +43,22 @@ from megatron_llama.tokenizer.chat_templates import (
 )
 
 _START, _END = MARKS
+
+
+_ARGUMENTS = '{"a": "b"}'
+_PROBE_TOOLS = ({"type": "function", "function": {"name": "f", "description": "F."}},)
+_PROBE_RESULT = (
+    {"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": "c"},
+    {"role": "assistant", "content": "d"},
+)
+
+
+def _probe(arguments: Any) -> tuple[dict[str, Any], ...]:
+    """A conversation with a call, which most templates can render."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"type": "function", "id": "abcdefghi", "function": function}
+    question = {"role": "user", "content": "?"}
+    return question, {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 @dataclass(frozen=True)
@@ -132,9 +151,35 @@ class ChatTemplate:
         """Render messages by this template, whatever the tools are; with ``prompt`` also the
         beginning of an answer, and with ``variables`` that the template may ask for. Raises
         UnusableError with what the template says of these messages."""
+        shown = [*map(_shown, messages)]
+        if any(map(_has_text_arguments, shown)) and self._encodes_arguments:
+            shown = [*map(_with_objects, shown)]
+        return self._render(shown, tools, prompt, variables)
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        """Whether the template writes the arguments of calls as JSON itself, and so needs objects:
+        JSON text, as OpenAI has it, would be encoded twice. Templates that need text exist, too."""
+        for more in ((), _PROBE_RESULT):
+            with suppress(UnusableError):
+                text = self._render([*_probe(_ARGUMENTS), *more], _PROBE_TOOLS).text
+                return json.dumps(_ARGUMENTS) in text
+        for more in ((), _PROBE_RESULT):
+            with suppress(UnusableError):
+                self._render([*_probe(json.loads(_ARGUMENTS)), *more], _PROBE_TOOLS)
+                return True
+        return False
+
+    def _render(
+        self,
+        shown: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Rendered:
         try:
             marked = self._template.render(
-                messages=[*map(_shown, messages)],
+                messages=shown,
                 **{"documents": None, **variables},
                 tools=None if tools is None else list(tools),
                 add_generation_prompt=prompt,
@@ -169,6 +214,38 @@ def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return given
     return {"thinking": reasoning, **given, REASONING[0]: reasoning}
+
+
+def _has_text_arguments(message: Mapping[str, Any]) -> bool:
+    return any(isinstance(function.get("arguments"), str) for function in _functions(message))
+
+
+def _functions(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the functions that a message calls, with their arguments."""
+    for call in message.get("tool_calls") or ():
+        yield call["function"] if isinstance(call.get("function"), Mapping) else call
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have arguments as objects. Raises UnusableError for other text."""
+    if not _has_text_arguments(message):
+        return dict(message)
+    calls = []
+    for call, function in zip(message["tool_calls"], _functions(message), strict=True):
+        given = function.get("arguments")
+        if isinstance(given, str):
+            try:
+                decoded = {**function, "arguments": json_object(parsed(given))}
+            except UnusableError as problem:
+                raise UnusableError(
+                    "broken tool calls",
+                    got=f"the arguments {given[:40]!r}",
+                    expected="the JSON of an object, which the template writes itself",
+                    do="mend the example",
+                ) from problem
+            call = decoded if function is call else {**call, "function": decoded}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
 
 
 def _without_marks(marked: str) -> Rendered:

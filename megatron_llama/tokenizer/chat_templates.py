@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.files import read_json_object, replace_file
+from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.settings import CONFIG, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
 DEFAULT = "default"
@@ -113,3 +113,13 @@ def write_chat_templates(folder: Path, templates: Mapping[str, str]) -> None:
     for name, text in templates.items():
         place = TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"
         replace_file(folder / place, text.encode())
+
+
+def replace_templates_in_config(folder: Path, templates: Mapping[str, str]) -> None:
+    """Write templates into tokenizer_config.json too, if that has others: older programs read no
+    other place."""
+    config = read_json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if config.get("chat_template") is not None:
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        field = templates[DEFAULT] if templates.keys() == {DEFAULT} else named
+        replace_file(folder / CONFIG, to_json({**config, "chat_template": field}))

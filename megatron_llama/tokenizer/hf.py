@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Token, Tokenizer
@@ -57,6 +57,7 @@ class HFTokenizer:
         # in a corpus.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        _keep_spaces_in_places(self._tokenizer.post_processor)
         settings = read_settings(self.path)
         self._added = self._add_tokens(settings)
         self.vocab_size: int = (
@@ -138,6 +139,12 @@ class HFTokenizer:
             if token.special
         ]
 
+    @property
+    def added_texts(self) -> list[str]:
+        """The tokens that the vocabulary was given beside those that it learnt, as text: a text
+        that spells one has it, special or not."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+
     def token(self, id: int) -> str | None:
         spelt: str | None = self._tokenizer.id_to_token(id)
         return spelt
@@ -202,6 +209,17 @@ class HFTokenizer:
     def _id(self, text: str) -> int | None:
         id: int | None = self._tokenizer.token_to_id(text)
         return id
+
+
+def _keep_spaces_in_places(processor: Any) -> None:
+    """Let the place of a token contain its spaces, which some post-processors trim off.
+
+    A token of nothing but spaces would else stand where the next one begins, so that the last space
+    of a header would count as one of the answer behind it."""
+    parts: Any = processor if isinstance(processor, processors.Sequence) else [processor]
+    for part in parts:
+        if hasattr(part, "trim_offsets"):
+            part.trim_offsets = False
 
 
 def as_hf_tokenizer(tokenizer: Tokenizer) -> HFTokenizer:

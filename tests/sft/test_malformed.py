@@ -56,7 +56,11 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     "no object": (chat("Why?", ANSWER), "message is no object", "field 'messages[0]': got a JSON string, expected an object with 'role'"),
     "no role": (chat({"content": "x"}, ANSWER), "message without role", "field 'messages[0]': got 'content', expected a field 'role'"),
     "role is no string": (chat(turn(1)), "role is no string", "field 'messages[0].role': got a JSON number"),
-    "unknown role": (chat(turn("narrator")), "unknown role", "field 'messages[0].role': got 'narrator', expected one of system, developer, user"),
+    "unknown role": (
+        chat(turn("narrator")),
+        "unknown role",
+        "field 'messages[0].role': got 'narrator', expected one of system, developer, user",
+    ),
     "no content": (chat({"role": "user"}, ANSWER), "message without content", "field 'messages[0]': got 'role', expected 'content'"),
     "null content": (chat(turn("user", None), ANSWER), "no string", "field 'messages[0].content': got a JSON null, expected a string"),
     "an image": (
@@ -71,7 +75,11 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     "half a pair": (chat(USER, turn("assistant", "\ud83d")), "half a surrogate pair", "'messages[1].content': got half a surrogate pair"),
     "a noncharacter": (chat(turn("user", "\ufdd0"), ANSWER), "noncharacter", "'messages[0].content': got the noncharacter U+FDD0"),
     "a null character": (chat(turn("user", "a\0"), ANSWER), "null character", "'messages[0].content': got U+0000 at character 1"),
-    "an answer first": (chat(ANSWER), "conversation begins with an answer", "'messages[0]': got assistant first, expected system or developer or user"),
+    "an answer first": (
+        chat(ANSWER),
+        "conversation begins with an answer",
+        "'messages[0]': got assistant first, expected system or developer or user",
+    ),
     "two questions": (chat(USER, USER, ANSWER), "wrong role order", "'messages[1]': got user after user, expected assistant"),
     "a late system message": (
         chat(USER, ANSWER, turn("system"), ANSWER),

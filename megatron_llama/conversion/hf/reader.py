@@ -91,7 +91,7 @@ class HFWeights:
     def dtype(self) -> str:
         """The dtype of the stored weights. Where there are several it is ``float32``, which holds
         the values of all."""
-        found = {self._file_of[name].get_slice(name).get_dtype() for name in hf_shapes(self.model)}
+        found = {self._stored(name).get_dtype() for name in hf_shapes(self.model)}
         names = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
         return names[found.pop()] if len(found) == 1 else "float32"
 
@@ -124,10 +124,10 @@ class HFWeights:
             return
         for name, shape in shapes.items():
             where = f"{self.folder} {name}"
-            if name not in self._file_of:
+            stored = self._stored(name)
+            if stored is None:
                 yield describe(where, got="no such tensor", expected=f"shape {shape}", do=DOWNLOAD)
                 continue
-            stored = self._file_of[name].get_slice(name)
             if tuple(stored.get_shape()) != shape:
                 do = "take the model fields from the folder that belongs to the weights"
                 got = f"shape {tuple(stored.get_shape())}"
@@ -145,6 +145,13 @@ class HFWeights:
                 do = "only what config.json says of the model can be read"
                 where = f"{self.folder} {name}"
                 yield describe(where, got="a tensor", expected="none of this name", do=do)
+
+    def _stored(self, name: str) -> Any:
+        """Return a tensor as a slice of its file; None if there is none. Of a tied pair the file
+        may hold the head alone: as in transformers it is the embedding, too."""
+        tied = self.model.tie_word_embeddings and EMBEDDING not in self._file_of
+        name = HEAD if name == EMBEDDING and tied else name
+        return self._file_of[name].get_slice(name) if name in self._file_of else None
 
     def _head_problems(self) -> Iterator[str]:
         """Yield a stored head that is another one than the embedding which config.json ties it to:
@@ -168,7 +175,7 @@ class HFWeights:
             for start, size in zip(rectangle.offset, rectangle.size, strict=True)
         )
         try:
-            out.copy_(self._file_of[rectangle.name].get_slice(rectangle.name)[window])
+            out.copy_(self._stored(rectangle.name)[window])
         except (SafetensorError, OSError) as error:
             where = f"{self.folder} {rectangle.name}"
             raise CheckpointError(where, got=error, expected="its values", do=DOWNLOAD) from error
