@@ -56,6 +56,9 @@ from megatron_llama.prove.case import Case
 from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import ExampleSamples
+from megatron_llama.sft.formats import Conversation
+from megatron_llama.sft.marks import LossOn
+from megatron_llama.sft.template import ChatTemplate, Rendered
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -602,9 +605,11 @@ def ends_of_answers_masked() -> AbstractContextManager[object]:
     """The token with which a template ends an answer is not trained."""
     correct = ChatTokenizer._answers
 
-    def answers(self: ChatTokenizer, *args: Any) -> tuple[str, Sequence[tuple[int, int]]]:
-        text, spans = correct(self, *args)
-        return text, [(start, text.rindex("<|", start, stop)) for start, stop in spans]
+    def answers(
+        self: ChatTokenizer, template: ChatTemplate, example: Conversation, whole: Rendered, loss_on: LossOn
+    ) -> Sequence[tuple[int, int]]:
+        spans = correct(self, template, example, whole, loss_on)
+        return [(start, whole.text.rindex("<|", start, stop)) for start, stop in spans]
 
     return patch.object(ChatTokenizer, "_answers", answers)
 

@@ -255,6 +255,7 @@ def test_calls_that_are_named_and_not_rendered(kind: str, llama3: Path, tmp_path
 
 def test_long_conversations_are_rendered_as_often_as_short_ones(templated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = templated("qwen3_training")
+    read(chat, {"messages": CALLING, "tools": TOOLS})  # what a template makes of calls is asked once
     counts = []
     for turns in (1, 2, 50):
         texts: list[str] = []
