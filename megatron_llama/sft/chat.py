@@ -4,6 +4,7 @@ counts."""
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -411,12 +412,13 @@ def _rendered(
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
     """Whether each token stands for a character of one of the spans. Both are in the order of the
     text."""
-    loss_mask = []
-    at = 0
-    for start, stop in places:
-        while at < len(spans) and spans[at][1] <= start:
-            at += 1
-        loss_mask.append(at < len(spans) and spans[at][0] < max(stop, start + 1))
+    begins = [begin for begin, _ in places]
+    # A token without a character of its own, such as a space put in front, stands for the next one.
+    ends = [end if end > begin else begin + 1 for begin, end in places]
+    loss_mask = [False] * len(places)
+    for start, stop in spans:
+        first, behind = bisect_right(ends, start), bisect_left(begins, stop)
+        loss_mask[first:behind] = [True] * (behind - first)
     return loss_mask
 
 
