@@ -73,11 +73,25 @@ def _single_file(path: Path) -> Path:
     return path
 
 
+def _saved_names(listed: Any, where: Path) -> list[str]:
+    """Return the names of the data files that ``datasets`` lists."""
+    entries = listed if isinstance(listed, list) else [listed]
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(
+            f"{where}: _data_files",
+            got=f"{listed!r:.80}",
+            expected="an array of objects with the filename of a data file",
+            do="save the dataset again, or give the .arrow files themselves",
+        )
+    return names
+
+
 def _folder_files(folder: Path) -> list[Path]:
     if (folder / SAVED).is_file():
-        state = read_json_object(folder / SAVED)
-        if "_data_files" in state:
-            return [_single_file(folder / entry["filename"]) for entry in state["_data_files"]]
+        listed = read_json_object(folder / SAVED).get("_data_files")
+        if listed is not None:
+            return [_single_file(folder / name) for name in _saved_names(listed, folder / SAVED)]
     below = files_below(folder)
     # Such a folder holds the parts of a dataset that are not to be mixed, and files about them.
     for file in below:

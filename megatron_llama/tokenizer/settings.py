@@ -25,6 +25,7 @@ SPECIAL_NAMES = (
     "mask_token",
 )
 
+_RESTORE = "restore the tokenizer's folder, or save it again with transformers"
 FILES_BESIDE = (
     CONFIG,
     "special_tokens_map.json",
@@ -54,9 +55,12 @@ def read_settings(file: Path) -> dict[str, Any]:
     no such file. As in transformers, special_tokens_map.json wins where the configuration does not
     list its added tokens, and they come from added_tokens.json. Raises DataError."""
     settings = _read(file, CONFIG)
+    _require_kinds(settings, file.with_name(CONFIG))
     if "added_tokens_decoder" in settings:
         return settings
-    settings |= _read(file, "special_tokens_map.json")
+    more = _read(file, "special_tokens_map.json")
+    _require_kinds(more, file.with_name("special_tokens_map.json"))
+    settings |= more
     special = set(special_tokens(settings).values())
     return settings | {
         "added_tokens_decoder": {
@@ -65,9 +69,46 @@ def read_settings(file: Path) -> dict[str, Any]:
                 "special": text in special,
                 "normalized": text not in special,
             }
-            for text, id in _read(file, "added_tokens.json").items()
+            for text, id in _added_ids(file).items()
         }
     }
+
+
+def _added_ids(file: Path) -> dict[str, int]:
+    """Return the ids in the added_tokens.json beside a tokenizer's file."""
+    ids = _read(file, "added_tokens.json")
+    for text, id in ids.items():
+        if not isinstance(id, int) or isinstance(id, bool):
+            raise DataError(
+                f"{file.with_name('added_tokens.json')}: {text}",
+                got=repr(id),
+                expected="the id of the token",
+                do=_RESTORE,
+            )
+    return ids
+
+
+def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
+    """Raise DataError for a field that holds tokens in another form than transformers writes."""
+    listed = settings.get("added_tokens_decoder", {})
+    if not isinstance(listed, Mapping) or not all(
+        id.isdecimal() and isinstance(entry, Mapping) and isinstance(entry.get("content"), str)
+        for id, entry in listed.items()
+    ):
+        raise DataError(
+            f"{where}: added_tokens_decoder",
+            got=f"{listed!r:.80}",
+            expected="an object of ids, each with an object that has the token's content",
+            do=_RESTORE,
+        )
+    for field in ("extra_special_tokens", "additional_special_tokens"):
+        if not isinstance(settings.get(field), list | Mapping | None):
+            raise DataError(
+                f"{where}: {field}",
+                got=f"{settings[field]!r:.80}",
+                expected="an array or an object of tokens",
+                do=_RESTORE,
+            )
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:
@@ -170,7 +211,7 @@ def _added_token(entry: object, field: str, where: Path) -> AddedToken:
             f"{where.with_name(CONFIG)}: {field}",
             got=repr(entry),
             expected="a token: a text, or an object with its content",
-            do="restore the tokenizer's folder, or save it again with transformers",
+            do=_RESTORE,
         )
     properties = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(

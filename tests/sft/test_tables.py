@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -289,3 +290,10 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
         ):
             example_files([str(tmp_path / folder)])
     assert len(example_files([str(tmp_path / "two" / "train")])) == 1
+
+
+@pytest.mark.parametrize("listed", [[], 5, {}, ["a.arrow"], [{"name": "a.arrow"}], [{"filename": 5}]])
+def test_a_damaged_list_of_data_files_is_refused(listed: Any, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/state.json: _data_files: got ")):
+        example_files([str(tmp_path)])

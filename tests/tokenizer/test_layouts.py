@@ -225,6 +225,30 @@ def test_a_token_without_a_text_is_refused(layouts: Path, tmp_path: Path) -> Non
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        *(("tokenizer_config.json", "added_tokens_decoder", value) for value in (None, [], {"x": {"content": "a"}}, {"5": "a"}, {"5": {}})),
+        ("tokenizer_config.json", "extra_special_tokens", 5),
+        ("special_tokens_map.json", "additional_special_tokens", "<a>"),
+        ("added_tokens.json", "<a>", "5"),
+        ("added_tokens.json", "<a>", None),
+    ],
+)
+def test_tokens_in_another_form_are_refused(name: str, file: str, field: str, value: object, layouts: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(layouts / name, tmp_path / name)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if file != "tokenizer_config.json":
+        # These files count where the configuration lists no added tokens.
+        config.pop("added_tokens_decoder", None)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        config = {}
+    (folder / file).write_text(json.dumps({**config, field: value}))
+    with pytest.raises(DataError, match=re.escape(f"{folder / file}: {field}: got ")):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize("name", ["llama2", "llama3", "gpt2", "smollm2", "mistral", "tekken", "gemma", "unigram"])
 def test_null_means_none(name: str, layouts: Path, tmp_path: Path) -> None:
     """No well-known name brings back a token that the settings deny."""
