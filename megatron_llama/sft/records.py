@@ -75,9 +75,10 @@ def _single_file(path: Path) -> Path:
 
 def _saved_names(listed: Any, where: Path) -> list[str]:
     """Return the names of the data files that ``datasets`` lists."""
-    entries = listed if isinstance(listed, list) else [listed]
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    if not names or not all(isinstance(name, str) for name in names):
+    entries = listed if isinstance(listed, list) else []
+    found = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    names = [name for name in found if isinstance(name, str)]
+    if not names or len(names) < len(entries):
         raise DataError(
             f"{where}: _data_files",
             got=f"{listed!r:.80}",
