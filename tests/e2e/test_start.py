@@ -201,7 +201,7 @@ def test_a_tokenizer_that_is_only_a_name(
         "expected a path that exists, or that package; check the path, or pip install '.[hub]'\n"
     ) in capsys.readouterr().err
     assert main(product.command(tokenizer_name_or_path="here/tokenizer")) == 1
-    said = "error: here/tokenizer: got no such file, expected a .model file, a tokenizer.json or a folder with one; check the path\n"
+    said = "error: here/tokenizer: got no such file, expected a .model file, a tokenizer.json, a tekken.json or a folder with one; check the path\n"
     assert said in capsys.readouterr().err
 
 
