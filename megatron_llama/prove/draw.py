@@ -443,6 +443,7 @@ def _rope(chance: random.Random, case: Case) -> Options:
         "mscale": 0.7,
         "mscale_all_dim": 1.1,
         "truncate": False,
+        "finetuned": True,
         "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
         "long_factor": [2.0 + 0.7 * pair for pair in range(pairs)],
     }
