@@ -22,7 +22,7 @@ from megatron_llama import training
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.batch_ramp import with_epochs
-from megatron_llama.config.hf import hf_config_from_model
+from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.hf import writer
 from megatron_llama.data import loader
@@ -554,8 +554,8 @@ def moments_forgotten_in_another_layout() -> AbstractContextManager[object]:
 
 def exported_as_tied() -> AbstractContextManager[object]:
     """The exported config.json says that the head is the embedding, which it is not."""
-    correct = hf_config_from_model
-    return patch.object(writer, "hf_config_from_model", lambda *args, **options: correct(*args, **options) | {"tie_word_embeddings": True})
+    correct = carried_config
+    return patch.object(writer, "carried_config", lambda *args, **options: correct(*args, **options) | {"tie_word_embeddings": True})
 
 
 def offloaded_gradient_of_the_step_before() -> AbstractContextManager[object]:
