@@ -71,7 +71,7 @@ def contents(out: Path) -> list[bytes]:
     return [Path(f"{out}_{key}_document{suffix}").read_bytes() for key in ("text", "tïtle") for suffix in (".bin", ".idx")]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_same_files(
     workers: int, records: list[dict[str, Any]], tokenizer: SentencePieceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
