@@ -342,7 +342,7 @@ class ChatTokenizer:
             before = _rendered(template, example, index).text if index else ""
             until = _rendered(template, example, index + 1).text
             if not (until.startswith(before) and whole.startswith(until)):
-                raise self._changing(template, index + 1)
+                raise self._changing(template, index + 1, "assistant or last")
             yield len(before), len(until)
 
     def _differences(
@@ -359,10 +359,13 @@ class ChatTokenizer:
                 raise self._changing(template, index + 1)
             yield index, len(before), len(until)
 
-    def _changing(self, template: ChatTemplate, count: int) -> UnusableError:
-        """The error of a template that changes the first ``count`` messages when others follow."""
+    def _changing(
+        self, template: ChatTemplate, count: int, others: str = "last or all"
+    ) -> UnusableError:
+        """The error of a template that changes the first ``count`` messages when others follow;
+        ``others`` are values of --loss-on that may do."""
         got = f"a template that renders messages[:{count}] differently when others follow"
-        return self._inseparable(template, got, "last or all")
+        return self._inseparable(template, got, others)
 
     def _inseparable(self, template: ChatTemplate, got: str, others: str) -> UnusableError:
         do = f"mark the answers in {template.name}, or give --chat-template or --loss-on {others}"
