@@ -81,7 +81,8 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         complaint = ""
         for rank in range(processes):
             if processes > 1:
-                monkeypatch.setattr("megatron_llama.distributed.mesh.init_mesh", met)
+                # Where it is called: patched in its own module, it would stay in whatever is first imported meanwhile.
+                monkeypatch.setattr("megatron_llama.api.train.init_mesh", met)
                 for name, value in torchrun(processes, 1)(rank).items():
                     monkeypatch.setenv(name, value)
             assert main([str(word) for word in argv]) == code
