@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from megatron_llama.checkpoint.checksums import ANOTHER_COPY
+from megatron_llama.checkpoint.checksums import ANOTHER_COPY, SUMS
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import (
     INCOMPLETE,
@@ -60,18 +61,29 @@ def checkpoint_path(folder: str | Path, iteration: int) -> Path:
 
 def complete(folder: str | Path) -> dict[int, Path]:
     """Return the complete checkpoints of a folder by iteration, oldest first."""
-    found: dict[int, Path] = {}
+    complete: dict[int, Path] = {}
+    for iteration, path in _numbered(folder):
+        # NAME.replaced counts only without NAME: a save was killed between two renames.
+        if (path / META).is_file() and (path / METADATA).is_file():
+            complete.setdefault(iteration, path)
+    return complete
+
+
+def _numbered(folder: str | Path) -> list[tuple[int, Path]]:
+    """Return the folders of checkpoints of ours with their iterations, oldest first, NAME before
+    NAME.replaced. Damaged ones are among them: those with one of the files that only ours have."""
+    numbered: list[tuple[int, Path]] = []
     folder = storage_path(folder)
-    # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two
-    # renames.
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else ():
+    for entry in folder.iterdir() if folder.is_dir() else ():
         match = NUMBERED.fullmatch(entry.name)
         iteration = int(match[1]) if match else LARGEST_INTEGER + 1
         # Other names of a number, with more zeros, are nobody's checkpoint.
         named = iteration <= LARGEST_INTEGER and entry.name.startswith(f"iter_{iteration:07d}")
-        if named and (entry / META).is_file() and (entry / METADATA).is_file():
-            found.setdefault(iteration, entry)
-    return dict(sorted(found.items()))
+        # In an object store META comes last: without it a save was killed.
+        files = (META,) if is_remote(entry) else (META, SUMS)
+        if named and any((entry / file).is_file() for file in files):
+            numbered.append((iteration, entry))
+    return sorted(numbered, key=lambda pair: (pair[0], pair[1].name))
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -119,26 +131,27 @@ class Usable:
     """The newest checkpoint of a folder that can be used."""
 
     path: Path
-    passed_over: tuple[str, ...]
+    passed_over: tuple[tuple[Path, str], ...]
     """Why each newer one cannot be used, newest first."""
 
 
 def newest_usable(folder: str | Path) -> Usable | None:
-    """Return the newest complete checkpoint whose ``meta.json`` and index are as they were saved,
-    and whose files are all there at their full size; None without any checkpoint. Damage inside the
-    files is found by ``inspect checkpoint --verify``, and by loading.
+    """Return the newest checkpoint whose ``meta.json`` and index are as they were saved, and whose
+    files are all there at their full size; None without any checkpoint. Damage inside the files is
+    found by ``inspect checkpoint --verify``, and by loading.
 
     Raises CheckpointError where there are checkpoints and none can be used: a fresh start in their
     place would remove them one by one."""
-    passed_over = []
-    for path in reversed(complete(folder).values()):
-        try:
-            require_usable(path)
-        except CheckpointError as error:
-            passed_over.append(f"{error}")
-        else:
-            return Usable(path, tuple(passed_over))
-    refuse(f"{folder} has checkpoints, and none can be used:", passed_over)
+    passed_over: list[tuple[Path, str]] = []
+    for _, paths in groupby(reversed(_numbered(folder)), key=lambda pair: pair[0]):
+        for path in sorted((path for _, path in paths), key=lambda path: path.name):
+            try:
+                require_usable(path)
+            except CheckpointError as error:
+                passed_over.append((path, f"{error}"))
+            else:
+                return Usable(path, tuple(passed_over))
+    refuse(f"{folder} has checkpoints, and none can be used:", [why for _, why in passed_over])
     return None
 
 

@@ -100,12 +100,24 @@ DAMAGE = {
     "meta is not JSON": (lambda path: cut(path / "meta.json", 30), r"meta\.json:3: got .*, expected valid JSON; restore"),
     "meta is a list": (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: got a JSON list, expected a JSON object; restore"),
     "meta lacks a field": (lambda path: edit_meta(path, seed="gone"), r"meta\.json seed: got no such field, expected one; restore"),
-    "meta lacks the loss scale": (lambda path: edit_meta(path, loss_scale="gone"), r"meta\.json loss_scale: got no such field, expected one; restore"),
-    "meta has a wrong type": (lambda path: edit_meta(path, iteration=None), r"meta\.json iteration: got None, expected an integer of at least 0; restore"),
+    "meta lacks the loss scale": (
+        lambda path: edit_meta(path, loss_scale="gone"),
+        r"meta\.json loss_scale: got no such field, expected one; restore",
+    ),
+    "meta has a wrong type": (
+        lambda path: edit_meta(path, iteration=None),
+        r"meta\.json iteration: got None, expected an integer of at least 0; restore",
+    ),
     "later format": (lambda path: edit_meta(path, format_version=2), r"format_version: got 2, expected 1; .*version of this program"),
     "no index": (lambda path: (path / ".metadata").unlink(), r"\.metadata: got No such file or directory"),
-    "index cut off": (lambda path: cut(path / ".metadata", 500), r"\.metadata: got damaged content \(.*\), expected torch's index; restore"),
-    "index of something else": (lambda path: (path / ".metadata").write_bytes(pickle.dumps([1])), r"\.metadata: got a list, expected torch's Metadata; restore"),
+    "index cut off": (
+        lambda path: cut(path / ".metadata", 500),
+        r"\.metadata: got damaged content \(.*\), expected torch's index; restore",
+    ),
+    "index of something else": (
+        lambda path: (path / ".metadata").write_bytes(pickle.dumps([1])),
+        r"\.metadata: got a list, expected torch's Metadata; restore",
+    ),
     "index with code": (plant_bomb, r"\.metadata: got a pickle that calls subprocess\.getoutput, .*nothing was run"),
     "no data": (
         lambda path: data_file(path).unlink(),
