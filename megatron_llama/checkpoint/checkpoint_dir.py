@@ -10,12 +10,13 @@ SAVE/last, SAVE/best                        links to the newest, and to the one 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
+from megatron_llama.checkpoint.checksums import ANOTHER_COPY, SUMS
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import (
     INCOMPLETE,
@@ -26,9 +27,13 @@ from megatron_llama.checkpoint.folders import (
     sync,
     write_synced,
 )
-from megatron_llama.checkpoint.meta import ANOTHER_COPY, META
-from megatron_llama.checkpoint.storage import METADATA, file_problems, read_metadata
+from megatron_llama.checkpoint.index import METADATA
+from megatron_llama.checkpoint.meta import META, NUMBERED, parse_meta, read_meta_json
+from megatron_llama.checkpoint.small_files import read_small
+from megatron_llama.checkpoint.storage import file_problems, read_metadata, refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
+from megatron_llama.config.fields import finite_number
+from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_TRACKER
 from megatron_llama.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -56,15 +61,29 @@ def checkpoint_path(folder: str | Path, iteration: int) -> Path:
 
 def complete(folder: str | Path) -> dict[int, Path]:
     """Return the complete checkpoints of a folder by iteration, oldest first."""
-    found: dict[int, Path] = {}
+    complete: dict[int, Path] = {}
+    for iteration, path in _numbered(folder):
+        # NAME.replaced counts only without NAME: a save was killed between two renames.
+        if (path / META).is_file() and (path / METADATA).is_file():
+            complete.setdefault(iteration, path)
+    return complete
+
+
+def _numbered(folder: str | Path) -> list[tuple[int, Path]]:
+    """Return the folders of checkpoints of ours with their iterations, oldest first, NAME before
+    NAME.replaced. Damaged ones are among them: those with one of the files that only ours have."""
+    numbered: list[tuple[int, Path]] = []
     folder = storage_path(folder)
-    # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two
-    # renames.
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else ():
-        match = re.fullmatch(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?", entry.name)
-        if match and (entry / META).is_file() and (entry / METADATA).is_file():
-            found.setdefault(int(match[1]), entry)
-    return dict(sorted(found.items()))
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = NUMBERED.fullmatch(entry.name)
+        iteration = int(match[1]) if match else LARGEST_INTEGER + 1
+        # Other names of a number, with more zeros, are nobody's checkpoint.
+        named = iteration <= LARGEST_INTEGER and entry.name.startswith(f"iter_{iteration:07d}")
+        # In an object store META comes last: without it a save was killed.
+        files = (META,) if is_remote(entry) else (META, SUMS)
+        if named and any((entry / file).is_file() for file in files):
+            numbered.append((iteration, entry))
+    return sorted(numbered, key=lambda pair: (pair[0], pair[1].name))
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -73,11 +92,19 @@ def latest(folder: str | Path) -> Path | None:
     found = complete(folder)
     if not found:
         return None
+    newest = max(found)
+    named = _tracked(storage_path(folder) / TRACKER)
+    return found[newest if named is None else named if named in found else newest]
+
+
+def _tracked(tracker: Path) -> int | None:
+    """Return the iteration that the tracker names; None if it is not there, or names none."""
     try:
-        named = int((storage_path(folder) / TRACKER).read_text())
-    except (OSError, ValueError):
-        named = max(found)
-    return found.get(named, found[max(found)])
+        content = read_small(tracker, largest=LARGEST_TRACKER, do=ANOTHER_COPY)
+    except CheckpointError:
+        return None
+    named = re.fullmatch(rb"\s*([0-9]{1,19})\s*", content)
+    return int(named[1]) if named else None
 
 
 def find(path: str | Path) -> Path:
@@ -99,16 +126,41 @@ def find(path: str | Path) -> Path:
     return found
 
 
-def newest_usable(folder: str | Path) -> Path | None:
-    """Return the newest complete checkpoint whose files are all there at their full size, or None.
-    Damage inside the files is found by ``inspect checkpoint --verify``, and by loading."""
-    for path in reversed(complete(folder).values()):
-        try:
-            if not file_problems(path, read_metadata(path).storage_data.values(), do=ANOTHER_COPY):
-                return path
-        except CheckpointError:
-            continue
+@dataclass(frozen=True)
+class Usable:
+    """The newest checkpoint of a folder that can be used."""
+
+    path: Path
+    passed_over: tuple[tuple[Path, str], ...]
+    """Why each newer one cannot be used, newest first."""
+
+
+def newest_usable(folder: str | Path) -> Usable | None:
+    """Return the newest checkpoint whose ``meta.json`` and index are as they were saved, and whose
+    files are all there at their full size; None without any checkpoint. Damage inside the files is
+    found by ``inspect checkpoint --verify``, and by loading.
+
+    Raises CheckpointError where there are checkpoints and none can be used: a fresh start in their
+    place would remove them one by one."""
+    passed_over: list[tuple[Path, str]] = []
+    for _, paths in groupby(reversed(_numbered(folder)), key=lambda pair: pair[0]):
+        for path in sorted((path for _, path in paths), key=lambda path: path.name):
+            try:
+                require_usable(path)
+            except CheckpointError as error:
+                passed_over.append((path, f"{error}"))
+            else:
+                return Usable(path, tuple(passed_over))
+    refuse(f"{folder} has checkpoints, and none can be used:", [why for _, why in passed_over])
     return None
+
+
+def require_usable(path: Path) -> None:
+    """Raise CheckpointError where something can be said against a checkpoint without reading its
+    tensors."""
+    parse_meta(path)
+    places = read_metadata(path).storage_data.values()
+    refuse(f"{path} is incomplete:", file_problems(path, places, do=ANOTHER_COPY))
 
 
 def tidy(folder: str | Path) -> None:
@@ -170,12 +222,12 @@ def retain(folder: Path, keep: Retention) -> None:
 
 def validation_loss(checkpoint: Path) -> float | None:
     """Return the validation loss at the iteration of a checkpoint, or None where it was not
-    measured."""
+    measured, is not finite, or cannot be read."""
     try:
-        loss = json.loads((checkpoint / META).read_bytes()).get("validation_loss")
-    except (OSError, ValueError, AttributeError):
+        loss = read_meta_json(checkpoint).get("validation_loss")
+    except CheckpointError:
         return None
-    return float(loss) if isinstance(loss, int | float) else None
+    return finite_number(loss)
 
 
 def _link(link: Path, target: Path) -> None:

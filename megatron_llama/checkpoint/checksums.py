@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.checkpoint.small_files import read_small
+from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST
 from megatron_llama.distributed.device import thread_pool
 from megatron_llama.errors import CheckpointError, describe
 
@@ -21,21 +23,28 @@ META_SUMS = "checklist.chk"
 WEIGHTS = (".safetensors", ".pth")
 """Endings of weight files that have no checksums inside, or do not say which of several files they
 are."""
+ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 _READ_BYTES = 2**20
+_LINE = re.compile(r"([0-9a-f]{64})  (\.?\w[\w.-]*)")
 
 
 class HashedFile:
     """A new file for sequential writing. It computes its checksum, and is on the disk when it is
     closed without an error."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, tail_bytes: int = 0) -> None:
+        """``tail_bytes``: so many of the last bytes are kept in ``tail``."""
         self._path = path
         self._file = path.open("wb")
         self._hash = hashlib.sha256()
+        self._tail_bytes = tail_bytes
+        self.tail = b""
 
     def write(self, content: bytes | memoryview) -> int:
         """Append bytes."""
         self._hash.update(content)
+        if self._tail_bytes:
+            self.tail = (self.tail + bytes(content[-self._tail_bytes :]))[-self._tail_bytes :]
         return self._file.write(content)
 
     def tell(self) -> int:
@@ -77,21 +86,46 @@ def seal(folder: Path, sums: Mapping[str, str], last: str, content: bytes) -> No
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by name. Raises CheckpointError when the list is missing or
-    damaged."""
+    """Return the SHA-256 of each file of a checkpoint by name. Raises CheckpointError when the list
+    is missing or damaged."""
     path = folder / SUMS
-    do = "verify a copy, or an earlier checkpoint"
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) else "damaged content"
-        raise CheckpointError(path, got=got, expected="the list of checksums", do=do) from error
-    found = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
-    if not found or None in found:
+    do = (
+        "restore it from a copy, or load an earlier checkpoint; if you trust the files as they "
+        f"are, run `sha256sum .metadata meta.json *.distcp > {SUMS}` in {folder}"
+    )
+    content = read_small(path, largest=LARGEST_CHECKSUM_LIST, do=do)
+    sums: dict[str, str] = {}
+    expected = "a checksum and the name of a file of the folder in each line"
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] == SUMS:
+            where = f"{path}:{number}"
+            raise CheckpointError(where, got="damaged content", expected=expected, do=do)
+        if match[2] in sums:
+            got = f"{match[2]} for the second time"
+            raise CheckpointError(f"{path}:{number}", got=got, expected="each file once", do=do)
+        sums[match[2]] = match[1]
+    if not sums:
+        raise CheckpointError(path, got="an empty file", expected=expected, do=do)
+    return sums
+
+
+def read_listed(folder: Path, name: str, *, largest: int) -> bytes:
+    """Return the content of a file of a checkpoint, of at most ``largest`` bytes, which has the
+    checksum that is listed. Raises CheckpointError naming the file."""
+    path = folder / name
+    content = read_small(path, largest=largest, do=ANOTHER_COPY)
+    listed = read_sums(folder).get(name)
+    got = hashlib.sha256(content).hexdigest()
+    if got != listed:
+        renew = f"if you changed it on purpose, put its `sha256sum {name}` into {folder / SUMS}"
         raise CheckpointError(
-            path, got="damaged content", expected="a checksum and a file name in each line", do=do
+            path,
+            got=f"SHA-256 {got}",
+            expected=f"{listed or 'one that is listed'}, by {SUMS}",
+            do=f"{ANOTHER_COPY}; {renew}",
         )
-    return {match[2]: match[1] for match in found if match is not None}
+    return content
 
 
 def damaged_files(folder: Path) -> list[str]:
@@ -99,10 +133,13 @@ def damaged_files(folder: Path) -> list[str]:
     not belong there. Raises CheckpointError when the list of checksums itself cannot be read."""
     sums = read_sums(folder)
     problems = []
-    do = "restore the file from a copy, or load an earlier checkpoint"
+    do = ANOTHER_COPY
     for name, expected in sums.items():
         path = folder / name
         try:
+            if path.exists() and not path.is_file():  # a device may have no end
+                problems.append(describe(path, got="no file", expected="a regular file", do=do))
+                continue
             got = _sum(path)
         except OSError as error:
             problems.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -144,12 +145,14 @@ class RegionLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         wanted: dict[str, list[ChunkStorageMetadata]] = {}
         for part in self._regions.values():
-            wanted.setdefault(part.key, []).append(part.chunk)
+            saved = self._saved.get(part.key)
+            # torch compares boxes of one number of dimensions only; ``problems`` names the others.
+            if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == part.shape:
+                wanted.setdefault(part.key, []).append(part.chunk)
         items: list[ReadItem] = []
         for key, chunks in wanted.items():
-            saved = self._saved.get(key)
-            if isinstance(saved, TensorStorageMetadata):
-                items += create_read_items_for_chunk_list(key, saved, chunks)
+            saved = cast(TensorStorageMetadata, self._saved[key])
+            items += create_read_items_for_chunk_list(key, saved, chunks)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -96,7 +96,7 @@ class SavedColumns:
         """The regions have been read, and all other state. ``step`` is the number of updates of a
         rule without columns; ``optimizer`` has the options of the run that saved."""
         config = OptimizerConfig(
-            adam_beta1=optimizer["adam_beta1"], adam_beta2=optimizer["adam_beta2"]
+            **{name: optimizer[name] for name in ("adam_beta1", "adam_beta2") if name in optimizer}
         )
         for copy, read in self._copies:
             copy.copy_(read)

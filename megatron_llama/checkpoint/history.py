@@ -4,9 +4,11 @@ next one is compared with."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from megatron_llama.config.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,20 @@ NO_HISTORY = History()
 """The history of a run without bad steps."""
 
 
-def read_history(entry: Mapping[str, Any]) -> History:
-    """Return the history of which ``entry`` made the fields. Raises KeyError, TypeError or
-    ValueError for others."""
-    skipped = (Skipped(**{**one, "value": float(one["value"])}) for one in entry["skipped"])
-    return History(
-        tuple(skipped),
-        tuple(float(loss) for loss in entry["good_losses"]),
-        int(entry["bad_in_a_row"]),
-    )
+def read_history(fields: Fields) -> History:
+    """Return the history of which ``entry`` made the fields. What is wrong is noted there."""
+    skipped = []
+    for step in fields.entries("skipped"):
+        value = step.content.get("value")
+        skipped.append(
+            Skipped(
+                step.integer("iteration"),
+                step.integer("first_sample"),
+                step.integer("last_sample"),
+                step.text("reason"),
+                # JSON has no numbers that are not finite.
+                float(value) if value in ("nan", "inf", "-inf") else step.number("value"),
+            )
+        )
+    losses = fields.sequence("good_losses", float)
+    return History(tuple(skipped), tuple(map(float, losses)), fields.integer("bad_in_a_row"))

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from megatron_llama.checkpoint.checksums import ANOTHER_COPY, read_listed
+from megatron_llama.checkpoint.folders import REPLACED
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
+from megatron_llama.config.fields import Fields, read_fields
 from megatron_llama.config.hf import TOKEN_IDS, hf_config_from_model, model_config_from_hf
-from megatron_llama.config.parse import flag
+from megatron_llama.config.json_file import parse_json_object
+from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_META
+from megatron_llama.config.parse import flag, strip_optional
 from megatron_llama.config.rope import normal_rope, reads_max_positions
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
@@ -37,7 +43,10 @@ rotary scalings read max_position_embeddings."""
 EPSILON = "rms_norm_eps"
 """A run may have another epsilon, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2
 that of LLaMA 1."""
-ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
+NUMBERED = re.compile(rf"iter_([0-9]{{7,19}})(?:{re.escape(REPLACED)})?")
+"""Names of checkpoints. More digits are no iteration that a run can have."""
+PLACE_NUMBERS = 4
+"""Where a lane has come to in a text: so many numbers."""
 
 
 @dataclass(frozen=True)
@@ -114,61 +123,110 @@ def meta_json(
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
+def read_meta_json(folder: Path) -> dict[str, Any]:
+    """Return the content of ``meta.json`` of one checkpoint, after a comparison with its checksum.
+    What the fields hold is not looked at. Raises CheckpointError naming the file."""
+    content = read_listed(folder, META, largest=LARGEST_META)
+    return parse_json_object(content, folder / META, do=ANOTHER_COPY)
+
+
 def parse_meta(folder: Path) -> CheckpointMeta:
-    """Read ``meta.json`` of one checkpoint. Raises CheckpointError naming the file."""
+    """Read ``meta.json`` of one checkpoint. Raises CheckpointError naming the file, with all fields
+    that cannot be meant."""
     path = folder / META
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            path, got=error.strerror, expected="a readable file", do=ANOTHER_COPY
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(path, got=error, expected="valid JSON", do=ANOTHER_COPY) from error
-    if not isinstance(content, dict):
-        got = type(content).__name__
-        raise CheckpointError(path, got=got, expected="a JSON object", do=ANOTHER_COPY)
+    content = read_meta_json(folder)
     version = content.get("format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         do = (
             "load it with the version of this program that saved it,"
             " and export it to HuggingFace format"
         )
         raise CheckpointError(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do)
-    try:
-        # Older files have neither a history nor the identity of the training data.
-        history = read_history(content["history"]) if "history" in content else NO_HISTORY
-        data = content.get("training_data")
-        return CheckpointMeta(
+    with read_fields(content, path, do=ANOTHER_COPY) as fields:
+        iteration = fields.integer("iteration")
+        named = NUMBERED.fullmatch(folder.name)
+        if named is not None and int(named[1]) != iteration:
+            fields.problem("iteration", iteration, f"{int(named[1])}, as in the folder's name")
+        scale = fields.sequence("loss_scale", float, length=3)
+        if scale and (scale[0] <= 0 or min(scale) < 0):
+            fields.problem("loss_scale", scale, "a scale above 0, and two counts")
+        saved_model = fields.mapping("model")
+        meta = CheckpointMeta(
             folder=folder,
             state=TrainState(
-                int(content["iteration"]),
-                int(content["consumed_samples"]),
-                history,
-                None if data is None else dict(data),
-                content.get("stream_places"),
-                dict(content.get("hf_config") or _listed_ids(content["model"])),
+                iteration,
+                fields.integer("consumed_samples"),
+                # Older files have neither a history nor the identity of the training data.
+                read_history(fields.inner("history", default=NO_HISTORY.entry())),
+                fields.mapping("training_data", default=None, null=True),
+                _stream_places(fields),
+                fields.mapping("hf_config", default=None, null=True) or _listed_ids(saved_model),
             ),
-            optimizer_step=int(content["optimizer_step"]),
-            weight_sum=float(content.get("weight_sum", 0.0)),
-            loss_scale=[float(number) for number in content["loss_scale"]],
-            # Older files do not name the padding token of a language model, which had no meaning.
-            model=model_config_from_hf(
-                {"pad_token_id": None, **content["model"]}, where=f"{path} model"
-            ),
-            seed=int(content["seed"]),
-            tokenizer_model=content["tokenizer_model"],
-            torch_version=str(content["torch_version"]),
-            config=dict(content["config"]),
+            optimizer_step=fields.integer("optimizer_step"),
+            weight_sum=fields.number("weight_sum", low=0, default=0.0),
+            loss_scale=[float(number) for number in scale],
+            model=ModelConfig(),
+            seed=fields.integer("seed", low=-LARGEST_INTEGER),
+            tokenizer_model=fields.text("tokenizer_model", null=True),
+            torch_version=fields.text("torch_version"),
+            config=_sections(fields.inner("config")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        missing = isinstance(error, KeyError)
-        got = f"no field {error}" if missing else f"a field that cannot be read ({error})"
-        raise CheckpointError(
-            path, got=got, expected="the fields that saving writes", do=ANOTHER_COPY
-        ) from error
+    # Older files do not name the padding token of a language model, which had no meaning.
+    saved_model = {"pad_token_id": None, **saved_model}
+    return dataclasses.replace(meta, model=model_config_from_hf(saved_model, where=f"{path} model"))
+
+
+def _stream_places(fields: Fields) -> list[list[list[int]]] | None:
+    """Return where each lane of each text has come to; None in a run of counted samples."""
+    name = "stream_places"
+    streams: list[list[list[int]]] | None
+    streams = fields.sequence(name, list, default=None, null=True)
+    if streams is None:
+        return None
+    for lane in (lane for lanes in streams for lane in lanes):
+        numbers = isinstance(lane, list) and len(lane) == PLACE_NUMBERS
+        if not numbers or not all(type(n) is int and 0 <= n <= LARGEST_INTEGER for n in lane):
+            expected = f"{PLACE_NUMBERS} numbers that are not negative for each lane"
+            fields.problem(name, lane, expected)
+            break
+    return streams
+
+
+def _sections(config: Fields) -> dict[str, dict[str, Any]]:
+    """Return the sections of a saved configuration, every one that this version knows among them.
+    Fields of other versions are left as they are; those that are known have to be of their
+    kind."""
+    sections: dict[str, dict[str, Any]] = {
+        name: section for name, section in config.content.items() if isinstance(section, dict)
+    }
+    for name, section in get_type_hints(Config).items():
+        reader = config.inner(name, default={})
+        kinds = get_type_hints(section)
+        for option in reader.content:
+            if option in kinds:
+                _require_kind(reader, option, kinds[option])
+        sections[name] = dict(reader.content)
+    return sections
+
+
+def _require_kind(fields: Fields, name: str, annotation: Any) -> None:
+    """Note a problem where an option has a value that its annotation does not allow. Choices are
+    not looked at: other versions have others."""
+    kind, null = strip_optional(annotation)
+    origin = get_origin(kind)
+    if origin is tuple:
+        element = get_args(kind)[0]
+        fields.sequence(name, str if get_origin(element) is Literal else element, null=null)
+    elif origin is dict:
+        fields.mapping(name, null=null)
+    elif kind is bool and not (null and fields.content[name] is None):
+        fields.switch(name)
+    elif kind is int:
+        fields.integer(name, low=-LARGEST_INTEGER, null=null)
+    elif kind is float:
+        fields.number(name, null=null)
+    elif kind is str or origin is Literal:
+        fields.text(name, null=null)
 
 
 def _listed_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,25 +2,93 @@
 
 A pickle names the place of its memo into which a value goes, and the lengths of its strings, and
 CPython's reader makes room for whatever is named: 9 bytes can take 34 GB. No classes have to be
-allowed for that, so a list of classes does not help. Opcodes: CPython's ``pickletools``."""
+allowed for that, so a list of classes does not help. Nor does it help against tuples that hold the
+one before twice: the hash of the last one takes forever. So the stack is followed here, with a
+number in the place of each value: how many values it is made of, if it can be hashed.
+
+Opcodes: CPython's ``pickletools``."""
 
 from __future__ import annotations
 
 import pickle
 import pickletools
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
+from megatron_llama.config.limits import (
+    HASHED_PER_PICKLED_BYTE,
+    LARGEST_TUPLE,
+    PICKLED_BYTES_PER_OBJECT,
+)
 
-def _argument_sizes() -> Mapping[int, int]:
-    """Return the bytes of each opcode's argument; for those of no fixed size the (negative) kind
-    that pickletools has for them."""
-    return MappingProxyType(
-        {ord(code.code): 0 if code.arg is None else code.arg.n for code in pickletools.opcodes}
-    )
+FREE_OBJECTS = 2**18
+"""A pickle may make so many objects whatever its length."""
+FREE_HASHED = 2**16
+"""So many values may be hashed whatever the length."""
 
 
-SIZES = _argument_sizes()
+@dataclass(frozen=True, slots=True)
+class _Opcode:
+    """What an opcode does."""
+
+    argument: int
+    """Bytes of its argument; for those of no fixed size the (negative) kind of pickletools."""
+    pops: int
+    """Values that it takes from the stack, apart from those above a mark."""
+    to_mark: bool
+    """Whether it takes everything above the last mark, and the mark."""
+    pushes: int
+    joins: bool
+    """Whether the result is made of what was taken, and hashed with it."""
+    keeps: bool
+    """Whether the result is the first of the values that were taken."""
+    hashes: bool
+    """Whether something that was taken is hashed."""
+    makes: bool
+    """Whether the result is a new object that takes memory."""
+
+
+JOINING = frozenset(
+    [
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+        "FROZENSET",
+        "REDUCE",
+        "NEWOBJ",
+        "NEWOBJ_EX",
+        "INST",
+        "OBJ",
+        "BINPERSID",
+    ]
+)
+KEEPING = frozenset(["DUP", "BUILD", "MEMOIZE"])
+HASHING = frozenset(["SETITEM", "SETITEMS", "ADDITEMS", "DICT", "FROZENSET"])
+MAKING = JOINING | {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT"}
+
+
+def _opcodes() -> Mapping[int, _Opcode]:
+    table = {}
+    for code in pickletools.opcodes:
+        before = list(code.stack_before)
+        to_mark = pickletools.markobject in before
+        table[ord(code.code)] = _Opcode(
+            0 if code.arg is None else code.arg.n,
+            before.index(pickletools.markobject) if to_mark else len(before),
+            to_mark,
+            len(code.stack_after),
+            code.name in JOINING,
+            code.name in KEEPING,
+            code.name in HASHING,
+            code.name in MAKING,
+        )
+    return MappingProxyType(table)
+
+
+OPCODES = _opcodes()
 LENGTH_BYTES: Mapping[int, int] = MappingProxyType(
     {
         pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -33,53 +101,111 @@ LENGTH_BYTES: Mapping[int, int] = MappingProxyType(
 LINES: Mapping[int, int] = MappingProxyType({ord("i"): 2, ord("c"): 2})
 """Opcodes whose argument is two lines of text: module and name."""
 STOP = ord(pickle.STOP)
+MARK = ord(pickle.MARK)
+POP = ord(pickle.POP)
 PUT = ord(pickle.PUT)
 BINPUT = ord(pickle.BINPUT)
 LONG_BINPUT = ord(pickle.LONG_BINPUT)
 MEMOIZE = ord(pickle.MEMOIZE)
+GET = ord(pickle.GET)
+BINGET = ord(pickle.BINGET)
+LONG_BINGET = ord(pickle.LONG_BINGET)
 FRAME = ord(pickle.FRAME)
+PLACES = frozenset({PUT, BINPUT, LONG_BINPUT, GET, BINGET, LONG_BINGET})
+"""Opcodes whose argument is a place of the memo."""
 
 
 def require_bounded(content: bytes) -> int:
     """Return the length of the pickle at the beginning of ``content``. Raises
-    pickle.UnpicklingError where it claims a length beyond its end, or a place of the memo that no
-    pickler would use next."""
+    pickle.UnpicklingError where it claims a length beyond its end, a place of the memo that no
+    pickler would use next, or makes values that take much more memory or time than its bytes."""
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: list[int] = []
     at = 0
     end = len(content)
-    memoized = 0
+    objects = FREE_OBJECTS + end // PICKLED_BYTES_PER_OBJECT
+    hashed = FREE_HASHED + end * HASHED_PER_PICKLED_BYTE
     while at < end:
-        opcode = content[at]
-        size = SIZES.get(opcode)
-        if size is None:
+        byte = content[at]
+        opcode = OPCODES.get(byte)
+        if opcode is None:
             raise pickle.UnpicklingError(f"byte {at} is no opcode")
-        at += 1
-        start = at
-        if size == pickletools.UP_TO_NEWLINE:
-            for _ in range(LINES.get(opcode, 1)):
-                at = content.find(b"\n", at) + 1
-                if at == 0:
-                    raise pickle.UnpicklingError(f"byte {start}: a line without an end")
-        elif size < 0:
-            begin = at + LENGTH_BYTES[size]
-            length = int.from_bytes(content[at:begin], "little")
-            if length > end - begin:
-                raise pickle.UnpicklingError(f"byte {at}: {length} bytes where {end - begin} are")
-            at = begin + length
-        else:
-            at += size
-        if opcode == STOP:
+        start = at + 1
+        at = _end_of_argument(content, start, byte, opcode.argument)
+        if byte == STOP:
             return at
-        if opcode in (BINPUT, LONG_BINPUT, PUT):
+        if byte in PLACES:
             argument = content[start:at]
-            place = int(argument) if opcode == PUT else int.from_bytes(argument, "little")
+            place = int.from_bytes(argument, "little")
+            if byte in (PUT, GET):
+                place = int(argument) if re.fullmatch(rb"\d{1,19}\n", argument) else -1
+            taken = len(memo)
+            puts = byte in (PUT, BINPUT, LONG_BINPUT)
             # A pickler numbers its values in order, and writes a number again only by chance.
-            if not 0 <= place <= memoized:
+            if not 0 <= place < taken + puts or (puts and not stack):
                 raise pickle.UnpicklingError(
-                    f"byte {start}: place {place} of the memo where {memoized} are taken"
+                    f"byte {start}: place {place} of the memo where {taken} are taken"
                 )
-            memoized = max(memoized, place + 1)
-        elif opcode == MEMOIZE:
-            memoized += 1
-        elif opcode == FRAME and int.from_bytes(content[start:at], "little") > end - at:
+            if not puts:
+                stack.append(memo[place])
+            elif place == taken:
+                memo.append(stack[-1])
+            else:
+                memo[place] = max(memo[place], stack[-1])
+            continue
+        if byte == FRAME and int.from_bytes(content[start:at], "little") > end - at:
             raise pickle.UnpicklingError(f"byte {start}: a frame beyond the end")
+        if byte == MARK:
+            marks.append(len(stack))
+            continue
+        if byte == POP and marks and marks[-1] == len(stack):
+            marks.pop()
+            continue
+        base = len(stack)
+        if opcode.to_mark:
+            if not marks:
+                raise pickle.UnpicklingError(f"byte {start - 1}: no mark")
+            base = marks.pop()
+        base -= opcode.pops
+        if base < (marks[-1] if marks else 0):
+            raise pickle.UnpicklingError(f"byte {start - 1}: nothing on the stack")
+        values = stack[base:]
+        del stack[base:]
+        size = values[0] if opcode.keeps else 1 + sum(values) if opcode.joins else 1
+        if size > LARGEST_TUPLE:
+            raise pickle.UnpicklingError(
+                f"byte {start - 1}: a tuple of {size} values where {LARGEST_TUPLE} are allowed"
+            )
+        objects -= opcode.makes
+        hashed -= sum(values) if opcode.hashes else 0
+        if objects < 0 or hashed < 0:
+            raise pickle.UnpicklingError(f"byte {start - 1}: more values than bytes for them")
+        for _ in range(opcode.pushes):
+            stack.append(size)
+        if byte == MEMOIZE:
+            memo.append(size)
     raise pickle.UnpicklingError("the end is missing: it was cut off")
+
+
+def _end_of_argument(content: bytes, start: int, opcode: int, size: int) -> int:
+    """Return the end of an argument that begins at ``start``, of so many bytes, or of a kind of
+    pickletools. Raises pickle.UnpicklingError where it would lie behind the end."""
+    end = len(content)
+    at = start
+    if size >= 0:
+        at += size
+    elif size == pickletools.UP_TO_NEWLINE:
+        for _ in range(LINES.get(opcode, 1)):
+            at = content.find(b"\n", at) + 1
+            if at == 0:
+                raise pickle.UnpicklingError(f"byte {start}: a line without an end")
+    else:
+        begin = at + LENGTH_BYTES[size]
+        length = int.from_bytes(content[at:begin], "little")
+        if length > end - begin:
+            raise pickle.UnpicklingError(f"byte {at}: {length} bytes where {end - begin} are")
+        at = begin + length
+    if at > end:
+        raise pickle.UnpicklingError("the end is missing: it was cut off")
+    return at

@@ -3,9 +3,8 @@ with bounded memory, checksums, and errors that name the file."""
 
 from __future__ import annotations
 
-import io
 import pickle
-import zipfile
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +14,49 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron_llama.checkpoint.checksums import HashedFile
+from megatron_llama.checkpoint.archive import (
+    STORAGES,
+    TAIL_BYTES,
+    DamageError,
+    tensor_in,
+    values_crc32,
+)
+from megatron_llama.checkpoint.checksums import ANOTHER_COPY, HashedFile, read_listed
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.meta import ANOTHER_COPY
+from megatron_llama.checkpoint.index import (
+    METADATA,
+    Place,
+    cover_problems,
+    parse_index,
+    shared_bytes,
+)
+from megatron_llama.checkpoint.storage_paths import is_remote
+from megatron_llama.config.limits import LARGEST_INDEX
 from megatron_llama.errors import CheckpointError, describe, listing
 
-METADATA = ".metadata"
 LISTED = 10
 """So many problems are listed: a damaged checkpoint of a large model has thousands of one kind."""
+
+
+@dataclass(frozen=True)
+class SavedChunk(Place):
+    """Where a chunk lies, and what lies there."""
+
+    size: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -49,7 +77,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
     with writing(folder):
         # Rank 0 has made the folder, but another machine's view of a shared disk may be behind.
         folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder / name), HashedFile(folder / name) as file:
+    with writing(folder / name), HashedFile(folder / name, tail_bytes=TAIL_BYTES) as file:
         for part in parts:
             start = file.tell()
             # A copy, since torch saves the whole storage of a view. It has no name that would keep
@@ -58,7 +86,10 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
                 part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
                 cast(IO[bytes], file),
             )
-            places[part.index] = _StorageInfo(name, start, file.tell() - start)
+            place = _StorageInfo(name, start, file.tell() - start)
+            # What binds the file to this index. torch pickles all attributes, and reads over it.
+            place.crc32 = values_crc32(file.tail, place.length)  # type: ignore[attr-defined]
+            places[part.index] = place
     return WrittenParts(places, {name: file.sum} if places else {})
 
 
@@ -114,42 +145,40 @@ class ChunkReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the files one after the other, each from its start to its end. Every chunk is read
         once and checked. Raises CheckpointError naming the file."""
-        by_file: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        by_file: dict[str, dict[SavedChunk, list[ReadItem]]] = {}
         placed = [(self._places[item.storage_index], item) for item in plan.items]
         for place, item in sorted(placed, key=lambda pair: int(pair[0].offset)):
-            chunks = by_file.setdefault(place.relative_path, {})
-            chunks.setdefault((place.offset, place.length), []).append(item)
+            by_file.setdefault(place.relative_path, {}).setdefault(place, []).append(item)
         for name, chunks in by_file.items():
             path = self._folder / name
+            where = f"{path}"
             try:
                 with path.open("rb") as file:
-                    for (offset, length), items in chunks.items():
+                    for place, items in chunks.items():
+                        index = items[0].storage_index
+                        where = f"{path} {index.fqn} at {tuple(index.offset or ())}"
                         # No name here holds a chunk while the next one is read.
-                        _fill(items, _read_chunk(file, offset, length), planner)
-            except Exception as error:
-                # torch's message for damaged bytes is long, and advises to load them unsafely.
-                damage = f"damaged content ({type(error).__name__})"
-                got = error.strerror if isinstance(error, OSError) else damage
-                raise CheckpointError(
-                    path, got=got, expected="the tensors that were saved", do=ANOTHER_COPY
-                ) from error
+                        _fill(items, _read_chunk(file, place), planner)
+            except (DamageError, OSError) as error:
+                got, expected = "damaged content", "the tensor that was saved"
+                if isinstance(error, DamageError):
+                    got, expected = error.got, error.expected
+                elif error.strerror:
+                    got = error.strerror
+                raise CheckpointError(where, got=got, expected=expected, do=ANOTHER_COPY) from error
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
-def _read_chunk(file: BinaryIO, offset: int, length: int) -> Tensor:
-    file.seek(offset)
-    content = io.BytesIO(file.read(length))
-    # torch reads its zip archives without a look at their checksums: a flipped bit would become a
-    # wrong weight.
-    with zipfile.ZipFile(content) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(damaged)
-    content.seek(0)
-    tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
-    return tensor
+def _read_chunk(file: BinaryIO, place: SavedChunk) -> Tensor:
+    """Return a chunk, whose bytes are read once. Raises DamageError, OSError."""
+    content = torch.empty(place.length, dtype=torch.uint8)
+    file.seek(place.offset)
+    count = file.readinto(content.numpy().data)  # type: ignore[attr-defined]
+    if count != place.length:
+        raise DamageError(f"{count} bytes", f"{place.length}: it was cut off")
+    return tensor_in(content, place.size, place.dtype, place.crc32)
 
 
 def _fill(items: Iterable[ReadItem], chunk: Tensor, planner: LoadPlanner) -> None:
@@ -161,8 +190,8 @@ def _fill(items: Iterable[ReadItem], chunk: Tensor, planner: LoadPlanner) -> Non
 
 
 def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
-    """Return a line for each file that is missing, or too short for its chunks, of which ``places``
-    holds (relative_path, offset, length)."""
+    """Return a line for each file that is missing, no regular file, or too short for its chunks, of
+    which ``places`` holds (relative_path, offset, length)."""
     needed: dict[str, int] = {}
     for place in places:
         end = place.offset + place.length
@@ -171,16 +200,19 @@ def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
     for name, size in sorted(needed.items()):
         path = folder / name
         try:
-            found = path.stat().st_size
+            status = path.stat()
         except OSError as error:
             problems.append(
                 describe(path, got=error.strerror, expected=f"a file of {size} bytes", do=do)
             )
             continue
-        if found < size:
-            problems.append(
-                describe(path, got=f"{found} bytes", expected=f"{size}: it was cut off", do=do)
-            )
+        # A device or a pipe may have no end. Links to files are a hub's cache, or a user's.
+        if not is_remote(path) and not stat.S_ISREG(status.st_mode):
+            expected = f"a file of {size} bytes"
+            problems.append(describe(path, got="no regular file", expected=expected, do=do))
+        elif status.st_size < size:
+            expected = f"{size}: it was cut off"
+            problems.append(describe(path, got=f"{status.st_size} bytes", expected=expected, do=do))
     return problems
 
 
@@ -192,41 +224,37 @@ def refuse(title: str, problems: list[str]) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the index of all chunks. Raises CheckpointError naming the file; a file with anything
-    else in it runs no code."""
+    """Return the index of a native checkpoint, for torch's planners. Its ``storage_data`` are
+    ``SavedChunk``s.
+
+    Raises CheckpointError when it is not what was saved, names code to run, or has chunks that are
+    not its tensors, cut into pieces."""
     path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError("it holds no metadata")
-        return metadata
-    except Exception as error:
-        got = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            path, got=got, expected="the index that saving writes", do=ANOTHER_COPY
-        ) from error
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the index, which torch pickles. It knows the classes that belong there and no others,
-    since a pickle may call any function of any module."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        index = (
-            "Metadata",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-        )
-        known = {
-            "torch.distributed.checkpoint.metadata": index,
-            "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-            "torch.serialization": ("_get_layout",),
-            "torch": ("Size", "float32", "float64", "bfloat16", "float16", "uint8"),
-        }
-        if name not in known.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
-        return super().find_class(module, name)
+    content = read_listed(folder, METADATA, largest=LARGEST_INDEX)
+    index = parse_index(path, content, do=ANOTHER_COPY)
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, SavedChunk] = {}
+    problems = []
+    if index.objects:
+        got = f"objects, such as {next(iter(index.objects))}"
+        problems.append(describe(path, got=got, expected="tensors alone", do=ANOTHER_COPY))
+    for name, tensor in index.tensors.items():
+        where = f"{path} {name}"
+        if tensor.dtype not in STORAGES.values():
+            expected = "a dtype that is saved"
+            problems.append(describe(where, got=tensor.dtype, expected=expected, do=ANOTHER_COPY))
+            continue
+        problems += cover_problems(where, tensor, do=ANOTHER_COPY)
+        chunks = []
+        for chunk in tensor.chunks:
+            offset = torch.Size(chunk.offset)
+            at = chunk.place
+            places[MetadataIndex(name, offset)] = SavedChunk(
+                at.relative_path, at.offset, at.length, at.crc32, chunk.size, tensor.dtype
+            )
+            chunks.append(ChunkStorageMetadata(offset, torch.Size(chunk.size)))
+        properties = TensorProperties(dtype=tensor.dtype)
+        described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    problems += shared_bytes(folder, places.values(), do=ANOTHER_COPY)
+    refuse(f"{path} cannot be used:", problems)
+    return Metadata(described, storage_data=places)

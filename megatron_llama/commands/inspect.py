@@ -74,7 +74,7 @@ def inspect(words: list[str]) -> None:
 
 
 def _rows(rows: Mapping[str, object]) -> None:
-    width = max(26, *(len(name) + 2 for name in rows))
+    width = max([26, *(len(name) + 2 for name in rows)])
     for name, value in rows.items():
         print(f"{name:<{width}}{value}")
 
@@ -167,6 +167,7 @@ def _verify(path: str) -> None:
         return
     newest = checkpoint_dir.find(path)
     refuse(f"{newest} is damaged:", checksums.damaged_files(newest))
+    checkpoint_dir.require_usable(newest)
     print(f"verified: {len(checksums.read_sums(newest))} files are as they were saved")
 
 

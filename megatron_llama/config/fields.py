@@ -177,6 +177,17 @@ class Fields:
         reader.problems = [] if name in self._refused else self.problems
         return reader
 
+    def entries(self, name: str) -> list[Fields]:
+        """Return a reader for each object of an array. Their problems count among these."""
+        objects = self.sequence(name, dict)
+        readers = [
+            Fields(entry, f"{self.where} {name}[{number}]", do=self._do)
+            for number, entry in enumerate(objects)
+        ]
+        for reader in readers:
+            reader.problems = self.problems
+        return readers
+
     def _is_null(self, name: str, value: Any, default: Any, null: bool) -> bool:
         """Return whether a field is null and may be: in the file with ``null``, or as the default
         of an absent one."""

@@ -190,7 +190,7 @@ def parse(
 
 def expected(kind: Any) -> str:
     """Say in words which values an annotation takes."""
-    inner, optional = _strip_optional(kind)
+    inner, optional = strip_optional(kind)
     if get_origin(inner) is Literal:
         return "one of " + ", ".join(get_args(inner))
     if get_origin(inner) is tuple:
@@ -212,7 +212,7 @@ def expected(kind: Any) -> str:
 def read(kind: Any, raw: Any) -> Any:
     """Convert text (a list of texts, a mapping, None) to a value of the annotation. Raises
     ValueError for text that is none, and RepeatedKey for a mapping that has a key twice."""
-    inner, optional = _strip_optional(kind)
+    inner, optional = strip_optional(kind)
     if optional and (raw is None or (raw == "null" and inner is not str)):
         return None
     origin = get_origin(inner)
@@ -231,7 +231,8 @@ def read(kind: Any, raw: Any) -> Any:
     return raw if inner is str else _READERS[inner](raw)
 
 
-def _strip_optional(kind: Any) -> tuple[Any, bool]:
+def strip_optional(kind: Any) -> tuple[Any, bool]:
+    """Return the annotation without ``| None``, and whether it had that."""
     if get_origin(kind) in (Union, UnionType):
         inner = [part for part in get_args(kind) if part is not NoneType]
         assert len(inner) == 1, f"only X | None is supported, not {kind}"
@@ -517,7 +518,7 @@ class _Reader:
         return item.group is None or self.options[name].section is self.groups[item.group]
 
     def _read_option(self, item: _Given, option: Option) -> tuple[str, Any] | None:
-        inner, _ = _strip_optional(option.kind)
+        inner, _ = strip_optional(option.kind)
         raw = item.raw
         if isinstance(raw, list) and get_origin(inner) is not tuple and item.is_flag:
             raw = self._one_word(item, "true" if inner is bool else None, option.kind)

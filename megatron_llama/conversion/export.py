@@ -52,7 +52,7 @@ def export_checkpoint(
     float32. Raises CheckpointError."""
     weights = native.open_weights(checkpoint)
     if dtype == "auto":
-        dtype = "bfloat16" if weights.meta.config["training"]["bf16"] else "float32"
+        dtype = "bfloat16" if weights.meta.config["training"].get("bf16") else "float32"
     sources = weight_folders(weights.meta.config.get("checkpoint", {}))
     export_hf(
         output,

@@ -56,6 +56,8 @@ class Start:
     """Fields of a HuggingFace ``config.json`` that are not refused."""
     goes_on: bool = False
     """Whether a folder of another format has the optimizer's state and the position, too."""
+    passed_over: tuple[tuple[Path, str], ...] = ()
+    """Why each newer checkpoint cannot be used, where AUTO has passed over some."""
 
     @property
     def resumable(self) -> bool:
@@ -150,7 +152,9 @@ def named_start(options: CheckpointConfig) -> Start | None:
                 "--load auto", got="no --save", expected="the folder in which the run saves", do=do
             )
         newest = checkpoint_dir.newest_usable(options.save)
-        return Start(newest, native=True) if newest is not None else None
+        if newest is None:
+            return None
+        return Start(newest.path, native=True, passed_over=newest.passed_over)
     named = storage_path(options.load)
     checkpoint = named if (named / META).is_file() else checkpoint_dir.latest(named)
     if checkpoint is not None:
@@ -445,13 +449,12 @@ def _words(value: Any) -> Any:
 
 
 def damaged(start: Start) -> Iterator[str]:
-    """Warn of each checkpoint that is newer than the one that AUTO found usable."""
-    for path in checkpoint_dir.complete(start.path.parent).values():
-        if path.name > start.path.name:
-            yield (
-                f"{path} is damaged, going on from {start.path}; "
-                f"inspect checkpoint {path} --verify says more"
-            )
+    """Warn of each checkpoint that is newer than the one that AUTO has taken."""
+    for path, why in start.passed_over:
+        yield (
+            f"{path} is damaged, going on from {start.path}; inspect checkpoint {path} --verify "
+            f"says more than this: {' '.join(why.split())}"
+        )
 
 
 def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:

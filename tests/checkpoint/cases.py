@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -99,6 +100,14 @@ def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tenso
     out = torch.full(shape, torch.nan)
     source(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
     return out
+
+
+def renew_sums(folder: Path) -> None:
+    """Have SHA256SUMS say what the files of a checkpoint hold now, as one who changes them on purpose does: what is wrong with them is
+    then for the checks behind that of the sums to find."""
+    names = [line[66:] for line in (folder / "SHA256SUMS").read_text().splitlines()]
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names if (folder / name).is_file()}
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 @contextmanager

@@ -190,7 +190,9 @@ def test_any_tool_of_torch_reads_it(cluster: Cluster, tmp_path: Path) -> None:
     assert expected.keys() == {prefix + name for prefix in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.") for name in shapes}
     found: dict[str, Any] = {key: torch.full(tensor.shape, torch.nan) for key, tensor in expected.items()}
     folder = tmp_path / "iter_0000002"
-    assert FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == expected.keys()
+    metadata = FileSystemReader(folder).read_metadata()
+    assert metadata.state_dict_metadata.keys() == expected.keys()
+    assert all(isinstance(place.crc32, int) for place in metadata.storage_data.values())
     dcp_load(found, checkpoint_id=folder, planner=DefaultLoadPlanner(), no_dist=True)
     assert same(found, expected)
 

@@ -42,6 +42,16 @@ def test_real_pickles_pass(protocol: int) -> None:
         b"\xff.",
         b"]",
         b"",
+        b"}" + b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(40)) + b"h\x28K\x01s.",  # its hash takes days
+        b"}" + b")" + b"".join(b"2\x86" for _ in range(40)) + b"K\x01s.",
+        b"}" + b")" + b"\x85" * 100_000 + b"K\x01s.",  # its hash overflows the stack
+        b"}" + b"(" + b"K\x01" * 4000 + b"tq\x00" + b"K\x01s" + b"h\x00K\x01s" * 100_000 + b".",  # 400 million values hashed
+        b"]" * 2_000_000 + b".",  # 112 MB of lists
+        b"t.",
+        b"e.",
+        b"h\x00.",
+        b"q\x00.",
+        b"K\x01(\x86.",
     ],
 )
 def test_what_is_claimed_has_to_be_there(content: bytes) -> None:

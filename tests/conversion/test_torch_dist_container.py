@@ -191,7 +191,7 @@ def swap(folder: Folder) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Folder], object], str]] = {
     "no index": (lambda f: (f.path / ".metadata").unlink(), ".metadata: got No such file"),
-    "empty index": (lambda f: (f.path / ".metadata").write_bytes(b""), "damaged content (EOFError)"),
+    "empty index": (lambda f: (f.path / ".metadata").write_bytes(b""), "damaged content (the end is missing: it was cut off)"),
     "index cut off": (lambda f: (f.path / ".metadata").write_bytes(pickle.dumps(f.metadata)[:-40]), ".metadata: got damaged content"),
     "index of something else": (lambda f: write_index(f.path, {"w": 1}), "got a dict, expected torch's Metadata"),
     "index that calls a function": (lambda f: write_index(f.path, Malice(f.witness)), "got a pickle that calls posix.mkdir"),
@@ -227,7 +227,7 @@ DAMAGE: dict[str, tuple[Callable[[Folder], object], str]] = {
     "chunk of another dtype": (lambda f: f.rewrite(f.key("b", 0), torch.zeros(6, dtype=torch.bfloat16)), "got torch.bfloat16 (6,)"),
     "chunk that calls a function": (lambda f: f.rewrite(f.key("b", 0), Malice(f.witness)), "got a pickle that calls posix.mkdir"),
     "chunk of something else": (lambda f: f.rewrite(f.key("b", 0), [1, 2]), "got a list, expected a tensor"),
-    "chunk that is no archive": (no_archive, "got damaged content, expected the tensor that was saved"),
+    "chunk that is no archive": (no_archive, "got damaged content (BadZipFile), expected a tensor that torch.save wrote"),
     "object that calls a function": (lambda f: f.rewrite(f.key("extra"), [Malice(f.witness)]), "got a pickle that calls posix.mkdir"),
 }
 

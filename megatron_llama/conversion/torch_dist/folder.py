@@ -8,8 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.meta import META
-from megatron_llama.checkpoint.storage import METADATA, refuse
+from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.conversion.megatron.names import find_folder
 from megatron_llama.conversion.torch_dist.container import COPY_AGAIN, Container

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_llama.checkpoint.history import Skipped
 from megatron_llama.checkpoint.storage_paths import local_folder
-from megatron_llama.errors import DataError
+from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.metrics import events, log
 from megatron_llama.metrics.events import END, FAULT, REWIND, SAVED, START
 
@@ -109,7 +109,7 @@ def read_run(name: str) -> RunFolder:
         do = "give the folder of a run that has trained a step"
         raise DataError(name, got=f"no line that is understood{unread}", expected="a log", do=do)
     skipped = tuple(_skipped(files[SKIPPED], problems))
-    checkpoint = {} if happened else _newest_meta(folder)
+    checkpoint = {} if happened else _newest_meta(folder, problems)
     return RunFolder(name, steps, evaluations, happened, skipped, checkpoint, tuple(problems))
 
 
@@ -324,13 +324,18 @@ def _skipped(path: Path, problems: list[str]) -> Iterator[Skipped]:
             yield found
 
 
-def _newest_meta(folder: Path) -> Mapping[str, Any]:
-    """What the newest checkpoint says of the run; empty if there is none that can be read."""
-    for path in sorted(folder.glob("iter_*/meta.json"), reverse=True):
+def _newest_meta(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+    """Return what the newest checkpoint says of the run; empty if there is none that can be
+    read."""
+    # Here, since these import torch, which a run with events does not need.
+    from megatron_llama.checkpoint.checkpoint_dir import complete
+    from megatron_llama.checkpoint.meta import parse_meta
+
+    for checkpoint in reversed(complete(folder).values()):
         try:
-            found = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict):
-            return found
+            meta = parse_meta(checkpoint)
+        except CheckpointError as error:
+            problems.append(f"{error}")
+        else:
+            return {"config": meta.config, "torch_version": meta.torch_version}
     return {}

@@ -1,0 +1,360 @@
+"""The index of a folder of torch.distributed.checkpoint, ``.metadata``: its tensors by name, and
+where each of their chunks lies. Native checkpoints and Megatron-Core's have the same.
+
+It is a pickle, and pickles may call any code. It is read with a short list of classes, which become
+inert records here, and everything that it says is checked."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import reprlib
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megatron_llama.checkpoint.archive import is_count
+from megatron_llama.checkpoint.pickles import require_bounded
+from megatron_llama.checkpoint.records import ForeignNameError, Record, make_records
+from megatron_llama.config.limits import LARGEST_COVER_WORK, LARGEST_DIMENSIONS, SHOWN_CHARACTERS
+from megatron_llama.errors import CheckpointError, describe
+
+METADATA = ".metadata"
+FILE_NAME = re.compile(r"\w[\w.-]*")
+FREE_COVER_WORK = 10**6
+"""Chunks are looked at so often whatever their number."""
+RECORDS: Mapping[str, Mapping[str, type[Record]]] = MappingProxyType(
+    {
+        "torch.distributed.checkpoint.metadata": make_records(
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.filesystem": make_records("_StorageInfo"),
+        "torch.distributed.checkpoint.planner": make_records(
+            "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"
+        ),
+        "torch.serialization": make_records("_get_layout"),
+        "megatron.core.dist_checkpointing.strategies.torch": make_records(
+            "MCoreMetadata", "MCoreSavePlan"
+        ),
+        "pathlib": make_records("PosixPath"),
+        "pathlib._local": make_records("PosixPath"),
+    }
+)
+"""The classes that torch and Megatron-Core pickle into the index. All become records."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something lies: bytes ``[offset, offset + length)`` of a file of the folder."""
+
+    relative_path: str
+    offset: int
+    length: int
+    crc32: int | None = None
+    """CRC-32 of the values that lie there; None where the index does not say it."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor that was saved as one piece."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the index."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    """In the order of their offsets."""
+    flattened: bool
+    """Whether Megatron-Core before 0.15 has saved flat pieces of it: the chunks then do not say
+    which elements they hold."""
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [chunk.offset[0] for chunk in self.chunks]
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(chunk.size[0] for chunk in self.chunks)
+
+    def within(self, offset: Sequence[int], size: Sequence[int]) -> Iterator[Chunk]:
+        """Yield the chunks that hold something of the box."""
+        # Chunks are sorted by their start in dimension 0, in which none is longer than _longest.
+        first = bisect_right(self._starts, offset[0] - self._longest)
+        last = bisect_left(self._starts, offset[0] + size[0])
+        for chunk in self.chunks[first:last]:
+            if _overlap(chunk, Chunk(tuple(offset), tuple(size), chunk.place)):
+                yield chunk
+
+
+@dataclass(frozen=True)
+class StoredIndex:
+    """What an index says."""
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, Place]
+    """What was saved with ``torch.save`` beside the tensors, by name."""
+
+
+def parse_index(path: Path, content: bytes, *, do: str) -> StoredIndex:
+    """Return what the ``content`` of an index says. ``path`` and the remedy ``do`` are for
+    messages.
+
+    Raises CheckpointError when it is damaged, names code to run, or has chunks of other dimensions
+    than their tensors, without a place, or in files of other folders. ``cover_problems`` and
+    ``shared_bytes`` say whether the chunks are the tensors."""
+    index = _unpickle(path, content, do)
+    described = index.get("state_dict_metadata")
+    placed = index.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(placed, dict):
+        got = "an object without state_dict_metadata and storage_data"
+        raise CheckpointError(path, got=got, expected="torch's Metadata", do=do)
+    reformed = index.get("mcore_data")
+    flattened = {
+        name
+        for name, value in (reformed.items() if isinstance(reformed, dict) else ())
+        if isinstance(value, dict) and value.get("nd_reformulated_orig_global_shape")
+    }
+    reader = _IndexReader(path, do)
+    places = reader.read_places(placed)
+    tensors = {}
+    objects = {}
+    for name, value in described.items():
+        if isinstance(value, Record) and type(value).__name__ == "BytesStorageMetadata":
+            if (name, None) in places:
+                objects[name] = places[name, None]
+        else:
+            tensors[name] = reader.read_tensor(name, value, places, name in flattened)
+    return StoredIndex(MappingProxyType(tensors), MappingProxyType(objects))
+
+
+def cover_problems(where: str, tensor: StoredTensor, *, do: str) -> Iterator[str]:
+    """Yield what keeps the chunks from being the tensor, cut into pieces."""
+    for chunk in tensor.chunks:
+        ends = [start + count for start, count in zip(chunk.offset, chunk.size, strict=True)]
+        size = math.prod(chunk.size) * tensor.dtype.itemsize
+        if size > chunk.place.length:
+            got = f"a chunk {chunk.size} of {size} bytes in {chunk.place.length}"
+            yield describe(where, got=got, expected="as many bytes as it has values", do=do)
+            return
+        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
+            got = f"a chunk {chunk.size} at {chunk.offset}"
+            yield describe(where, got=got, expected=f"one within {tensor.shape}", do=do)
+            return
+    overlap = _find_overlap(tensor.chunks, len(tensor.shape))
+    if overlap is not None:
+        yield describe(where, got=overlap, expected="each element once", do=do)
+        return
+    # Boxes within the tensor that do not overlap fill it if they have as many elements.
+    held = sum(math.prod(chunk.size) for chunk in tensor.chunks)
+    if held != math.prod(tensor.shape):
+        expected = f"{math.prod(tensor.shape)}, the shape being {tensor.shape}: chunks are missing"
+        yield describe(where, got=f"{held} elements", expected=expected, do=do)
+
+
+def shared_bytes(folder: Path, places: Collection[Place], *, do: str) -> Iterator[str]:
+    """Yield the places that begin within another one."""
+    ends = defaultdict[str, int](int)
+    for place in sorted(places, key=lambda place: (place.relative_path, place.offset)):
+        if place.offset < ends[place.relative_path]:
+            where = f"{folder / place.relative_path} byte {place.offset}"
+            yield describe(
+                where, got="chunks that share bytes", expected="one behind the other", do=do
+            )
+        ends[place.relative_path] = place.offset + place.length
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    boxes = zip(one.offset, one.size, other.offset, other.size, strict=True)
+    return all(a < c + d and c < a + b for a, b, c, d in boxes)
+
+
+def _find_overlap(chunks: Sequence[Chunk], dimensions: int) -> str | None:
+    """Return what is said of two chunks that have an element in common; None without any.
+
+    Groups of chunks are divided along each dimension in turn, where no chunk reaches over. Pairs
+    are compared only in groups that cannot be divided any more."""
+    work = FREE_COVER_WORK + LARGEST_COVER_WORK * len(chunks)
+    groups = [[chunk for chunk in chunks if 0 not in chunk.size]]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        work -= len(group) * max(1, dimensions)
+        for dim in range(dimensions):
+            parts = _divide(group, dim)
+            if len(parts) > 1:
+                groups += parts
+                break
+        else:
+            for number, chunk in enumerate(group):
+                work -= number
+                for other in group[:number] if work >= 0 else ():
+                    if _overlap(other, chunk):
+                        return f"overlapping chunks at {other.offset} and {chunk.offset}"
+        if work < 0:
+            return f"{len(chunks)} chunks that are not cut along straight lines"
+    return None
+
+
+def _divide(group: list[Chunk], dim: int) -> list[list[Chunk]]:
+    """Return the parts of a group between which no chunk reaches along a dimension."""
+    parts: list[list[Chunk]] = []
+    end = -1
+    for chunk in sorted(group, key=lambda chunk: chunk.offset[dim]):
+        if chunk.offset[dim] >= end:
+            parts.append([])
+        parts[-1].append(chunk)
+        end = max(end, chunk.offset[dim] + chunk.size[dim])
+    return parts
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in RECORDS.get(module, {}):
+            return RECORDS[module][name]
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        # vars() alone: torch's own __getattr__ would import modules.
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if not isinstance(dtype, torch.dtype):
+            raise ForeignNameError(f"{module}.{name}")
+        return dtype
+
+
+def _unpickle(path: Path, content: bytes, do: str) -> Record:
+    try:
+        require_bounded(content)
+        index = _IndexUnpickler(io.BytesIO(content)).load()
+    except ForeignNameError as error:
+        trust = "do not load it elsewhere unless you trust who made it; take a copy from its origin"
+        expected = "the classes of torch's index only (nothing was run)"
+        raise CheckpointError(
+            path, got=f"a pickle that calls {error}", expected=expected, do=trust
+        ) from error
+    except Exception as error:
+        # A damaged pickle raises whatever its bytes happen to mean.
+        got = f"damaged content ({type(error).__name__})"
+        if type(error) is pickle.UnpicklingError:
+            got = f"damaged content ({error})"
+        raise CheckpointError(path, got=got, expected="torch's index", do=do) from error
+    if not isinstance(index, Record) or type(index).__name__ not in ("Metadata", "MCoreMetadata"):
+        got = f"a {type(index).__name__}"
+        raise CheckpointError(path, got=got, expected="torch's Metadata", do=do)
+    return index
+
+
+class _IndexReader:
+    """Reads the records of an index, and raises CheckpointError for what cannot be meant."""
+
+    def __init__(self, path: Path, do: str) -> None:
+        self._path = path
+        self._do = do
+
+    def read_places(self, placed: Mapping[Any, Any]) -> dict[tuple[Any, Any], Place]:
+        """Return where each chunk lies, by name and offset, and each object, by name and None."""
+        places = dict[tuple[Any, Any], Place]()
+        for key, value in placed.items():
+            if not isinstance(key, Record) or not isinstance(value, Record):
+                got = f"{type(key).__name__}: {type(value).__name__}"
+                raise self._error("storage_data", got, "MetadataIndex: _StorageInfo")
+            name = key.get("fqn")
+            offset = key.get("offset")
+            if not isinstance(name, str):
+                raise self._error("storage_data", _shown(name), "the name of a tensor")
+            where = f"storage_data {name}"
+            at = None if offset is None else self._counts(f"{where} offset", offset)
+            if (name, at) in places:
+                raise self._error(f"{where} at {at}", "two places", "one")
+            file = value.get("relative_path")
+            # A name with a folder in it could lead anywhere.
+            if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+                raise self._error(f"{where} relative_path", _shown(file), "a file of the folder")
+            transforms = value.get("transform_descriptors")
+            if transforms:
+                raise CheckpointError(
+                    f"{self._path} {where} transform_descriptors",
+                    got=_shown(transforms),
+                    expected="plain tensors",
+                    do="save it without compression",
+                )
+            numbers = (value.get("offset"), value.get("length"), value.get("crc32") or 0)
+            start, length, crc32 = self._counts(where, numbers)
+            places[name, at] = Place(
+                file, start, length, None if value.get("crc32") is None else crc32
+            )
+        return places
+
+    def read_tensor(
+        self, name: object, value: Any, places: Mapping[Any, Place], flattened: bool
+    ) -> StoredTensor:
+        """Return a tensor of the index with the places of its chunks."""
+        if not isinstance(name, str):
+            raise self._error("state_dict_metadata", _shown(name), "the name of a tensor")
+        known = isinstance(value, Record) and type(value).__name__ == "TensorStorageMetadata"
+        if not known:
+            raise self._error(name, f"a {type(value).__name__}", "a TensorStorageMetadata")
+        properties = value.get("properties")
+        state = properties.state if isinstance(properties, Record) else None
+        dtype = state.get("dtype") if isinstance(state, dict) else None
+        if isinstance(state, tuple) and state:
+            dtype = state[0]
+        if not isinstance(dtype, torch.dtype):
+            raise self._error(f"{name} dtype", _shown(dtype), "a dtype of torch")
+        shape = self._counts(f"{name} size", value.get("size"))
+        listed = value.get("chunks")
+        if not isinstance(listed, list) or not listed:
+            raise self._error(f"{name} chunks", "none", "at least one")
+        chunks = []
+        for chunk in listed:
+            if not isinstance(chunk, Record):
+                raise self._error(f"{name} chunks", type(chunk).__name__, "ChunkStorageMetadata")
+            offset = self._counts(f"{name} chunk offsets", chunk.get("offsets"))
+            size = self._counts(f"{name} chunk sizes", chunk.get("sizes"))
+            if len(offset) != len(shape) or len(size) != len(shape):
+                expected = f"{len(shape)} dimensions, as in {shape}"
+                raise self._error(f"{name} chunk", f"{size} at {offset}", expected)
+            if (name, offset) not in places:
+                raise self._error(f"{name} chunk at {offset}", "no place in a file", "one")
+            chunks.append(Chunk(offset, size, places[name, offset]))
+        ordered = sorted(chunks, key=lambda chunk: chunk.offset)
+        return StoredTensor(shape, dtype, tuple(ordered), flattened)
+
+    def _counts(self, where: str, values: Any) -> tuple[int, ...]:
+        right = isinstance(values, tuple) and len(values) <= LARGEST_DIMENSIONS
+        if not right or not all(map(is_count, values)):
+            expected = "numbers that are not negative"
+            if isinstance(values, tuple) and len(values) > LARGEST_DIMENSIONS:
+                expected = f"at most {LARGEST_DIMENSIONS} of them"
+            raise self._error(where, _shown(values), expected)
+        return tuple(values)
+
+    def _error(self, where: str, got: object, expected: object) -> CheckpointError:
+        return CheckpointError(f"{self._path} {where}", got=got, expected=expected, do=self._do)
+
+
+def _shown(value: object) -> str:
+    """Return a value of a pickle for a message: cut, also where values hold themselves."""
+    return reprlib.repr(value)[:SHOWN_CHARACTERS]
