@@ -9,3 +9,13 @@ LARGEST_INTEGER = 2**63 - 1
 """Integers of files become int64 in torch."""
 SHOWN_CHARACTERS = 80
 """An error shows so much of a value."""
+
+# Models and clusters: what tables are built for.
+LARGEST_LAYERS = 10_000
+"""Transformer blocks: the table of parameters takes about 10 kB for each. The deepest models
+published have 1,000."""
+LARGEST_SIZE = 2**31 - 1
+"""Widths, heads, rows of a vocabulary, positions: no published model has one near this."""
+LARGEST_RANKS = 2**20
+"""Processes of a run, and parts into which a model is split: lists of ranks are made of it. The
+largest runs published have 10**5."""
