@@ -19,3 +19,17 @@ LARGEST_SIZE = 2**31 - 1
 LARGEST_RANKS = 2**20
 """Processes of a run, and parts into which a model is split: lists of ranks are made of it. The
 largest runs published have 10**5."""
+
+# Files of torch.save.
+LARGEST_PICKLE = 64 * 2**20
+"""Bytes of the pickle that names the tensors of one file: about 300 for each tensor."""
+LARGEST_DEPTH = 100
+"""Objects within objects. Settings and optimizer states have fewer than 20 levels; Python's own
+functions end at 1,000, and some of C's take the process with them."""
+LARGEST_VALUES = 2_000_000
+"""Objects that are reached in one file, counted as often as they are reached: ten lists that each
+hold the next one ten times are 10**10."""
+LARGEST_DIMS = 64
+"""Dimensions of a tensor: torch has no more."""
+LARGEST_ENTRIES = 200_000
+"""Entries of a zip archive, one for each tensor: Python takes 600 bytes for each."""
