@@ -33,3 +33,15 @@ LARGEST_DIMS = 64
 """Dimensions of a tensor: torch has no more."""
 LARGEST_ENTRIES = 200_000
 """Entries of a zip archive, one for each tensor: Python takes 600 bytes for each."""
+
+# Files of lines: logs and events, ours and other trainers'.
+LARGEST_LINE = 4 * 2**20
+"""Bytes or characters of a line. A start's line has the configuration: some kB, and 100 bytes for
+each of a blend's datasets."""
+LARGEST_UNPACKED = 400
+"""A packed log becomes so many times its size at most: zlib's own bound is 1,030, which blanks
+reach and logs do not."""
+LARGEST_COLUMNS = 200
+"""Names of numbers in a log: a trainer writes 40."""
+LARGEST_ITERATION = 10**12
+"""A step a millisecond for 30 years."""
