@@ -19,6 +19,14 @@ LARGEST_SIZE = 2**31 - 1
 LARGEST_RANKS = 2**20
 """Processes of a run, and parts into which a model is split: lists of ranks are made of it. The
 largest runs published have 10**5."""
+LARGEST_STAGES = 1_024
+"""Pipeline ranks times chunks: the proof of a schedule takes time with their square, 5 s for so
+many. The largest runs published have 64."""
+LARGEST_PASSES = 400_000
+"""Passes of all microbatches through all stages in a step: a schedule has them in a list, 10 to 20
+microseconds for each."""
+LARGEST_RAMP = 1_000_000
+"""Steps, and sizes, of a batch that grows: they are counted one by one."""
 
 # Files of torch.save.
 LARGEST_PICKLE = 64 * 2**20
