@@ -4,6 +4,10 @@ expected, and the remedy."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isqrt
+
+_TRIED = 1_000_000
+"""So many divisors are tried."""
 
 
 class UserError(ValueError):
@@ -74,8 +78,10 @@ def counted(count: int, thing: str, things: str = "") -> str:
 
 def nearest_divisors(whole: int, value: int) -> str:
     """The divisors of ``whole`` next to ``value``, below and above, as a remedy says them: ``2 or
-    4``. Both numbers are positive."""
-    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    4``. Both numbers are positive. Of numbers beyond 10**12 these are divisors near it."""
+    # A divisor beyond the root has a partner below it.
+    small = [n for n in range(1, min(isqrt(whole), _TRIED) + 1) if whole % n == 0]
+    divisors = sorted({*small, *(whole // n for n in small)})
     below = [n for n in divisors if n < value]
     above = [n for n in divisors if n > value]
     return " or ".join(map(str, below[-1:] + above[:1]))

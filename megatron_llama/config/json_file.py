@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.lines import parse_json
 from megatron_llama.errors import CheckpointError, UserError
 
 COPY_AGAIN = "copy the file again"
@@ -43,7 +44,7 @@ def parse_json_object(
     if not data.strip():
         raise error(path, got="an empty file", expected="a JSON object", do=do)
     try:
-        value = json.loads(data.decode())
+        value = parse_json(data.decode())
     except UnicodeDecodeError as problem:
         line = 1 + data.count(b"\n", 0, problem.start)
         got = f"the byte {data[problem.start]:#04x}, which is not UTF-8"
@@ -51,7 +52,7 @@ def parse_json_object(
     except json.JSONDecodeError as problem:
         where = f"{path}:{problem.lineno}"
         raise error(where, got=problem, expected="valid JSON", do=do) from problem
-    except (ValueError, RecursionError) as problem:  # a number of too many digits, deep nesting
+    except ValueError as problem:  # a number of too many digits, deep nesting
         raise error(path, got=problem, expected="valid JSON", do=do) from problem
     if not isinstance(value, dict):
         got = "null" if value is None else f"a JSON {KINDS[type(value)]}"

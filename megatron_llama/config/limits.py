@@ -34,3 +34,45 @@ HASHED_PER_PICKLED_BYTE = 16
 LARGEST_COVER_WORK = 64
 """Chunks are looked at so often, beside a million times in all, to see that they do not overlap.
 Boxes that were cut straight take one look for each direction."""
+
+# Models and clusters: what tables are built for.
+LARGEST_LAYERS = 10_000
+"""Transformer blocks: the table of parameters takes about 10 kB for each. The deepest models
+published have 1,000."""
+LARGEST_SIZE = 2**31 - 1
+"""Widths, heads, rows of a vocabulary, positions: no published model has one near this."""
+LARGEST_RANKS = 2**20
+"""Processes of a run, and parts into which a model is split: lists of ranks are made of it. The
+largest runs published have 10**5."""
+LARGEST_STAGES = 1_024
+"""Pipeline ranks times chunks: the proof of a schedule takes time with their square, 5 s for so
+many. The largest runs published have 64."""
+LARGEST_PASSES = 400_000
+"""Passes of all microbatches through all stages in a step: a schedule has them in a list, 10 to 20
+microseconds for each."""
+LARGEST_RAMP = 1_000_000
+"""Steps, and sizes, of a batch that grows: they are counted one by one."""
+
+# Files of torch.save.
+LARGEST_PICKLE = 64 * 2**20
+"""Bytes of the pickle that names the tensors of one file: about 300 for each tensor."""
+LARGEST_DEPTH = 100
+"""Objects within objects. Settings and optimizer states have fewer than 20 levels; Python's own
+functions end at 1,000, and some of C's take the process with them."""
+LARGEST_VALUES = 2_000_000
+"""Objects that are reached in one file, counted as often as they are reached: ten lists that each
+hold the next one ten times are 10**10."""
+LARGEST_ENTRIES = 200_000
+"""Entries of a zip archive, one for each tensor: Python takes 600 bytes for each."""
+
+# Files of lines: logs and events, ours and other trainers'.
+LARGEST_LINE = 4 * 2**20
+"""Bytes or characters of a line. A start's line has the configuration: some kB, and 100 bytes for
+each of a blend's datasets."""
+LARGEST_UNPACKED = 400
+"""A packed log becomes so many times its size at most: zlib's own bound is 1,030, which blanks
+reach and logs do not."""
+LARGEST_COLUMNS = 200
+"""Names of numbers in a log: a trainer writes 40."""
+LARGEST_ITERATION = 10**12
+"""A step a millisecond for 30 years."""

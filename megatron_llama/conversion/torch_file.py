@@ -1,9 +1,10 @@
 """Files of ``torch.save``: read through a memory map without running anything in them, and written
 tensor by tensor.
 
-Files are read with torch's own restricted unpickler and the few plain classes that checkpoints
-hold. Classes of Megatron and its libraries (enums, settings) become inert objects: nothing of
-theirs is imported. Everything else is refused by name.
+The pickle in a file is read by ``torch_pickle``: tensors, settings and plain containers. Classes of
+Megatron and its libraries (enums, settings) become inert objects: nothing of theirs is imported.
+Everything else is refused by name. No entry of the archive may be compressed, or share bytes with
+another: what a file claims to hold is bounded by its size.
 
 A written file is a zip archive of one pickle and one entry for each tensor, into which the values
 are streamed: ``torch.save`` wants all of them in memory.
@@ -11,48 +12,31 @@ are streamed: ``torch.save`` wants all of them in memory.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import pickle
-import types
+import stat
+import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, KeysView
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.serialization import (
-    add_safe_globals,
-    clear_safe_globals,
-    get_safe_globals,
-    get_unsafe_globals_in_checkpoint,
-    safe_globals,
-)
 
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.config.limits import LARGEST_ENTRIES, LARGEST_PICKLE
 from megatron_llama.conversion.safetensors_file import DTYPES, is_finite
+from megatron_llama.conversion.torch_pickle import ForbiddenNames, read_pickle
 from megatron_llama.errors import CheckpointError
 
-FOREIGN = (
-    "megatron.",
-    "apex.",
-    "transformer_engine.",
-    "numpy.",
-    "signal.Signals",
-    "pathlib.",
-    "_io.BytesIO",
-    "datetime.",
-)
-"""Names (or their beginnings) that stand for settings and random states in checkpoints: read as
-inert objects."""
 STORAGES = MappingProxyType(
     {
         torch.float32: torch.FloatStorage,
@@ -60,33 +44,20 @@ STORAGES = MappingProxyType(
         torch.float16: torch.HalfStorage,
     }
 )
+LOCAL_HEADER = 30
+"""Bytes in front of the name of an entry."""
 ALIGNMENT = 64
 """Tensors begin at multiples of so many bytes, as torch has it: memory-mapped values are read in
 place."""
 
 
-class Inert:
-    """Stands for an object of a class that is not wanted here. It takes what a pickle gives it and
-    does nothing."""
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a zip archive: where its bytes are, and their checksum."""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-@contextmanager
-def _no_others() -> Iterator[None]:
-    """A section without the classes that other packages of this process have told torch to trust
-    (megatron.core does when imported)."""
-    trusted = get_safe_globals()
-    clear_safe_globals()
-    try:
-        yield
-    finally:
-        clear_safe_globals()
-        add_safe_globals(trusted)
+    start: int
+    size: int
+    crc: int
 
 
 class TorchFile:
@@ -97,51 +68,67 @@ class TorchFile:
         """Open the file, or what ``torch.save`` wrote as a ``part`` of it, which is in memory.
         Raises CheckpointError when it is damaged, of another kind, or names code to run."""
         self.path = path
-
-        def source() -> Path | io.BytesIO:
-            return path if part is None else io.BytesIO(part)
-
         self._lock = Lock()
         self._verified = set[int]()
+        self._sums: dict[int, int] = {}
+        """The checksum of each storage's bytes, by the address of the storage."""
         try:
-            self._sums = _checksums(source())
-            # What the pickle would call is listed before anything in it runs.
-            with _no_others():
-                unknown = get_unsafe_globals_in_checkpoint(source())
+            if part is None:
+                status = path.stat()
+                size = status.st_size
+                if not stat.S_ISREG(status.st_mode):
+                    # A pipe would wait for ever when it is opened, and a device has no end.
+                    raise zipfile.BadZipFile("no regular file")
+                with path.open("rb") as file:
+                    text, entries = _read_entries(file, size)
+                whole: Any = torch.UntypedStorage.from_file(str(path), False, size)
+            else:
+                text, entries = _read_entries(io.BytesIO(part), len(part))
+                whole = None
+            self.content = read_pickle(text, partial(self._load_storage, entries, whole, part))
         except OSError as error:
             raise self._error(error.strerror or error) from error
-        except Exception as error:
-            raise self._error(f"damaged or foreign content ({type(error).__name__})") from error
-        allowed: list[Any] = [argparse.Namespace, types.SimpleNamespace]
-        known = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
-        wrong = sorted(
-            name for name in unknown if name not in known and not name.startswith(FOREIGN)
-        )
-        if wrong:
+        except ForbiddenNames as error:
             trust = "do not load it elsewhere unless you trust who made it"
             do = f"{trust}; convert a copy from its origin"
-            got = f"a pickle that calls {', '.join(wrong)}"
             raise CheckpointError(
-                path, got=got, expected="tensors and settings only (nothing was run)", do=do
-            )
-        inert = [(Inert, name) for name in unknown if name not in known]
-        try:
-            with _no_others(), safe_globals([*allowed, *inert]):
-                self.content = torch.load(
-                    source(), map_location="cpu", mmap=part is None, weights_only=True
-                )
-        except Exception as error:
-            raise self._error(f"damaged content ({type(error).__name__})") from error
+                path, got=error, expected="tensors and settings only (nothing was run)", do=do
+            ) from error
+        except _UNREADABLE as error:
+            raise self._error(f"damaged or foreign content ({error})") from error
+
+    def _load_storage(
+        self, entries: Mapping[str, Entry], whole: Any, part: bytes | None, key: str, nbytes: int
+    ) -> Any:
+        """Return the values of one entry: of the map of the ``whole`` file, or a copy of them in
+        the ``part``. Raises UnpicklingError unless there are ``nbytes`` of them."""
+        entry = entries.get(key)
+        if entry is None or entry.size != nbytes:
+            size = "none" if entry is None else f"{entry.size:,}"
+            raise pickle.UnpicklingError(f"storage {key} of {nbytes:,} bytes, where {size} are")
+        stop = entry.start + entry.size
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        if whole is not None:
+            storage = whole[entry.start : stop]
+        else:
+            assert part is not None
+            copied = bytearray(part[entry.start : stop])
+            storage = torch.frombuffer(copied, dtype=torch.uint8).untyped_storage()
+        self._sums[storage.data_ptr()] = entry.crc
+        return storage
 
     def verify(self, tensor: Tensor) -> None:
-        """Compare the storage behind a tensor with the file's checksums, once: torch does not.
+        """Compare the storage behind a tensor with the file's checksum, once: torch does not.
         Raises CheckpointError."""
         storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return
         with self._lock:
             if storage.data_ptr() in self._verified:
                 return
             values: Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
-            if (storage.nbytes(), zlib.crc32(values.numpy().data)) not in self._sums:
+            if zlib.crc32(values.numpy().data) != self._sums[storage.data_ptr()]:
                 raise self._error("damaged content (a checksum does not match)")
             self._verified.add(storage.data_ptr())
 
@@ -163,17 +150,87 @@ class TorchFile:
         return CheckpointError(self.path, got=got, expected="a file that torch.save wrote", do=do)
 
 
-def _checksums(path: Path | io.BytesIO) -> frozenset[tuple[int, int]]:
-    """Return size and CRC-32 of every tensor's entry. The other entries are small: they are read at
-    once, which checks them."""
-    sums = set()
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
-                sums.add((entry.file_size, entry.CRC))
-            else:
-                archive.read(entry)
-    return frozenset(sums)
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    UnicodeDecodeError,
+    ValueError,
+    struct.error,
+)
+"""Errors of zipfile and of the reader of pickles for content that is not what it should be."""
+
+
+def _read_entries(file: IO[bytes], size: int) -> tuple[bytes, dict[str, Entry]]:
+    """Return the pickle in an archive, and the entries with the tensors' values by their keys.
+    Entries of other purposes are small: they are read, which checks them. Raises BadZipFile for
+    bytes that are compressed, that two entries share, or that are not there."""
+    if file.read(4) != b"PK\x03\x04":
+        raise zipfile.BadZipFile("no zip archive: torch before 1.6 wrote others")
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        if len(infos) > LARGEST_ENTRIES:
+            got = f"{len(infos):,} entries, where {LARGEST_ENTRIES:,} are allowed"
+            raise zipfile.BadZipFile(got)
+        _require_stored(infos)
+        places = {info.filename: _place(file, info) for info in infos}
+        if len(places) != len(infos):
+            raise zipfile.BadZipFile("two entries of one name")
+        _require_apart(infos, places, size)
+        pickles = [name for name in places if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise zipfile.BadZipFile("no single data.pkl")
+        root = pickles[0].removesuffix("data.pkl")
+        values = f"{root}data/"
+        for info in infos:
+            if info.filename.startswith(values):
+                continue
+            if info.file_size > LARGEST_PICKLE:
+                got = f"{info.filename} of {info.file_size:,} bytes"
+                raise zipfile.BadZipFile(f"{got}, where {LARGEST_PICKLE:,} are allowed")
+            content = archive.read(info)
+            if info.filename == f"{root}byteorder" and content != b"little":
+                raise zipfile.BadZipFile(f"byte order {content[:10]!r}, where 'little' is read")
+        text = archive.read(pickles[0])
+    entries = {name.removeprefix(values): place for name, place in places.items()}
+    return text, entries
+
+
+def _require_stored(infos: Iterable[zipfile.ZipInfo]) -> None:
+    """Raise BadZipFile for compressed entries: torch writes none, and 6 kB can be 8 GB."""
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            sizes = f"{info.compress_size:,} bytes that become {info.file_size:,}"
+            raise zipfile.BadZipFile(f"{info.filename} is compressed, {sizes}")
+
+
+def _place(file: IO[bytes], info: zipfile.ZipInfo) -> Entry:
+    """Return where the bytes of an entry are, by the header in front of them."""
+    file.seek(info.header_offset)
+    header = file.read(LOCAL_HEADER)
+    if len(header) != LOCAL_HEADER or header[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"no header of {info.filename}")
+    name, extra = struct.unpack_from("<HH", header, LOCAL_HEADER - 4)
+    start = info.header_offset + LOCAL_HEADER + name + extra
+    return Entry(start, info.file_size, info.CRC)
+
+
+def _require_apart(
+    infos: Iterable[zipfile.ZipInfo], places: Mapping[str, Entry], size: int
+) -> None:
+    """Raise BadZipFile where entries share bytes or end behind the file."""
+    last = 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        place = places[info.filename]
+        if info.header_offset < last:
+            raise zipfile.BadZipFile(f"{info.filename} shares bytes with another entry")
+        last = place.start + place.size
+        if last > size:
+            raise zipfile.BadZipFile(
+                f"{info.filename} ends at {last:,}, behind the file's {size:,}"
+            )
 
 
 class TorchWeights:

@@ -11,8 +11,11 @@ import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from megatron_llama.config.fields import shown
+from megatron_llama.config.limits import LARGEST_RANKS
 from megatron_llama.errors import ClusterError, ConfigError, describe
 
+LARGEST_PORT = 65535
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 LARGEST_STEP = 0xFFFFFFF0
 """Slurm numbers the steps that srun starts from 0. Larger numbers are the batch script itself, the
@@ -106,7 +109,7 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
         _refuse_half_a_launcher(env)
         return Place(0, 1, 0)
     rank = _integer(env, names[0])
-    world_size = _integer(env, names[1])
+    world_size = _integer(env, names[1], high=LARGEST_RANKS)
     if not 0 <= rank < world_size:
         raise ClusterError(
             f"{names[0]}, {names[1]}",
@@ -114,15 +117,20 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
             expected="a rank from 0 to one less than the number of processes",
             do="start with torchrun or srun",
         )
-    local_rank = _integer(env, names[2]) if names[2] in env else rank
-    machine = _integer(env, names[3]) if names[3] in env else int(rank != local_rank)
+    local_rank = _integer(env, names[2], low=0, high=LARGEST_RANKS) if names[2] in env else rank
+    machine = (
+        _integer(env, names[3], low=0, high=LARGEST_RANKS)
+        if names[3] in env
+        else int(rank != local_rank)
+    )
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
     if "MASTER_PORT" in env:
-        port = _integer(env, "MASTER_PORT")
+        port = _integer(env, "MASTER_PORT", low=0, high=LARGEST_PORT)
     else:  # the same on all ranks of a job, and another one for the next job on these machines
-        port = 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
+        job = _integer(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 9500
+        port = 20000 + job % 20000
     if "LOCAL_WORLD_SIZE" in env:
-        local_size = _integer(env, "LOCAL_WORLD_SIZE")
+        local_size = _integer(env, "LOCAL_WORLD_SIZE", low=0, high=LARGEST_RANKS)
     else:
         local_size = _slurm_tasks_here(env) if names[0] == "SLURM_PROCID" else 0
     host = env.get("MASTER_ADDR") or first_host(nodes)
@@ -244,27 +252,34 @@ def _slurm_job_tasks(env: Mapping[str, str]) -> int:
 def _slurm_tasks_here(env: Mapping[str, str]) -> int:
     """The number of this step's tasks on this machine; 0 means unknown."""
     counts = env.get("SLURM_STEP_TASKS_PER_NODE", "")  # 8(x3),2 means 8, 8, 8, 2
-    numbers = [
-        int(tasks)
-        for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-        for _ in range(int(times or 1))
-    ]
     machine = _integer(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
-    if machine < len(numbers):
-        return numbers[machine]
+    counted = 0
+    for tasks, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", counts):
+        counted += int(times or 1)
+        if machine < counted:
+            return int(tasks)
     return _integer(env, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in env else 0
 
 
-def _integer(env: Mapping[str, str], name: str) -> int:
+def _integer(
+    env: Mapping[str, str], name: str, *, low: int | None = None, high: int | None = None
+) -> int:
+    """Return the integer that a variable says. Raises ClusterError for anything else, and for one
+    below ``low`` or above ``high``."""
     try:
-        return int(env[name])
+        value = int(env[name])
     except ValueError:
+        value = None
+    if value is None or (low is not None and value < low) or (high is not None and value > high):
+        least = "" if low is None else f" of at least {low}"
+        most = "" if high is None or value is None or value <= high else f" of at most {high:,}"
         raise ClusterError(
             f"environment variable {name}",
-            got=repr(env[name]),
-            expected="an integer",
+            got=shown(env[name]),
+            expected=f"an integer{most or least}",
             do="unset it",
-        ) from None
+        )
+    return value
 
 
 def first_host(nodelist: str) -> str:

@@ -33,6 +33,10 @@ COLUMNS = 480
 """Into so many columns an axis is divided, more than there are pixels: a page can be enlarged."""
 BEYOND = 4.0
 """Values are cut off that lie so many times further out than all others."""
+FLAT = 1e-12
+"""Values that differ by so little of their size are one value."""
+SMALLEST_RANGE = 1e-290
+"""The smallest range of an axis: parts of smaller ones are no numbers of fp64."""
 TICKS = 5
 TIPS = 40
 """If there are more marks they are short, and none says what it is: the list does."""
@@ -77,13 +81,16 @@ class Axis:
     @property
     def ticks(self) -> Iterator[tuple[float, str]]:
         """The places of ticks and their texts: 1, 2 or 5 times a power of ten."""
-        span = (self.high - self.low) / self.scale
-        step = 10.0 ** math.floor(math.log10(span / TICKS))
-        step *= next(factor for factor in (1, 2, 5, 10) if span <= (TICKS + 0.5) * step * factor)
-        tick = math.ceil(self.low / self.scale / step - 1e-9)
-        while tick * step <= self.high / self.scale * (1 + 1e-9) + 1e-12:
+        low = self.low / self.scale
+        high = self.high / self.scale
+        step = 10.0 ** math.floor(math.log10((high - low) / TICKS))
+        step *= next(
+            factor for factor in (1, 2, 5, 10) if high - low <= (TICKS + 0.5) * step * factor
+        )
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor(high / step + 1e-9)
+        for tick in range(first, last + 1):
             yield tick * step * self.scale, short(tick * step)
-            tick += 1
 
 
 def short(value: float) -> str:
@@ -133,8 +140,12 @@ def visible_range(curves: Sequence[Curve]) -> tuple[float, float]:
         high = usual + 0.5 * (usual - low)
     if inner_low - low > BEYOND * (high - inner_low) > 0:
         low = inner_low - 0.5 * (high - inner_low)
-    if high == low:
-        rest = abs(high) * 0.05 or 1.0
+    if high == low == 0:
+        return -1.0, 1.0
+    size = max(abs(low), abs(high))
+    # A range that fp64 cannot divide into ticks shows one value.
+    if high - low <= FLAT * size or high - low < SMALLEST_RANGE:
+        rest = max(0.05 * size, SMALLEST_RANGE)
         return low - rest, high + rest
     margin = 0.04 * (high - low)
     # Nothing here is below zero that is not in the data.

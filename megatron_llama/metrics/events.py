@@ -8,11 +8,13 @@ every save, and how each process came to its end. Lines are appended and never t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from megatron_llama.config.lines import bounded_lines, parse_json
 from megatron_llama.errors import CheckpointError
 
 FILE_NAME = "events.jsonl"
@@ -35,22 +37,28 @@ def tracked_runs(folder: Path) -> dict[str, str]:
     fresh start, and of what went on from there. What cannot be read is left out."""
     found: dict[str, str] = {}
     try:
-        lines = (folder / FILE_NAME).read_bytes().splitlines()
+        file = (folder / FILE_NAME).open("rb")
     except OSError:
         return found
-    for line in lines:
+    with file:
+        for entry in _starts(file):
+            if not entry.get("iteration"):
+                found = {}
+            named = entry.get("trackers")
+            items = named.items() if isinstance(named, dict) else ()
+            found |= {name: run for name, run in items if isinstance(run, str)}
+    return found
+
+
+def _starts(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of starts that can be read."""
+    for line in bounded_lines(file):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line or b"")
         except ValueError:
             continue
-        if not isinstance(entry, dict) or entry.get("event") != START:
-            continue
-        if not entry.get("iteration"):
-            found = {}
-        named = entry.get("trackers")
-        items = named.items() if isinstance(named, dict) else ()
-        found |= {name: run for name, run in items if isinstance(run, str)}
-    return found
+        if isinstance(entry, dict) and entry.get("event") == START:
+            yield entry
 
 
 class EventFile:

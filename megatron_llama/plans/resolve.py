@@ -41,7 +41,7 @@ from megatron_llama.plans.checks.optimizer import (
 )
 from megatron_llama.plans.checks.parallel import parallel_problems
 from megatron_llama.plans.checks.param_groups import param_group_problems
-from megatron_llama.plans.checks.ranges import range_problems
+from megatron_llama.plans.checks.ranges import bound_problems, range_problems
 from megatron_llama.plans.checks.run import (
     bad_step_problems,
     data_order_problems,
@@ -233,6 +233,9 @@ def _notes(given: Config, resolved: Config) -> Iterator[str]:
 
 def problems(config: Config, world_size: int) -> list[str]:
     """Every problem of a configuration, one line each; it may be resolved or not."""
+    too_large = list(bound_problems(config, world_size))
+    if too_large:
+        return too_large
     config = resolve(config, world_size)
     return [
         *range_problems(config),

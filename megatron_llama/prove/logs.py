@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import re
 import zlib
@@ -17,6 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
+from megatron_llama.config.fields import shown
+from megatron_llama.config.limits import LARGEST_ITERATION, LARGEST_LINE, LARGEST_UNPACKED
+from megatron_llama.config.lines import bounded_lines, parse_json
 from megatron_llama.errors import DataError, counted
 from megatron_llama.metrics.log import FILE_NAME
 
@@ -103,6 +105,12 @@ def read_log(path: Path) -> RunLog:
     return RunLog(path, trainer, MappingProxyType(steps), tuple(notes))
 
 
+SMALLEST_PACKED = 2**20
+"""Files smaller than this may become as large as one of this size."""
+LONGEST_NUMBER = 64
+"""Characters of a number in a log."""
+LARGEST_EXPONENT = 400
+"""Decimal exponent of a number in a log: fp64 ends at 308."""
 _TEXTS = frozenset({".log", ".out", ".err", ".txt", ".jsonl"})
 
 
@@ -133,7 +141,7 @@ def _files(path: Path) -> list[Path]:
 def _in_numbers(path: Path) -> list[tuple[int, str]]:
     """A key that sorts ``rank10`` behind ``rank9``."""
     parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _holds_events(path: Path) -> bool:
@@ -153,16 +161,19 @@ def _opened(path: Path) -> IO[str]:
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_MEGATRON_STEP = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|")
-_MEGATRON_FIELD = re.compile(r"\s*(.+?)\s*:?\s+(\S+)\s*")
-_TITAN_STEP = re.compile(r"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*(\S+)")
-_TITAN_WHOLE = re.compile(r"\bloss:\s*\S+(\s+grad_norm:\s*(?P<norm>\S+))?\s+(?!grad_norm)\w+:")
-"""With the field behind, which says that loss and norm have all their digits."""
+# Each of these takes time in proportion to the length of the line, whatever the line is.
+_MEGATRON_STEP = re.compile(r"\biteration\s+(\d{1,12})\s*/\s*\d+\s*\|")
+_TITAN_STEP = re.compile(r"(?<!validate )\bstep:\s*(\d{1,12})\s+loss:\s*(\S+)")
+_TITAN_REST = re.compile(r"(?:\s+grad_norm:\s*(?P<norm>\S+))?\s+(?!grad_norm)\w+:")
+"""Behind a step and its loss: the norm, and the field behind, which says that both have all their
+digits."""
 _ONLY_OURS = "tokens/s/GPU"
 """A field of our lines that Megatron's never have."""
 _NOT_COMPACT = "number of nan iterations"
 """A field of ours that --log-format megatron alone has."""
-_RESUMED = re.compile(r"loaded checkpoint from .* at iteration (\d+)|^ iterations +([\d,]+) to \d")
+_BANNER = re.compile(r" iterations +([\d,]{1,24}) to \d")
+_LOADED = "loaded checkpoint from "
+_LOADED_AT = re.compile(r" at iteration (\d{1,12})")
 """What Megatron, and our banner, print of where a run begins."""
 _INTERVAL = -1
 """In place of ``mean_of`` until all lines are read: as many steps as lie between two lines."""
@@ -176,8 +187,9 @@ def _lines_of(files: Iterable[Path], notes: list[str]) -> tuple[str, list[Logged
     torn: list[str] = []
     for path in files:
         with _opened(path) as file:
-            lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1))
-            steps = _json_steps(lines) if _is_json(path) else _text_steps(lines, torn)
+            is_json = _is_json(path)
+            lines = _numbered_lines(path, file, notes, skips_long=not is_json)
+            steps = _json_steps(lines) if is_json else _text_steps(lines, torn)
             for trainer, entry in steps:
                 trainers.setdefault(trainer, entry.where)
                 entries.append(entry)
@@ -193,9 +205,34 @@ def _lines_of(files: Iterable[Path], notes: list[str]) -> tuple[str, list[Logged
     return next(iter(trainers), ""), entries
 
 
+def _numbered_lines(
+    path: Path, file: IO[str], notes: list[str], *, skips_long: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file with their places. One that is too long is left out with a note, or
+    refused. Raises DataError, also for a packed file that becomes far larger than it is."""
+    most = LARGEST_UNPACKED * max(path.stat().st_size, SMALLEST_PACKED)
+    length = 0
+    for number, line in enumerate(bounded_lines(file), 1):
+        where = f"{path}:{number}"
+        length += LARGEST_LINE if line is None else len(line)
+        if length > most:
+            got = f"more than {most:,} characters in a file of {path.stat().st_size:,} bytes"
+            expected = f"at most {LARGEST_UNPACKED} times its size"
+            raise DataError(path, got=got, expected=expected, do="unpack it, and name the log")
+        if line is not None:
+            yield where, line
+        elif skips_long:
+            notes.append(f"{where} has more than {LARGEST_LINE:,} characters and is left out")
+        else:
+            got = f"a line of more than {LARGEST_LINE:,} characters"
+            expected = "a JSON object in each line"
+            raise DataError(where, got=got, expected=expected, do="take the line out")
+
+
 def _is_json(path: Path) -> bool:
     with _opened(path) as file:
-        first = next((line for line in file if line.strip()), "")
+        first = next((line for line in bounded_lines(file) if line is None or line.strip()), "")
+    first = first or ""
     return first.lstrip().startswith(("{", "[{")) or first.strip() == "["
 
 
@@ -217,15 +254,22 @@ def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedS
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+            entry = parse_json(line)
+        except ValueError:
             bad = where
             continue
         good += 1
         if isinstance(entry, dict) and "validation_loss" in entry:
             continue
         iteration = entry.get("iteration") if isinstance(entry, dict) else None
-        if type(iteration) is not int or iteration < 1 or "lm_loss" not in entry:
+        skipped = entry.get("skipped_iterations", 0) if isinstance(entry, dict) else 0
+        if (
+            type(iteration) is not int
+            or not 1 <= iteration <= LARGEST_ITERATION
+            or type(skipped) is not int
+            or not 0 <= skipped <= LARGEST_ITERATION
+            or "lm_loss" not in entry
+        ):
             raise DataError(
                 where,
                 got=line.strip()[:60],
@@ -233,7 +277,6 @@ def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedS
                 do=f"name a {FILE_NAME} that pretrain or sft has written",
             )
         loss, norm = (_computed(where, entry.get(key)) for key in ("lm_loss", "grad_norm"))
-        skipped = entry.get("skipped_iterations", 0)
         yield OURS, LoggedStep(iteration, loss, norm, 1, where, skipped)
 
 
@@ -266,13 +309,32 @@ def _text_steps(
                 step = replace(step, mean_of=step.iteration - begun)
             begun = None
             yield trainer, step
-        elif found := _RESUMED.search(plain):
-            begun = int(found[1]) if found[1] else int(found[2].replace(",", "")) - 1
-        elif _TITAN_STEP.search(plain):
-            if _TITAN_WHOLE.search(plain):
+        elif (first := _first_of_process(plain)) is not None:
+            begun = first
+        elif begin := _TITAN_STEP.search(plain):
+            if _TITAN_REST.match(plain, begin.end()):
                 yield TITAN, _titan_step(where, plain)
             else:
                 torn.append(where)
+
+
+def _first_of_process(line: str) -> int | None:
+    """Return the iteration from which a process goes on, if the line says it."""
+    if banner := _BANNER.match(line):
+        return int(banner[1].replace(",", "") or 0) - 1
+    _, loaded, rest = line.partition(_LOADED)
+    places = _LOADED_AT.findall(rest) if loaded else []
+    return int(places[-1]) if places else None
+
+
+def _field(text: str) -> tuple[str, str] | None:
+    """Return name and value of one of Megatron's fields: ``name: value`` or ``name value``. The
+    value is the last word."""
+    words = text.rsplit(maxsplit=1)
+    if len(words) < 2 or not words[0].strip():
+        return None
+    name = words[0].strip()
+    return name.removesuffix(":").rstrip() or name, words[1]
 
 
 def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
@@ -286,13 +348,13 @@ def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
     fields: dict[str, str] = {}
     whole = line[begins[0].end() :].split("|")[:-1]
     for field in whole:
-        if found := _MEGATRON_FIELD.fullmatch(field):
-            fields[found[1]] = found[2]
+        if pair := _field(field):
+            fields[pair[0]] = pair[1]
     loss = _printed(
         where, next((fields[key] for key in ("lm loss", "lm_loss") if key in fields), None)
     )
     norm = _printed(where, fields.get("grad norm"))
-    count = re.search(r"number of skipped iterations:?\s+(\d+)", line)
+    count = re.search(r"number of skipped iterations:?\s+(\d{1,12})\b", line)
     skipped = int(count[1]) if count else 0
     trainer = OURS if _ONLY_OURS in fields else MEGATRON
     compact = trainer == OURS and _NOT_COMPACT not in fields
@@ -306,14 +368,14 @@ def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
 def _titan_step(where: str, line: str) -> LoggedStep:
     """A line of torchtitan's ``MetricsProcessor``. Before mid-2025 it had no gradient norm, and the
     loss was the mean since the last line; since then it is the loss of the step."""
-    begins = _TITAN_STEP.findall(line)
+    begins = list(_TITAN_STEP.finditer(line))
     if len(begins) > 1:
         do = "let each process write a file of its own (torchrun --log-dir)"
         raise DataError(where, got="two steps in one line", expected="one", do=do)
-    whole = _TITAN_WHOLE.search(line)
+    whole = _TITAN_REST.match(line, begins[0].end())
     norm = _printed(where, whole["norm"]) if whole is not None else None
     return LoggedStep(
-        int(begins[0][0]), _printed(where, begins[0][1]), norm, int(norm is not None), where
+        int(begins[0][1]), _printed(where, begins[0][2]), norm, int(norm is not None), where
     )
 
 
@@ -322,14 +384,20 @@ def _printed(where: str, text: str | None) -> Number | None:
     if text is None:
         return None
     try:
+        if len(text) > LONGEST_NUMBER:
+            raise InvalidOperation
         number = Decimal("nan" if text == "n/a" else text)
+        if number.is_finite() and abs(number.adjusted()) > LARGEST_EXPONENT:
+            raise InvalidOperation
     except InvalidOperation:
         do = (
             "write it with a decimal point, and nothing between thousands"
             if re.fullmatch(r"[\d.,]+([eE][+-]?\d+)?", text)
             else "if lines of several processes are mixed, let each write a file of its own"
         )
-        raise DataError(where, got=repr(text), expected="a number", do=do) from None
+        raise DataError(where, got=shown(text), expected="a number", do=do) from None
+    if number.is_nan():
+        return Number(math.nan, 0.0)
     if not number.is_finite():
         return Number(float(number), 0.0)
     exponent = number.as_tuple().exponent
@@ -361,7 +429,12 @@ def _events(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
     names: set[str] = set()
     for path in files:
         events: Any = EventAccumulator(str(path), size_guidance={"scalars": 0})
-        events.Reload()
+        try:
+            events.Reload()
+        except Exception as error:  # of tensorboard and protobuf, for records that are none
+            got = f"a record that is damaged ({type(error).__name__})"
+            do = "copy the file again, or name the text log"
+            raise DataError(path, got=got, expected="TensorBoard's events", do=do) from error
         scalars = set(events.Tags()["scalars"])
         names |= scalars
         for loss_tag, norm_tag, trainer in _TAGS:
@@ -373,6 +446,9 @@ def _events(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
             )
             for event in events.Scalars(loss_tag):
                 where = f"{path}: step {event.step}"
+                if not 0 <= event.step <= LARGEST_ITERATION:
+                    expected = f"a step from 0 to {LARGEST_ITERATION:,}"
+                    raise DataError(where, got=event.step, expected=expected, do="copy it again")
                 loss, norm = (_computed(where, v) for v in (event.value, norms.get(event.step)))
                 mean_of = 0 if trainer == TITAN and norm is None else 1
                 entries.append(LoggedStep(event.step, loss, norm, mean_of, where))
@@ -422,9 +498,11 @@ def _one_curve(
         seen.add(entry.iteration)
         if (known := steps.get(entry.iteration)) is not None and _same(known, entry):
             continue
-        if steps and entry.iteration <= max(steps):
+        if steps and entry.iteration <= next(reversed(steps)):
             returns.append(entry)
-            steps = {i: step for i, step in steps.items() if i < entry.iteration}
+            # Iterations grow, so those that do not count any more are the last ones.
+            while steps and next(reversed(steps)) >= entry.iteration:
+                steps.popitem()
             if not steps:
                 notes.append(
                     f"{entry.where} begins anew, and nothing before it counts: if these are two "
@@ -460,7 +538,7 @@ def _averaged(
     places = list(steps)
     gaps = Counter(b - a for a, b in pairwise(places))
     # One line alone shows no interval, and a later one than the first may be a mean.
-    interval = gaps.most_common(1)[0][0] if gaps else places[0]
+    interval = gaps.most_common(1)[0][0] if gaps else max(places[0], 1)
     settled: dict[int, LoggedStep] = {}
     for iteration, step in steps.items():
         mean_of = step.mean_of

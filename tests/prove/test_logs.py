@@ -303,3 +303,64 @@ def test_folders_without_a_log_are_refused(tmp_path: Path) -> None:
         writer.add_scalar("accuracy", 1.0, 1)
     with pytest.raises(DataError, match="got events named accuracy"):
         read_log(tmp_path)
+
+
+SOUND = " iteration 5/ 100 | lm loss: 2.0E+00 | grad norm: 1.0 |\n iteration 6/ 100 | lm loss: 2.0E+00 | grad norm: 1.0 |\n"
+LONG = 2_000_000
+ENDLESS = {
+    "blanks behind a word": "iteration" + " " * LONG,
+    "blanks in a field": " iteration 7/ 100 | " + " " * LONG + "x |",
+    "blanks behind a name": " iteration 7/ 100 | a" + " " * LONG + "|",
+    "colons": " iteration 7/ 100 | " + "a : " * (LONG // 4) + "|",
+    "losses": "step: 1 loss: " + "loss:" * (LONG // 5),
+    "blanks behind a loss": "step: 1  loss: 2 " + " " * LONG,
+    "places of checkpoints": "iteration " + "loaded checkpoint from " * (LONG // 23),
+    "iterations of checkpoints": "iteration loaded checkpoint from " + " at iteration " * (LONG // 14),
+    "words": "iteration " * (LONG // 10),
+    "digits": "iteration " + "1" * LONG,
+    "colours": "iteration " + "\x1b[" * (LONG // 2),
+    "a line without an end": "iteration" * LONG,
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_long_lines_take_no_longer_than_others(tmp_path: Path, name: str) -> None:
+    """A pattern that goes back over a line would take hours for these."""
+    path = tmp_path / "run.log"
+    path.write_text(SOUND + ENDLESS[name] + "\n")
+    assert list(read_log(path).steps) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (" iteration 7/ 100 | lm loss: 1e-999999999999999999 |", "expected a number"),
+        (" iteration 7/ 100 | lm loss: " + "1" * 5000 + " |", "expected a number"),
+        (
+            '{"iteration": 1, "lm_loss": 1.0, "a": ' + "[" * 100_000 + "]" * 100_000 + '}\n{"iteration": 2, "lm_loss": 1.0}',
+            "over several lines",
+        ),
+        ('{"iteration": 1, "lm_loss": 1.0, "skipped_iterations": "x"}', "expected an object with iteration"),
+        ('{"iteration": 1000000000000000000, "lm_loss": 1.0}\n{"iteration": 2, "lm_loss": 1.0}', "expected an object with iteration"),
+        ('{"iteration": 1, "lm_loss": 1.0}\n{"iteration": 2, "lm_loss": 1.0, "a": "' + "x" * 5_000_000 + '"}', "a line of more than"),
+    ],
+)
+def test_numbers_and_lines_that_no_trainer_writes(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(text + "\n")
+    with pytest.raises(DataError, match=said):
+        read_log(path)
+
+
+def test_the_step_before_all_others_and_numbers_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(" iteration 0/ 100 | lm loss: sNaN12 | grad norm: nan77 |\n")
+    steps = read_log(path).steps
+    assert list(steps) == [0] and steps[0].loss is not None and math.isnan(steps[0].loss.value)
+
+
+def test_a_packed_file_that_is_larger_than_any_log(tmp_path: Path) -> None:
+    path = tmp_path / "run.log.gz"
+    path.write_bytes(gzip.compress((b" " * 999 + b"\n") * 500_000, 9))
+    with pytest.raises(DataError, match=r"more than [\d,]+ characters in a file of [\d,]+ bytes"):
+        read_log(path)

@@ -32,6 +32,8 @@ from megatron_llama.plans.params import (
 )
 
 FILE = "model_optim_rng.pt"
+LARGEST_TRACKER = 100
+"""Bytes that are read of the file that names the newest iteration."""
 CHECKPOINT_VERSION = 3.0
 TE = "transformer_engine"
 LOCAL = "local"
@@ -111,12 +113,12 @@ EARLIER: Mapping[str, str] = MappingProxyType(
 """Names of some versions -> ours."""
 WHOLE_HEAD = "lm_head.weight"
 """Megatron-LLaMA's name (with --causal-lm) of a head that every tensor rank has all of."""
-IGNORED = re.compile(r".*(_extra_state\d*|inv_freq)$")
+IGNORED = re.compile(r".*(_extra_state\d{0,9}|inv_freq)$")
 """Buffers that are computed, and states of fp8 scaling."""
 _READ = MappingProxyType(
     {**EARLIER, **{theirs: own for names in BLOCKS.values() for own, theirs in names.items()}}
 )
-_LAYER = re.compile(r"(?:language_model\.(?:encoder|transformer)|decoder)\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:language_model\.(?:encoder|transformer)|decoder)\.layers\.(\d{1,9})\.(.+)")
 _FINAL = re.compile(
     r"(?:language_model\.(?:encoder|transformer)|decoder)\.final_(?:layer)?norm\.weight"
 )
@@ -233,13 +235,17 @@ def find_folder(
     tracker = path / TRACKER
     do = f"give the folder itself: {path}/iter_NNNNNNN or {path}/release"
     try:
-        named = tracker.read_text().strip()
+        if not tracker.is_file():
+            raise FileNotFoundError("there is no such file")
+        with tracker.open("rb") as file:
+            named = file.read(LARGEST_TRACKER).decode().strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(
             tracker, got=f"no readable file ({error})", expected="an iteration", do=do
         ) from error
-    folder = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
-    if not re.fullmatch(r"release|\d+", named) or not has(folder):
+    numbered = re.fullmatch(r"[0-9]{1,18}", named)
+    folder = path / (f"iter_{int(named):07d}" if numbered else "release")
+    if not (numbered or named == "release") or not has(folder):
         expected = f"an iteration with {what}"
         raise CheckpointError(tracker, got=named[:40], expected=expected, do=do)
     return folder

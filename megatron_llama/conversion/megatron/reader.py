@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.checkpoint.storage import LISTED, refuse
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.megatron.args import (
     MEGATRON_LLAMA_ONLY,
@@ -42,7 +43,7 @@ from megatron_llama.conversion.model_fields import (
 from megatron_llama.conversion.tensor_map import TensorMap, TensorReader
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.conversion.torch_file import TorchFile
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import Rectangle
 
 OLDEST_GROUPED = 2.0
@@ -81,6 +82,8 @@ def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
             do = "keep the one that belongs there"
             raise CheckpointError(entry, got="a second folder of one rank", expected="one", do=do)
     tp, pp = (1 + max((key[axis] for key in paths), default=0) for axis in (0, 1))
+    # A folder's name alone may claim a rank of nine digits: missing ones are listed as far as they
+    # are shown.
     missing = [
         describe(
             f"{folder} tensor rank {t}, pipeline rank {p}",
@@ -88,12 +91,23 @@ def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
             expected=FILE,
             do=MATCHING_FILES,
         )
-        for p in range(pp)
-        for t in range(tp)
-        if not paths.get((t, p), folder / "none").is_file()
+        for p, t in islice(_missing_ranks(folder, paths, tp, pp), LISTED)
     ]
-    refuse(f"{folder} is incomplete:", missing)
+    if missing:
+        more = tp * pp - sum(path.is_file() for path in paths.values()) - len(missing)
+        rest = [f"and {more:,} more"] if more else []
+        raise CheckpointError(listing(f"{folder} is incomplete:", [*missing, *rest]))
     return {key: _open(path) for key, path in sorted(paths.items())}
+
+
+def _missing_ranks(
+    folder: Path, paths: Mapping[tuple[int, int], Path], tp: int, pp: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the (pipeline rank, tensor rank) of which there is no file."""
+    for p in range(pp):
+        for t in range(tp):
+            if not paths.get((t, p), folder / "none").is_file():
+                yield p, t
 
 
 def _open(path: Path) -> RankFile:
@@ -102,7 +116,7 @@ def _open(path: Path) -> RankFile:
     args = content.get("args")
     # Virtual stages are saved as model0, model1 and so on.
     chunks = sorted(
-        (name for name in content if re.fullmatch(r"model\d+", str(name))),
+        (name for name in content if re.fullmatch(r"model\d{1,4}", str(name))),
         key=lambda name: int(name[5:]),
     )
     models = [content[name] for name in ("model", *chunks) if name in content]
@@ -263,7 +277,7 @@ class MegatronReader:
         # Blocks of each stage, by the largest number among the names of its first tensor rank.
         counts = []
         for files in self._stages:
-            numbers = [re.search(r"\.layers\.(\d+)\.", name) for name in files[0][1]]
+            numbers = [re.search(r"\.layers\.(\d{1,9})\.", name) for name in files[0][1]]
             counts.append(1 + max((int(match[1]) for match in numbers if match), default=-1))
         problems = [
             describe(
@@ -276,7 +290,7 @@ class MegatronReader:
             if getattr(model, name) % self.tp
         ]
         if sum(counts) != model.num_hidden_layers:
-            got = f"{sum(counts)} blocks"
+            got = f"{sum(counts):,} blocks"
             expected = model.num_hidden_layers
             problems.append(describe(self.folder, got=got, expected=expected, do=MATCHING_FILES))
         refuse(f"{self.folder} does not hold the model:", problems)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,8 @@ from numpy.typing import NDArray
 
 from megatron_llama.checkpoint.history import Skipped
 from megatron_llama.checkpoint.storage_paths import local_folder
+from megatron_llama.config.limits import LARGEST_COLUMNS, LARGEST_LINE
+from megatron_llama.config.lines import bounded_lines, parse_json
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.metrics import events, log
 from megatron_llama.metrics.events import END, FAULT, REWIND, SAVED, START
@@ -34,6 +35,17 @@ BEYOND = 1e100
 """A number as large as this is none that a trainer has written."""
 CHUNK = 4096
 """Lines that are turned into arrays together."""
+CHUNK_CELLS = 200_000
+"""Values in lines that are: one line may have a million names."""
+SPARSE_CELLS = 10_000_000
+"""Numbers in all columns, empty ones included, if the file has not half as many itself."""
+KEPT_PROBLEMS = 1_000
+LARGEST_COUNT = 2**53 - 1
+"""Counts become fp64 in columns."""
+EARLIEST = 62_135_596_800.0
+"""Seconds from the year 1, where Python's dates begin, to 1970."""
+MIDDLE = (253_402_300_799.0 - EARLIEST) / 2
+"""The middle of Python's dates, in seconds since 1970."""
 _EPOCH = datetime(1970, 1, 1)
 Floats = NDArray[np.float64]
 
@@ -76,7 +88,7 @@ class RunFolder:
     def config(self) -> Mapping[str, Mapping[str, Any]]:
         """The newest configuration, section by section; empty if none is known."""
         found = self.starts[-1].details["config"] if self.starts else self.checkpoint.get("config")
-        return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) and _is_config(found) else {}
 
     @property
     def loss(self) -> str:
@@ -94,7 +106,7 @@ def read_run(name: str) -> RunFolder:
     here with its log. Raises DataError where nothing can be shown."""
     path = local_folder(name)
     folder = path.parent if path.is_file() else path
-    problems: list[str] = []
+    problems = _Problems()
     files = {file: folder / file for file in (log.FILE_NAME, events.FILE_NAME, SKIPPED)}
     if path.is_file():
         files[log.FILE_NAME] = path
@@ -105,12 +117,32 @@ def read_run(name: str) -> RunFolder:
     steps, evaluations = _curves(files[log.FILE_NAME], problems)
     happened = tuple(_events(files[events.FILE_NAME], problems))
     if not len(steps["iteration"]) and not len(evaluations["iteration"]) and not happened:
-        unread = f": {problems[0]}" if problems else ""
+        unread = f": {problems.kept[0]}" if problems.kept else ""
         do = "give the folder of a run that has trained a step"
         raise DataError(name, got=f"no line that is understood{unread}", expected="a log", do=do)
     skipped = tuple(_skipped(files[SKIPPED], problems))
     checkpoint = {} if happened else _newest_meta(folder, problems)
-    return RunFolder(name, steps, evaluations, happened, skipped, checkpoint, tuple(problems))
+    return RunFolder(name, steps, evaluations, happened, skipped, checkpoint, problems.said())
+
+
+class _Problems:
+    """What is not understood. A file of nothing else has a problem in each line: a part is kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self._left_out = 0
+
+    def add(self, problem: str) -> None:
+        """Append a problem."""
+        if len(self.kept) < KEPT_PROBLEMS:
+            self.kept.append(problem)
+        else:
+            self._left_out += 1
+
+    def said(self) -> tuple[str, ...]:
+        """Return all that are kept, and how many others there were."""
+        more = f"and {self._left_out:,} more lines"
+        return (*self.kept, more) if self._left_out else tuple(self.kept)
 
 
 class _Columns:
@@ -119,45 +151,57 @@ class _Columns:
 
     def __init__(self) -> None:
         self._lines: list[Mapping[str, Any]] = []
-        self._chunks: dict[str, list[Floats]] = {}
+        self._cells = 0
+        """Values in these lines."""
+        self._pieces: dict[str, list[tuple[int, Floats]]] = {}
+        """Numbers of many lines, with the row of the first."""
         self._rows = 0
+        self.names_left_out = 0
+        """Columns of which nothing is kept: there are too many."""
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Append the numbers of a line."""
         self._lines.append(entry)
-        if len(self._lines) == CHUNK:
+        self._cells += len(entry)
+        if len(self._lines) == CHUNK or self._cells > CHUNK_CELLS:
             self._flush()
 
     def _flush(self) -> None:
         lines = self._lines
         names = dict.fromkeys(name for line in lines for name in line)
         for name in names:
+            if name not in self._pieces and len(self._pieces) == LARGEST_COLUMNS:
+                self.names_left_out += 1
+                continue
             values = [line.get(name) for line in lines]
             numbers = _times(values) if name == TIME else _numbers(values)
-            before = self._chunks.setdefault(name, [])
-            known = sum(map(len, before))
-            if known < self._rows:
-                before.append(np.full(self._rows - known, np.nan))
-            before.append(numbers)
+            if np.isfinite(numbers).any() or name == "iteration":
+                self._pieces.setdefault(name, []).append((self._rows, numbers))
         self._rows += len(lines)
         self._lines = []
+        self._cells = 0
 
     def arrays(self) -> dict[str, Floats]:
         """Return all columns that have a number somewhere, equally long, and an ``iteration``."""
         self._flush()
-        found = {"iteration": np.zeros(0)}
-        for name, chunks in self._chunks.items():
-            whole = np.concatenate(chunks)
-            rest = np.full(self._rows - len(whole), np.nan)
-            whole = np.concatenate([whole, rest]) if len(rest) else whole
-            if np.isfinite(whole).any() or name == "iteration":
-                found[SECONDS if name == TIME else name] = whole
-        return found
+        columns = {"iteration": np.zeros(0)}
+        cells = sum(len(numbers) for pieces in self._pieces.values() for _, numbers in pieces)
+        for name, pieces in self._pieces.items():
+            # A column with a number here and there takes as much as a full one.
+            if len(columns) * self._rows > max(SPARSE_CELLS, 2 * cells):
+                self.names_left_out += 1
+                continue
+            whole = np.full(self._rows, np.nan)
+            for row, numbers in pieces:
+                whole[row : row + len(numbers)] = numbers
+            columns[SECONDS if name == TIME else name] = whole
+        return columns
 
 
 def _numbers(values: Sequence[object]) -> Floats:
     """Numbers as they are, NaN for everything else."""
-    found = np.array(values) if not any(isinstance(value, list) for value in values) else None
+    plain = all(type(value) is int or type(value) is float for value in values)
+    found = np.array(values) if plain else None
     if found is None or found.dtype.kind not in "if":
         known = [value if _is_number(value) else math.nan for value in values]
         found = np.array(known, np.float64)
@@ -167,12 +211,12 @@ def _numbers(values: Sequence[object]) -> Floats:
 
 def _is_number(value: object) -> bool:
     """Whether a trainer may have written this as a number."""
-    return isinstance(value, int | float) and value is not True and abs(value) < BEYOND
+    return type(value) in (int, float) and abs(value) < BEYOND  # type: ignore[arg-type]
 
 
 def _is_count(value: object) -> bool:
     """Whether this is a number of steps, samples or processes."""
-    return isinstance(value, int) and value is not True and 0 <= value < 2**53
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
 def _times(values: Sequence[object]) -> Floats:
@@ -180,12 +224,13 @@ def _times(values: Sequence[object]) -> Floats:
     # A million times take seconds, one by one: numpy reads those that a trainer writes.
     if all(isinstance(value, str) and len(value) == len("2026-01-01T00:00:00") for value in values):
         with suppress(ValueError):
-            return np.array(values, "datetime64[s]").astype(np.float64)
+            seconds = np.array(values, "datetime64[s]").astype(np.float64)
+            return np.where(np.abs(seconds - MIDDLE) < MIDDLE + EARLIEST, seconds, np.nan)
     known = (_seconds(value) for value in values)
     return np.array([math.nan if one is None else one for one in known])
 
 
-def _curves(path: Path, problems: list[str]) -> tuple[Mapping[str, Floats], Mapping[str, Floats]]:
+def _curves(path: Path, problems: _Problems) -> tuple[Mapping[str, Floats], Mapping[str, Floats]]:
     """The columns of the lines of training and of those of evaluations."""
     steps = _Columns()
     evaluations = _Columns()
@@ -196,17 +241,22 @@ def _curves(path: Path, problems: list[str]) -> tuple[Mapping[str, Floats], Mapp
         where = f"{path.name}:{number}"
         known = _is_number(entry["validation_loss"]) if evaluated else "learning_rate" in entry
         if not (_is_count(iteration) and known):
-            problems.append(f"{where}: no line of a step or an evaluation")
+            problems.add(f"{where}: no line of a step or an evaluation")
         elif iteration <= last[evaluated]:
             before = last[evaluated]
-            problems.append(f"{where}: iteration {iteration} comes after iteration {before}")
+            problems.add(f"{where}: iteration {iteration} comes after iteration {before}")
         else:
             last[evaluated] = iteration
             (evaluations if evaluated else steps).add(entry)
-    return steps.arrays(), evaluations.arrays()
+    arrays = steps.arrays(), evaluations.arrays()
+    names = steps.names_left_out + evaluations.names_left_out
+    if names:
+        most = f"{LARGEST_COLUMNS:,} columns"
+        problems.add(f"{path.name}: {names:,} names of numbers are left out, beyond {most}")
+    return arrays
 
 
-def _entries(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _entries(path: Path, problems: _Problems) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file with the numbers of their lines. What is none is a problem."""
     if not path.is_file():
         return
@@ -217,19 +267,22 @@ def _entries(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, A
             path, got=error.strerror, expected="a file that can be read", do="mend its permissions"
         ) from error
     with file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(bounded_lines(file), 1):
+            if line is None:
+                problems.add(f"{path.name}:{number}: a line of more than {LARGEST_LINE:,} bytes")
+                continue
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
             except ValueError:
                 entry = None
             if isinstance(entry, dict):
                 yield number, entry
             elif not line.endswith(b"\n"):
-                problems.append(f"{path.name}:{number}: not finished; the run may be writing it")
+                problems.add(f"{path.name}:{number}: not finished; the run may be writing it")
             elif line.strip():
                 text = line.decode(errors="replace").strip()
                 shown = text[:SHOWN] + ("..." if len(text) > SHOWN else "")
-                problems.append(f"{path.name}:{number}: no JSON object: {shown}")
+                problems.add(f"{path.name}:{number}: no JSON object: {shown}")
 
 
 def _seconds(time: object) -> float | None:
@@ -244,7 +297,7 @@ def _seconds(time: object) -> float | None:
 
 def time_of(seconds: float) -> str:
     """Return the day and time of a column SECONDS in words."""
-    return f"{_EPOCH + timedelta(seconds=round(seconds)):%Y-%m-%d %H:%M:%S}"
+    return f"{_EPOCH + timedelta(seconds=math.floor(seconds)):%Y-%m-%d %H:%M:%S}"
 
 
 def _is_text(value: object) -> bool:
@@ -293,38 +346,38 @@ _MORE: _Needs = MappingProxyType(
 """What starts of some versions have as well."""
 
 
-def _events(path: Path, problems: list[str]) -> Iterator[Event]:
+def _events(path: Path, problems: _Problems) -> Iterator[Event]:
     for number, entry in _entries(path, problems):
         where = f"{path.name}:{number}"
         what = entry.get("event")
         time = _seconds(entry.get("time"))
         needs = _KINDS.get(what) if isinstance(what, str) else None
         if needs is None or time is None:
-            problems.append(f"{where}: no event that this version knows")
+            problems.add(f"{where}: no event that this version knows")
             continue
         wrong = [key for key, fits in needs.items() if not fits(entry.get(key))]
         wrong += [key for key, fits in _MORE.items() if key in entry and not fits(entry[key])]
         if wrong:
-            problems.append(f"{where}: {what} whose {', '.join(wrong)} cannot be used")
+            problems.add(f"{where}: {what} whose {', '.join(wrong)} cannot be used")
         else:
             assert isinstance(what, str)
             yield Event(what, time, entry)
 
 
-def _skipped(path: Path, problems: list[str]) -> Iterator[Skipped]:
+def _skipped(path: Path, problems: _Problems) -> Iterator[Skipped]:
     for number, entry in _entries(path, problems):
         try:
             found = Skipped(**{**entry, "value": float(entry["value"])})
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             found = None
         counts = () if found is None else (found.iteration, found.first_sample, found.last_sample)
         if found is None or not all(map(_is_count, counts)) or not isinstance(found.reason, str):
-            problems.append(f"{path.name}:{number}: no step that was left out")
+            problems.add(f"{path.name}:{number}: no step that was left out")
         else:
             yield found
 
 
-def _newest_meta(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+def _newest_meta(folder: Path, problems: _Problems) -> Mapping[str, Any]:
     """Return what the newest checkpoint says of the run; empty if there is none that can be
     read."""
     # Here, since these import torch, which a run with events does not need.
@@ -335,7 +388,7 @@ def _newest_meta(folder: Path, problems: list[str]) -> Mapping[str, Any]:
         try:
             meta = parse_meta(checkpoint)
         except CheckpointError as error:
-            problems.append(f"{error}")
+            problems.add(f"{error}")
         else:
             return {"config": meta.config, "torch_version": meta.torch_version}
     return {}

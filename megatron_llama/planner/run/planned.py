@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_llama.errors import ConfigError, listing
+from megatron_llama.errors import listing
 from megatron_llama.planner.calibration import HOST, Calibration, calibration_of
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.hardware import gpu_of_device
@@ -230,9 +230,16 @@ class Planned:
         )
 
 
+_UNUSABLE = (
+    *(TypeError, ValueError, AttributeError, ArithmeticError, LookupError, AssertionError),
+    RecursionError,
+)
+"""Errors of a configuration from a file, with values that no check of options has seen."""
+
+
 def planned(run: RunFolder, coefficients: str | None) -> Planned | str:
     """Return the plan of the newest start, or why there is none. ``coefficients`` is a file of
-    ``plan calibrate``; Raises ConfigError if it cannot be used."""
+    ``plan calibrate``. Raises ConfigError if it cannot be used."""
     calibration = None if coefficients is None else calibration_of(None, coefficients)
     if not run.starts:
         return "The run was made by a version that did not write what a plan needs (events.jsonl)."
@@ -257,6 +264,6 @@ def planned(run: RunFolder, coefficients: str | None) -> Planned | str:
         machine = Machine(calibration.gpu, world_size, node, domain, calibration.gpu.nic)
         plan = Planned(run, config, calibration, machine, known, is_host)
         list(plan.compared())
-    except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except _UNUSABLE as error:
         return f"There is no plan: {error}"
     return plan

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
+from megatron_llama.config.limits import LARGEST_PASSES, LARGEST_STAGES
 from megatron_llama.errors import describe, listing
 from megatron_llama.plans.schedule.actions import (
     SPLIT,
@@ -55,10 +56,34 @@ def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1
 
 def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> list[str]:
     """Every option that ``schedule_named`` would refuse, without building the schedule."""
+    too_large = schedule_bound_problem(ranks * virtual, microbatches)
+    if too_large is not None:
+        return [too_large]
     return [
         *_placement_problems(name, ranks, virtual),
         *_microbatch_problems(name, ranks, microbatches),
     ]
+
+
+def schedule_bound_problem(stages: int, microbatches: int) -> str | None:
+    """Return what is wrong with a schedule that is too long to be listed; None if it is not."""
+    if stages > LARGEST_STAGES:
+        return describe(
+            "pipeline ranks x chunks",
+            got=f"{stages:,}",
+            expected=f"at most {LARGEST_STAGES:,} stages",
+            do="give smaller --pipeline-model-parallel-size and "
+            "--virtual-pipeline-model-parallel-size",
+        )
+    passes = 2 * stages * microbatches  # forward and backward
+    if passes > LARGEST_PASSES:
+        return describe(
+            "stages x microbatches",
+            got=f"{stages:,} x {microbatches:,}",
+            expected=f"at most {LARGEST_PASSES // 2:,}",
+            do="raise --micro-batch-size, or lower --global-batch-size",
+        )
+    return None
 
 
 def placement_of(name: str, ranks: int, virtual: int) -> StagePlacement:
@@ -66,7 +91,8 @@ def placement_of(name: str, ranks: int, virtual: int) -> StagePlacement:
     again.
 
     Raises ScheduleError naming every option that does not fit."""
-    problems = list(_placement_problems(name, ranks, virtual))
+    too_large = schedule_bound_problem(ranks * virtual, 1)
+    problems = [too_large] if too_large else list(_placement_problems(name, ranks, virtual))
     if problems:
         raise ScheduleError(
             problems[0]

@@ -1,0 +1,42 @@
+"""Reads files of lines that another program may have written, or that were damaged: no line and no
+nesting takes more memory than its bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import IO, Any, AnyStr
+
+from megatron_llama.config.limits import LARGEST_DEPTH, LARGEST_LINE
+
+
+def bounded_lines(file: IO[AnyStr], limit: int = LARGEST_LINE) -> Iterator[AnyStr | None]:
+    """Yield the lines of a file with their ends; None for one that is longer than ``limit``."""
+    while line := file.readline(limit + 1):
+        if len(line) <= limit:
+            yield line
+            continue
+        while line and line[-1:] not in ("\n", b"\n"):
+            line = file.readline(limit)
+        yield None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError, also for one that is nested so deeply
+    that whoever walks through it fails."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [value]
+    for _ in range(LARGEST_DEPTH):
+        level = [inner for outer in level for inner in _containers(outer)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {LARGEST_DEPTH} times")
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return the objects and arrays in an object or array."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [held for held in inner if isinstance(held, dict | list)]
