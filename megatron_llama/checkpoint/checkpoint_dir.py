@@ -15,6 +15,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import (
@@ -26,7 +27,7 @@ from megatron_llama.checkpoint.folders import (
     sync,
     write_synced,
 )
-from megatron_llama.checkpoint.meta import ANOTHER_COPY, META
+from megatron_llama.checkpoint.meta import ANOTHER_COPY, META, NOT_FINITE
 from megatron_llama.checkpoint.storage import METADATA, file_problems, read_metadata
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
 from megatron_llama.errors import CheckpointError
@@ -41,7 +42,8 @@ else."""
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one is complete. The best one always does."""
+    """Which checkpoints stay when a new one is complete. The best one always does, and the newest
+    one whose values are all finite."""
 
     newest: int = 0
     """So many of the newest stay; 0 stands for all."""
@@ -101,14 +103,31 @@ def find(path: str | Path) -> Path:
 
 def newest_usable(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint whose files are all there at their full size, or None.
-    Damage inside the files is found by ``inspect checkpoint --verify``, and by loading."""
+    One whose values are not all finite is returned only if there is no other. Damage inside the
+    files is found by ``inspect checkpoint --verify``, and by loading."""
+    marked = None
     for path in reversed(complete(folder).values()):
-        try:
-            if not file_problems(path, read_metadata(path).storage_data.values(), do=ANOTHER_COPY):
+        if is_usable(path):
+            if not is_marked(path):
                 return path
-        except CheckpointError:
-            continue
-    return None
+            marked = marked or path
+    return marked
+
+
+def is_usable(checkpoint: Path) -> bool:
+    """Return whether the files of a checkpoint are all there at their full size."""
+    try:
+        places = read_metadata(checkpoint).storage_data.values()
+    except CheckpointError:
+        return False
+    return not file_problems(checkpoint, places, do=ANOTHER_COPY)
+
+
+def newest_good(folder: str | Path) -> Path | None:
+    """Return the newest complete checkpoint in which the save has found no value that is not
+    finite, or None."""
+    newest_first = reversed(complete(folder).values())
+    return next((path for path in newest_first if not is_marked(path)), None)
 
 
 def tidy(folder: str | Path) -> None:
@@ -150,9 +169,12 @@ def retain(folder: Path, keep: Retention) -> None:
     """Renew the links, then remove the checkpoints that need not stay."""
     found = complete(folder)
     read = {iteration: validation_loss(path) for iteration, path in found.items()}
-    losses = {iteration: loss for iteration, loss in read.items() if loss is not None}
+    good = [iteration for iteration, path in found.items() if not is_marked(path)]
+    losses = {at: loss for at, loss in read.items() if loss is not None and at in good}
     best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
     newest = sorted(found)[-keep.newest :] if keep.newest else list(found)
+    # Where the newest ones are marked, the run has this one to go on from.
+    newest += good[-1:]
     _link(folder / LAST, found[max(found)])
     if best is not None:
         _link(folder / BEST, found[best])
@@ -171,11 +193,22 @@ def retain(folder: Path, keep: Retention) -> None:
 def validation_loss(checkpoint: Path) -> float | None:
     """Return the validation loss at the iteration of a checkpoint, or None where it was not
     measured."""
+    loss = _field(checkpoint, "validation_loss")
+    return float(loss) if isinstance(loss, int | float) else None
+
+
+def is_marked(checkpoint: Path) -> bool:
+    """Return whether the save has found values in a checkpoint that are not finite."""
+    return bool(_field(checkpoint, NOT_FINITE))
+
+
+def _field(checkpoint: Path, name: str) -> Any:
+    """Return a field of a checkpoint's ``meta.json``; None where it is not there, or cannot be
+    read."""
     try:
-        loss = json.loads((checkpoint / META).read_bytes()).get("validation_loss")
+        return json.loads((checkpoint / META).read_bytes()).get(name)
     except (OSError, ValueError, AttributeError):
         return None
-    return float(loss) if isinstance(loss, int | float) else None
 
 
 def _link(link: Path, target: Path) -> None:

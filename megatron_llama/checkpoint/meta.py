@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_llama.checkpoint.finite import NotFinite, read_not_finite
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
 from megatron_llama.config.hf import TOKEN_IDS, hf_config_from_model, model_config_from_hf
 from megatron_llama.config.parse import flag
@@ -20,6 +21,9 @@ from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 
 META = "meta.json"
+NOT_FINITE = "not_finite"
+"""The field with the tensors of which some values are infinite or NaN. Without it all are finite,
+or the checkpoint was saved by an earlier version, which did not look."""
 FORMAT_VERSION = 1
 WITHOUT_EFFECT = frozenset(
     {
@@ -80,6 +84,8 @@ class CheckpointMeta:
     torch_version: str
     config: dict[str, Any]
     """The configuration of the run that saved it, section by section."""
+    not_finite: tuple[NotFinite, ...] = ()
+    """The tensors of which some values are infinite or NaN, as the save found them."""
 
 
 def meta_json(
@@ -112,6 +118,12 @@ def meta_json(
         "config": dataclasses.asdict(config),
     }
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def marked_meta(content: bytes, not_finite: Sequence[NotFinite]) -> bytes:
+    """Return the content of the file for a checkpoint of which some values are not finite."""
+    marked = {**json.loads(content), NOT_FINITE: [entry.entry() for entry in not_finite]}
+    return (json.dumps(marked, indent=2) + "\n").encode()
 
 
 def parse_meta(folder: Path) -> CheckpointMeta:
@@ -160,6 +172,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
             tokenizer_model=content["tokenizer_model"],
             torch_version=str(content["torch_version"]),
             config=dict(content["config"]),
+            not_finite=tuple(map(read_not_finite, content.get(NOT_FINITE, ()))),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):

@@ -23,6 +23,7 @@ from torch.futures import Future
 from megatron_llama.checkpoint.checksums import HashedFile
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.finite import NotFinite, find_not_finite
 from megatron_llama.checkpoint.meta import ANOTHER_COPY
 from megatron_llama.errors import CheckpointError, describe, listing
 
@@ -39,6 +40,8 @@ class WrittenParts:
     """File and position of each chunk."""
     sums: dict[str, str]
     """SHA-256 by file name."""
+    not_finite: tuple[NotFinite, ...] = ()
+    """Values that are infinite or NaN, by part."""
 
 
 def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenParts:
@@ -46,20 +49,23 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
     does. A copy of one part is in memory at a time. Raises CheckpointError naming the file."""
     name = f"__{rank}_0{DEFAULT_SUFFIX}"
     places = {}
+    not_finite = []
     with writing(folder):
         # Rank 0 has made the folder, but another machine's view of a shared disk may be behind.
         folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / name), HashedFile(folder / name) as file:
         for part in parts:
             start = file.tell()
-            # A copy, since torch saves the whole storage of a view. It has no name that would keep
-            # it in memory while the next part is read.
-            torch.save(
-                part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
-                cast(IO[bytes], file),
+            # A copy, since torch saves the whole storage of a view.
+            values = part.tensor.detach().to(
+                "cpu", copy=True, memory_format=torch.contiguous_format
             )
+            not_finite.append(find_not_finite(part, values))
+            torch.save(values, cast(IO[bytes], file))
+            del values  # not in memory while the next part is read
             places[part.index] = _StorageInfo(name, start, file.tell() - start)
-    return WrittenParts(places, {name: file.sum} if places else {})
+    sums = {name: file.sum} if places else {}
+    return WrittenParts(places, sums, tuple(entry for entry in not_finite if entry is not None))
 
 
 def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) -> dict[str, str]:

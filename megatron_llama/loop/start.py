@@ -447,7 +447,12 @@ def _words(value: Any) -> Any:
 def damaged(start: Start) -> Iterator[str]:
     """Warn of each checkpoint that is newer than the one that AUTO found usable."""
     for path in checkpoint_dir.complete(start.path.parent).values():
-        if path.name > start.path.name:
+        if path.name > start.path.name and checkpoint_dir.is_usable(path):
+            yield (
+                f"{path} has weights or moments that are not finite, going on from {start.path}; "
+                f"inspect checkpoint {path} names them, and --load {path} takes it all the same"
+            )
+        elif path.name > start.path.name:
             yield (
                 f"{path} is damaged, going on from {start.path}; "
                 f"inspect checkpoint {path} --verify says more"

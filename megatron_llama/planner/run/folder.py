@@ -20,7 +20,7 @@ from megatron_llama.checkpoint.history import Skipped
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.errors import DataError
 from megatron_llama.metrics import events, log
-from megatron_llama.metrics.events import END, FAULT, REWIND, SAVED, START
+from megatron_llama.metrics.events import END, FAULT, NOT_FINITE, REWIND, SAVED, START
 
 SKIPPED = "skipped.jsonl"
 SHOWN = 60
@@ -277,6 +277,7 @@ _KINDS: Mapping[str, _Needs] = MappingProxyType(
         },
         REWIND: {"iteration": _is_count, "reached": _is_count},
         SAVED: {"path": _is_text},
+        NOT_FINITE: {"path": _is_text, "words": _is_text},
         FAULT: {"words": _is_text},
         END: {},
     }
