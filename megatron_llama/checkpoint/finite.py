@@ -36,9 +36,13 @@ class NotFinite:
     @property
     def words(self) -> str:
         """The tensor for a message."""
-        place = ", ".join(map(str, self.first))
-        values = counted(self.count, "value")
-        return f"{self.name} ({values}, the first is {self.value} at [{place}])"
+        return f"{self.name} ({self.place})"
+
+    @property
+    def place(self) -> str:
+        """How many values there are, and where, in words."""
+        indices = ", ".join(map(str, self.first))
+        return f"{counted(self.count, 'value')}, the first is {self.value} at [{indices}]"
 
     def entry(self) -> dict[str, Any]:
         """Return the fields for JSON."""
