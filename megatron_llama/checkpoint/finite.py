@@ -6,6 +6,7 @@ does not show it, and every checkpoint from then on holds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor
 from megatron_llama.checkpoint.chunks import Region, is_state
 from megatron_llama.errors import counted
 
+BLOCK = 2**18
+"""Elements that are copied at once, and looked at while the processor's cache still has them: a
+second pass over the memory would take twice as long."""
 NAMED = 5
 """So many tensors are named in a message: after a step that went wrong all may be meant."""
 
@@ -73,6 +77,27 @@ def find_not_finite(region: Region, values: Tensor) -> NotFinite | None:
     within = torch.unravel_index(torch.tensor(place), region.size)
     first = tuple(start + int(index) for start, index in zip(region.offset, within, strict=True))
     return NotFinite(region.key, int(odd.sum()), first, f"{float(flat[place])}")
+
+
+def copy_to_host(region: Region) -> tuple[Tensor, NotFinite | None]:
+    """Return a contiguous copy of a region's values in the memory of the host, and what is not
+    finite in it."""
+    source = region.tensor.detach()
+    if source.device.type != "cpu" or not source.is_contiguous() or not source.is_floating_point():
+        values = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return values, find_not_finite(region, values)
+    values = torch.empty_like(source)
+    # A sum is finite only if all of its terms are. It may overflow all the same: then the values
+    # are looked at again. Half precision would overflow in every block.
+    precision = torch.float32 if source.dtype == torch.float16 else None
+    sums = []
+    for copied, block in zip(
+        values.view(-1).split(BLOCK), source.view(-1).split(BLOCK), strict=True
+    ):
+        sums.append(copied.copy_(block).sum(dtype=precision))
+    if all(map(math.isfinite, torch.stack(sums).tolist())):
+        return values, None
+    return values, find_not_finite(region, values)
 
 
 def find_all_not_finite(regions: Iterable[Region]) -> tuple[NotFinite, ...]:

@@ -23,7 +23,7 @@ from torch.futures import Future
 from megatron_llama.checkpoint.checksums import HashedFile
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.finite import NotFinite, find_not_finite
+from megatron_llama.checkpoint.finite import NotFinite, copy_to_host
 from megatron_llama.checkpoint.meta import ANOTHER_COPY
 from megatron_llama.errors import CheckpointError, describe, listing
 
@@ -49,7 +49,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
     does. A copy of one part is in memory at a time. Raises CheckpointError naming the file."""
     name = f"__{rank}_0{DEFAULT_SUFFIX}"
     places = {}
-    not_finite = []
+    not_finite: list[NotFinite] = []
     with writing(folder):
         # Rank 0 has made the folder, but another machine's view of a shared disk may be behind.
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,15 +57,13 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
         for part in parts:
             start = file.tell()
             # A copy, since torch saves the whole storage of a view.
-            values = part.tensor.detach().to(
-                "cpu", copy=True, memory_format=torch.contiguous_format
-            )
-            not_finite.append(find_not_finite(part, values))
+            values, problem = copy_to_host(part)
+            not_finite += [problem] if problem is not None else []
             torch.save(values, cast(IO[bytes], file))
             del values  # not in memory while the next part is read
             places[part.index] = _StorageInfo(name, start, file.tell() - start)
     sums = {name: file.sum} if places else {}
-    return WrittenParts(places, sums, tuple(entry for entry in not_finite if entry is not None))
+    return WrittenParts(places, sums, tuple(not_finite))
 
 
 def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) -> dict[str, str]:
