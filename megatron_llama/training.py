@@ -20,21 +20,23 @@ from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_o
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.lr import learning_rate
-from megatron_llama.engine.replicas import check_replicas
+from megatron_llama.engine.replicas import check_replicas, has_replicas
 from megatron_llama.loop.bad_steps import BadSteps
 from megatron_llama.loop.banner import already_finished, banner
 from megatron_llama.loop.build import (
     Validation,
     build_loader,
+    find_not_finite_at_start,
     load_or_init,
     open_log,
     read_first_step,
     roll_back,
+    warn_of_start,
 )
 from megatron_llama.loop.callbacks import Callback, Callbacks, Evaluation, Run
 from megatron_llama.loop.facts import run_facts
 from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, open_samples, require_outputs
-from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
+from megatron_llama.loop.prefetch import RETURN, SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
 from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.start import trained_weights
@@ -163,6 +165,8 @@ def train(
         optimizer = stack.enter_context(
             closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch))
         )
+        if check_replicas_interval and not has_replicas(optimizer, mesh):
+            check_replicas_interval = 0
         loader = build_loader(
             config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
         )
@@ -173,15 +177,24 @@ def train(
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
             state = load_or_init(config, optimizer, mesh, inputs.start)
+            not_finite = find_not_finite_at_start(optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, inputs.tokenizer, inputs.carried)
         # From here on the run writes to --save. Nothing before this line has, so that a run that
         # cannot start leaves the folder as it was.
         saver = Saver(
-            config, mesh, optimizer, inputs.tokenizer, background, inputs.identity, inputs.carried
+            config,
+            mesh,
+            optimizer,
+            inputs.tokenizer,
+            background,
+            inputs.identity,
+            inputs.carried,
+            begins_finite=not not_finite,
         )
         log = stack.enter_context(open_log(config, mesh, state))
         facts = run_facts(inputs, mesh)
         log.event(START, reached=log.reached, trackers=log.tracked, **facts)
+        warn_of_start(not_finite, config, log)
         # What the watch says of hanging ranks outlives this process in the file of events.
         mesh.recorder.told = lambda words: log.tell(FAULT, words=words)
         interrupts.listen()
@@ -213,6 +226,23 @@ def train(
             first_sample=bad_steps.first_sample(state),
             device=mesh.device,
         )
+
+        def go_back() -> TrainState:
+            """Return to the newest good checkpoint, or to the start. Collective."""
+            with mesh.recorder.outside_steps("returning to a checkpoint"):
+                saver.finish(log)
+                if saver.refusal is not None:
+                    bad_steps.count_refusal(saver.refusal, saver.newest_good)
+                returned = roll_back(config, optimizer, mesh, saver, log, inputs.start)
+            bad_steps.rewind(returned)
+            seek(inputs.training, returned.places)
+            progress.rewind(returned.iteration)
+            called.rewind(returned)
+            interrupts.returned()
+            for iteration in [at for at in evaluations if at > returned.iteration]:
+                del evaluations[iteration]
+            return returned
+
         reason = "the last iteration"
         early_stop_reason = None
         stopped_by: Signals | None = None
@@ -248,14 +278,8 @@ def train(
                 # The host learns how a step went one step later. It waits for that here, so that
                 # a step that went wrong is never saved or evaluated.
                 progress.check_last_step()
-            if bad_steps.rollback_needed:
-                with mesh.recorder.outside_steps("returning to a checkpoint"):
-                    state = roll_back(config, optimizer, mesh, saver, log, inputs.start)
-                bad_steps.rewind(state)
-                seek(inputs.training, state.places)
-                progress.rewind(state.iteration)
-                called.rewind(state)
-                evaluations = {at: one for at, one in evaluations.items() if at <= state.iteration}
+            if bad_steps.rollback_needed or request == RETURN:
+                state = go_back()
                 last = bad_steps.is_last(state)
                 if not last:
                     prefetcher.restart(bad_steps.first_sample(state))
@@ -276,7 +300,8 @@ def train(
                 with mesh.recorder.outside_steps("saving"):
                     validation_loss = evaluated.loss if evaluated is not None else None
                     saved = with_places(bad_steps.with_history(state), inputs.training, mesh.world)
-                    saver.save(saved, log, validation_loss)
+                    ends = last or stopping or early_stop_reason is not None
+                    saver.save(saved, log, validation_loss, last=ends)
             if writing_texts:
                 texts.write(state, log)
             if evaluating or saving or writing_texts:
@@ -284,6 +309,14 @@ def train(
             if saver.failed(log):
                 interrupts.stop()
             called.saves(saver.take_written())
+            # A run that is to stop leaves the way back to its next start.
+            if saver.refusal is not None and (last or early_stop_reason or not stopping):
+                state = go_back()
+                early_stop_reason = None
+                prefetcher.restart(bad_steps.first_sample(state))
+                continue
+            if saver.found_refusal:
+                interrupts.ask_to_return()
             if early_stop_reason:
                 reason = early_stop_reason
                 log.say(f" stopped after iteration {state.iteration}: {reason}")

@@ -42,6 +42,8 @@ class Job:
     out: str
     err: str
     file_bytes: int | None
+    module: str = "megatron_llama"
+    """What runs, as by ``python -m``."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,11 @@ class Launcher:
         cwd: Path = ROOT,
         place: Callable[[int], Mapping[str, str]] | None = None,
         file_bytes: Mapping[int, int] | None = None,
+        module: str = "megatron_llama",
     ) -> Run:
         """Start ``processes`` ranks of one command. ``place``: what the launcher of a rank says in its environment, by default
-        torchrun if there is more than one. ``file_bytes``: by rank, the largest file that it can write: a disk that fills up."""
+        torchrun if there is more than one. ``file_bytes``: by rank, the largest file that it can write: a disk that fills up.
+        ``module``: what runs in place of the command line."""
         self._runs += 1
         place = place or (torchrun(processes, free_port()) if processes > 1 else lambda rank: {})
         jobs = [
@@ -178,6 +182,7 @@ class Launcher:
                 str(self.folder / f"{self._runs}.{rank}.out"),
                 str(self.folder / f"{self._runs}.{rank}.err"),
                 (file_bytes or {}).get(rank),
+                module,
             )
             for rank in range(processes)
         ]
@@ -290,9 +295,9 @@ def become(job: Job) -> None:
     os.chdir(job.cwd)
     if job.file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
-    sys.argv = ["megatron_llama", *job.argv]
+    sys.argv = [job.module, *job.argv]
     try:
-        runpy.run_module("megatron_llama", run_name="__main__", alter_sys=True)
+        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code == 0:  # what is left is the interpreter taking torch apart, 0.2 s; a failure may hang there, so that is tried
             atexit._run_exitfuncs()

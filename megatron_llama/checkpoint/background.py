@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.checkpoint_dir import Retention
 from megatron_llama.checkpoint.chunks import Region
+from megatron_llama.checkpoint.finite import NotFinite
 from megatron_llama.checkpoint.folders import discard, staging
 from megatron_llama.checkpoint.native import RankSavePlan, finish
 from megatron_llama.checkpoint.storage import WrittenParts, write_parts
@@ -38,6 +39,7 @@ from megatron_llama.distributed.comm.store import connect
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import CheckpointError, ConfigError
 
+T = TypeVar("T")
 SLOTS = 2
 """Saves for which there is memory: one may begin while the one before it is being written."""
 ALIGN_BYTES = 64
@@ -75,6 +77,8 @@ class SaveTask:
     target: Path
     meta: bytes
     keep: Retention
+    publishes_not_finite: bool
+    """Whether it becomes that, too, if some of its values are not finite."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class SaveOutcome:
 
     target: Path
     error: CheckpointError | None = None
+    not_finite: tuple[NotFinite, ...] = ()
+    """The tensors of which some values are infinite or NaN. Only rank 0 knows them."""
 
 
 class BackgroundSaver:
@@ -118,9 +124,17 @@ class BackgroundSaver:
         """Whether a save is under way on this rank."""
         return bool(self._open)
 
-    def write(self, plan: RankSavePlan, target: Path, meta: bytes, keep: Retention) -> None:
+    def write(
+        self,
+        plan: RankSavePlan,
+        target: Path,
+        meta: bytes,
+        keep: Retention,
+        *,
+        publishes_not_finite: bool = True,
+    ) -> None:
         """Copy the parts, and have them written into the staged folder of ``target``. The plan is
-        the same every time, and ``full`` is false.
+        the same every time, and ``full`` is false. ``publishes_not_finite``: see ``SaveTask``.
 
         The copies are complete on return: then training may change the tensors."""
         assert not self.full, "collect an outcome first"
@@ -132,7 +146,7 @@ class BackgroundSaver:
                 self._buffers.pin(device)
         slot = next(slot for slot in range(SLOTS) if slot not in {task.slot for task in self._open})
         self._buffers.fill(slot, plan.parts)
-        task = SaveTask(self._started, slot, target, meta, keep)
+        task = SaveTask(self._started, slot, target, meta, keep, publishes_not_finite)
         self._started += 1
         self._open.append(task)
         self._send(task)
@@ -286,20 +300,29 @@ class _Writer:
             (rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)
         ]
         if failed:
-            error: CheckpointError | None = (
-                cast(CheckpointError, common_error(failed, len(answers)))
-                if len(answers) > 1
-                else failed[0][1]
-            )
-        else:
-            assert self._index is not None
-            index = self._index
-            written = [one for one in answers if isinstance(one, WrittenParts)]
-            done = _caught(lambda: finish(task.target, index, written, task.meta, task.keep))
-            error = done if isinstance(done, CheckpointError) else None
-        if error is not None:
             discard(task.target)
-        return SaveOutcome(task.target, error)
+            first = failed[0][1]
+            error = first if len(answers) == 1 else common_error(failed, len(answers))
+            return SaveOutcome(task.target, cast(CheckpointError, error))
+        assert self._index is not None
+        index = self._index
+        written = [one for one in answers if isinstance(one, WrittenParts)]
+        saved = _caught(
+            lambda: finish(
+                task.target,
+                index,
+                written,
+                task.meta,
+                task.keep,
+                publishes_not_finite=task.publishes_not_finite,
+            )
+        )
+        if isinstance(saved, CheckpointError):
+            discard(task.target)
+            return SaveOutcome(task.target, saved)
+        if not saved.published:
+            discard(task.target)
+        return SaveOutcome(task.target, not_finite=saved.not_finite)
 
     def _connected(self) -> Store:
         if self._store is None:
@@ -320,7 +343,7 @@ class _Writer:
             return answer
 
 
-def _caught(work: Callable[[], WrittenParts | None]) -> WrittenParts | CheckpointError | None:
+def _caught(work: Callable[[], T]) -> T | CheckpointError:
     try:
         return work()
     except CheckpointError as error:

@@ -28,7 +28,7 @@ from megatron_llama.checkpoint.folders import (
     write_synced,
 )
 from megatron_llama.checkpoint.index import METADATA
-from megatron_llama.checkpoint.meta import META, NUMBERED, parse_meta, read_meta_json
+from megatron_llama.checkpoint.meta import META, NOT_FINITE, NUMBERED, parse_meta, read_meta_json
 from megatron_llama.checkpoint.small_files import read_small
 from megatron_llama.checkpoint.storage import file_problems, read_metadata, refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
@@ -46,7 +46,8 @@ else."""
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one is complete. The best one always does."""
+    """Which checkpoints stay when a new one is complete. The best one always does, and the newest
+    one whose values are all finite."""
 
     newest: int = 0
     """So many of the newest stay; 0 stands for all."""
@@ -127,32 +128,71 @@ def find(path: str | Path) -> Path:
 
 
 @dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint that is not taken."""
+
+    path: Path
+    problem: str
+    """What is wrong with it, as the words behind its name."""
+    remedy: str
+
+
+@dataclass(frozen=True)
 class Usable:
     """The newest checkpoint of a folder that can be used."""
 
     path: Path
-    passed_over: tuple[tuple[Path, str], ...]
-    """Why each newer one cannot be used, newest first."""
+    passed_over: tuple[PassedOver, ...]
+    """The newer ones, newest first."""
 
 
 def newest_usable(folder: str | Path) -> Usable | None:
     """Return the newest checkpoint whose ``meta.json`` and index are as they were saved, and whose
-    files are all there at their full size; None without any checkpoint. Damage inside the files is
-    found by ``inspect checkpoint --verify``, and by loading.
+    files are all there at their full size; None without any checkpoint. One whose values are not
+    all finite is returned only if there is no other. Damage inside the files is found by ``inspect
+    checkpoint --verify``, and by loading.
 
     Raises CheckpointError where there are checkpoints and none can be used: a fresh start in their
     place would remove them one by one."""
-    passed_over: list[tuple[Path, str]] = []
+    passed_over: list[PassedOver] = []
+    errors: list[str] = []
+    marked: Usable | None = None
     for _, paths in groupby(reversed(_numbered(folder)), key=lambda pair: pair[0]):
         for path in sorted((path for _, path in paths), key=lambda path: path.name):
+            inspect = f"inspect checkpoint {path}"
             try:
                 require_usable(path)
             except CheckpointError as error:
-                passed_over.append((path, f"{error}"))
-            else:
-                return Usable(path, tuple(passed_over))
-    refuse(f"{folder} has checkpoints, and none can be used:", [why for _, why in passed_over])
-    return None
+                errors.append(f"{error}")
+                reason = " ".join(f"{error}".split())
+                remedy = f"{inspect} --verify says more than this: {reason}"
+                passed_over.append(PassedOver(path, "is damaged", remedy))
+                continue
+            usable = Usable(path, tuple(passed_over))
+            if not is_marked(path):
+                return usable
+            marked = marked or usable
+            remedy = f"{inspect} names them, and --load {path} takes it all the same"
+            problem = "has weights or moments that are not finite"
+            passed_over.append(PassedOver(path, problem, remedy))
+    if marked is None:
+        refuse(f"{folder} has checkpoints, and none can be used:", errors)
+    return marked
+
+
+def newest_good(folder: str | Path) -> Path | None:
+    """Return the newest complete checkpoint in which the save has found no value that is not
+    finite, or None."""
+    newest_first = reversed(complete(folder).values())
+    return next((path for path in newest_first if not is_marked(path)), None)
+
+
+def is_marked(checkpoint: Path) -> bool:
+    """Return whether the save has found values in a checkpoint that are not finite."""
+    try:
+        return bool(read_meta_json(checkpoint).get(NOT_FINITE))
+    except CheckpointError:
+        return False
 
 
 def require_usable(path: Path) -> None:
@@ -202,9 +242,12 @@ def retain(folder: Path, keep: Retention) -> None:
     """Renew the links, then remove the checkpoints that need not stay."""
     found = complete(folder)
     read = {iteration: validation_loss(path) for iteration, path in found.items()}
-    losses = {iteration: loss for iteration, loss in read.items() if loss is not None}
+    good = [iteration for iteration, path in found.items() if not is_marked(path)]
+    losses = {at: loss for at, loss in read.items() if loss is not None and at in good}
     best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
     newest = sorted(found)[-keep.newest :] if keep.newest else list(found)
+    # Where the newest ones are marked, the run has this one to go on from.
+    newest += good[-1:]
     _link(folder / LAST, found[max(found)])
     if best is not None:
         _link(folder / BEST, found[best])

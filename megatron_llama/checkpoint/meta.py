@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 from megatron_llama.checkpoint.checksums import ANOTHER_COPY, read_listed
+from megatron_llama.checkpoint.finite import NotFinite, read_not_finite
 from megatron_llama.checkpoint.folders import REPLACED
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
-from megatron_llama.config.fields import Fields, read_fields
+from megatron_llama.config.fields import Fields, read_fields, shown
 from megatron_llama.config.hf import TOKEN_IDS, hf_config_from_model, model_config_from_hf
 from megatron_llama.config.json_file import parse_json_object
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_META
@@ -26,6 +27,9 @@ from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 
 META = "meta.json"
+NOT_FINITE = "not_finite"
+"""The field with the tensors of which some values are infinite or NaN. Without it all are finite,
+or the checkpoint was saved by an earlier version, which did not look."""
 FORMAT_VERSION = 1
 WITHOUT_EFFECT = frozenset(
     {
@@ -89,6 +93,8 @@ class CheckpointMeta:
     torch_version: str
     config: dict[str, Any]
     """The configuration of the run that saved it, section by section."""
+    not_finite: tuple[NotFinite, ...] = ()
+    """The tensors of which some values are infinite or NaN, as the save found them."""
 
 
 def meta_json(
@@ -128,6 +134,12 @@ def read_meta_json(folder: Path) -> dict[str, Any]:
     What the fields hold is not looked at. Raises CheckpointError naming the file."""
     content = read_listed(folder, META, largest=LARGEST_META)
     return parse_json_object(content, folder / META, do=ANOTHER_COPY)
+
+
+def marked_meta(content: bytes, not_finite: Sequence[NotFinite]) -> bytes:
+    """Return the content of the file for a checkpoint of which some values are not finite."""
+    marked = {**json.loads(content), NOT_FINITE: [entry.entry() for entry in not_finite]}
+    return (json.dumps(marked, indent=2) + "\n").encode()
 
 
 def parse_meta(folder: Path) -> CheckpointMeta:
@@ -170,10 +182,21 @@ def parse_meta(folder: Path) -> CheckpointMeta:
             tokenizer_model=fields.text("tokenizer_model", null=True),
             torch_version=fields.text("torch_version"),
             config=_sections(fields.inner("config")),
+            not_finite=_not_finite(fields),
         )
     # Older files do not name the padding token of a language model, which had no meaning.
     saved_model = {"pad_token_id": None, **saved_model}
     return dataclasses.replace(meta, model=model_config_from_hf(saved_model, where=f"{path} model"))
+
+
+def _not_finite(fields: Fields) -> tuple[NotFinite, ...]:
+    """Return what the save has found; nothing in a checkpoint without a mark."""
+    entries = fields.sequence(NOT_FINITE, dict, default=[])
+    try:
+        return tuple(map(read_not_finite, entries))
+    except (KeyError, TypeError, ValueError):
+        fields.problem(NOT_FINITE, shown(entries), "name, count, first and value of each tensor")
+        return ()
 
 
 def _stream_places(fields: Fields) -> list[list[list[int]]] | None:

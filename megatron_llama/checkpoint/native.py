@@ -42,11 +42,13 @@ from megatron_llama.checkpoint.chunks import (
 )
 from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.finite import NotFinite, merge_not_finite
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
 from megatron_llama.checkpoint.meta import (
     META,
     CheckpointMeta,
     TrainState,
+    marked_meta,
     meta_json,
     model_differences,
     parse_meta,
@@ -89,6 +91,17 @@ from megatron_llama.plans.params import (
 
 
 @dataclass(frozen=True)
+class SavedCheckpoint:
+    """How a save has ended that raised no error."""
+
+    path: Path
+    not_finite: tuple[NotFinite, ...]
+    """The tensors of which some values are infinite or NaN."""
+    published: bool
+    """Whether ``path`` is there."""
+
+
+@dataclass(frozen=True)
 class RankSavePlan:
     """What a rank writes at every save of a run. The ranks agree on it once."""
 
@@ -126,11 +139,40 @@ def save(
     validation_loss: float | None = None,
     keep: Retention | None = None,
 ) -> Path:
-    """Write ``folder/iter_NNNNNNN``, point the tracker at it, and return its path. Collective.
+    """Write ``folder/iter_NNNNNNN``, point the tracker at it, and return its path, whatever the
+    values are. See ``save_checked``."""
+    saved = save_checked(
+        folder,
+        engine,
+        mesh,
+        state,
+        config,
+        validation_loss=validation_loss,
+        keep=keep,
+        publishes_not_finite=True,
+    )
+    return saved.path
 
-    A failure on any rank raises the same CheckpointError on all, and leaves earlier checkpoints as
-    they were. What killed saves left behind is removed first. ``keep`` says which checkpoints stay;
-    without it all stay, and no links are made.
+
+def save_checked(
+    folder: str | Path,
+    engine: OverlappedDistributedOptimizer,
+    mesh: Mesh,
+    state: TrainState,
+    config: Config,
+    *,
+    validation_loss: float | None,
+    keep: Retention | None,
+    publishes_not_finite: bool,
+) -> SavedCheckpoint:
+    """Write ``folder/iter_NNNNNNN`` and point the tracker at it. Collective. All ranks return the
+    same.
+
+    A checkpoint of which some values are not finite is marked, or, without
+    ``publishes_not_finite``, removed before it gets its name. A failure on any rank raises the same
+    CheckpointError on all, and leaves earlier checkpoints as they were. What killed saves left
+    behind is removed first. ``keep`` says which checkpoints stay; without it all stay, and no links
+    are made.
     """
     target = checkpoint_path(folder, state.iteration)
     plan = plan_save(engine, mesh)
@@ -144,14 +186,24 @@ def save(
         with raise_on_all_ranks(mesh.world):
             written = write_parts(staging(target), mesh.rank, plan.parts)
         everybody = gather_object(written, mesh.world)
+        saved = None
         with raise_on_all_ranks(mesh.world), writing(target):
             if everybody is not None:
                 assert plan.index is not None
-                finish(target, plan.index, everybody, meta, keep)
+                saved = finish(
+                    target,
+                    plan.index,
+                    everybody,
+                    meta,
+                    keep,
+                    publishes_not_finite=publishes_not_finite,
+                )
     finally:
         if mesh.rank == 0:
             discard(target)
-    return target
+    saved = broadcast_object(saved, mesh.world)
+    assert saved is not None, "rank 0 has finished the save"
+    return saved
 
 
 def describe_state(
@@ -180,10 +232,20 @@ def finish(
     written: Sequence[WrittenParts],
     meta: bytes,
     keep: Retention | None,
-) -> None:
+    *,
+    publishes_not_finite: bool,
+) -> SavedCheckpoint:
     """Complete a checkpoint of which every rank has written its part: write index, checksums and
     ``meta.json``, give it its name, then renew the links and remove old checkpoints. Raises
-    CheckpointError."""
+    CheckpointError.
+
+    If some values are not finite, ``meta.json`` says so; without ``publishes_not_finite`` the
+    staged folder stays as it is, and is for the caller to remove."""
+    not_finite = merge_not_finite(entry for rank in written for entry in rank.not_finite)
+    if not_finite and not publishes_not_finite:
+        return SavedCheckpoint(target, not_finite, published=False)
+    if not_finite:
+        meta = marked_meta(meta, not_finite)
     folder = staging(target)
     sums = write_index(folder, index, written)
     with writing(folder / META):
@@ -192,6 +254,7 @@ def finish(
         publish(target)
         if keep is not None:
             retain(target.parent, keep)
+    return SavedCheckpoint(target, not_finite, published=True)
 
 
 def read_meta(path: str | Path) -> CheckpointMeta:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from megatron_llama.checkpoint.checkpoint_dir import (
     Retention,
     checkpoint_path,
     latest,
+    newest_good,
     tidy,
 )
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.finite import NotFinite, describe_not_finite
 from megatron_llama.checkpoint.folders import fresh_staging, new_folder
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
@@ -27,15 +29,43 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     all_reduce_max,
+    broadcast_object,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.metrics.events import SAVED
+from megatron_llama.metrics.events import NOT_FINITE, SAVED
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.tokenizer.base import Tokenizer
+
+STOP, WARN, ROLLBACK = "stop", "warn", "rollback"
+"""Values of --on-bad-checkpoint."""
+
+
+@dataclass(frozen=True)
+class RefusedSave:
+    """A save that has found values which are not finite, and that is not kept."""
+
+    iteration: int
+    target: Path
+    """The checkpoint that it would have been."""
+    words: str
+    """The tensors, with numbers and first places."""
+    good: Path | None
+    """The newest checkpoint in which all values are finite."""
+
+    def error(self) -> CheckpointError:
+        """Return the error with which the run ends."""
+        again = f"resume from {self.good}" if self.good is not None else "begin anew"
+        return CheckpointError(
+            self.target,
+            got=f"values that are not finite: {self.words}",
+            expected="finite weights and moments: this checkpoint is not kept",
+            do=f"{again}, on other machines if it does not come again; with --on-bad-checkpoint "
+            "rollback a run goes back by itself, with warn it keeps such a checkpoint with a mark",
+        )
 
 
 class Saver:
@@ -44,6 +74,11 @@ class Saver:
 
     With ``background`` they are written while training goes on; without it training waits.
     ``data`` identifies the training samples; ``carried`` is what the model came with.
+    ``begins_finite``: whether all values were finite with which the run has begun.
+
+    What a save finds that is not finite is known to rank 0 alone until the ranks have agreed on
+    it, which they do in ``save`` and ``finish``; what this class answers follows from what they
+    have agreed on, ``failed`` and ``found_refusal`` apart.
     Raises CheckpointError or DataError on every rank when nothing can be written to --save: at the
     start, not at the first save."""
 
@@ -56,6 +91,7 @@ class Saver:
         background: BackgroundSaver | None = None,
         data: Mapping[str, Any] | None = None,
         carried: Carried = NO_FILES,
+        begins_finite: bool = True,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -67,7 +103,16 @@ class Saver:
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
         self._plan: native.RankSavePlan | None = None
+        self._begins_finite = begins_finite
+        policy = options.on_bad_checkpoint
+        # What a run has begun with comes again, however often it goes back to it.
+        self._policy = STOP if policy == ROLLBACK and not begins_finite else policy
         self._saved: int | None = None
+        self._good: int | None = None
+        """The newest saved iteration whose values are all finite."""
+        self._refused: RefusedSave | None = None
+        self._agreed: RefusedSave | None = None
+        """What the ranks have agreed on of ``_refused``."""
         self._written: list[Path] = []
         self._error: CheckpointError | None = None
         if self._folder is not None:
@@ -84,9 +129,20 @@ class Saver:
     def newest(self) -> Path | None:
         """The last checkpoint of this run, or None before the first. With background saves it is
         complete after ``finish``."""
-        if self._folder is None or self._saved is None:
+        return self._path(self._saved)
+
+    @property
+    def return_point(self) -> Path | None:
+        """The newest checkpoint of this run whose values are all finite, or None where the run has
+        to return to its start. Call ``finish`` first.
+
+        Where the values at the start were not finite either, it is the newest checkpoint."""
+        return self._path(self._good if self._begins_finite else self._saved)
+
+    def _path(self, iteration: int | None) -> Path | None:
+        if self._folder is None or iteration is None:
             return None
-        return checkpoint_path(self._folder, self._saved)
+        return checkpoint_path(self._folder, iteration)
 
     def due(self, state: TrainState, *, last: bool) -> bool:
         """Return whether the run saves after this step: at the interval, after its last one, and
@@ -97,31 +153,42 @@ class Saver:
         at_ends = last or (options.save_first_step and now == 1)
         return self._folder is not None and (at_interval or at_ends)
 
-    def save(self, state: TrainState, log: MetricLog, validation_loss: float | None = None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        log: MetricLog,
+        validation_loss: float | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
         """Save, unless the run has no --save or this iteration is saved already. Collective.
-        ``validation_loss`` is that of this iteration, if it was measured.
+        ``validation_loss`` is that of this iteration, if it was measured. ``last``: the run may end
+        here, so it has to be known on return whether ``refusal`` keeps it from that.
 
         Raises CheckpointError on every rank, also for an earlier save in the background. Earlier
         checkpoints stay as they were."""
         if self._folder is None or state.iteration == self._saved:
             return
         state = replace(state, data=self._data, hf_config=self._carried.hf_config)
-        if self._background is None:
-            path = native.save(
-                self._folder,
-                self._optimizer,
-                self._mesh,
-                state,
-                self._config,
-                validation_loss=validation_loss,
-                keep=self._keep,
-            )
-            log.say(f" saved {path}")
-            log.event(SAVED, path=str(path))
-            self._written.append(path)
-        else:
+        if self._background is not None:
             self._begin(self._folder, self._background, state, log, validation_loss)
+            if last and self._policy == ROLLBACK:
+                self.finish(log)
+            return
+        saved = native.save_checked(
+            self._folder,
+            self._optimizer,
+            self._mesh,
+            state,
+            self._config,
+            validation_loss=validation_loss,
+            keep=self._keep,
+            publishes_not_finite=self._policy == WARN,
+        )
         self._saved = state.iteration
+        self._record(saved.path, saved.not_finite, log)
+        if self._refused is not None:
+            self._agree()
 
     def _begin(
         self,
@@ -135,7 +202,9 @@ class Saver:
             self._optimizer, self._mesh, state, self._config, validation_loss
         )
         self._collect_while(lambda: background.full, background, log)
-        raise_error_on_all_ranks(self._error, self._mesh.world)
+        self._agree()
+        if self._agreed is not None:
+            return  # the run goes back, so this state is not wanted
         if self._plan is None:
             self._plan = native.plan_save(self._optimizer, self._mesh)
         target = checkpoint_path(folder, state.iteration)
@@ -143,9 +212,12 @@ class Saver:
             if self._mesh.rank == 0:
                 fresh_staging(target)
         start = time.perf_counter()
-        background.write(self._plan, target, meta, self._keep)
+        background.write(
+            self._plan, target, meta, self._keep, publishes_not_finite=self._policy == WARN
+        )
         waited = f"{(time.perf_counter() - start) * 1e3:.0f} ms"
         log.say(f" saving {target} in the background; training waited {waited} for the copy")
+        self._saved = state.iteration
 
     def take_written(self) -> list[Path]:
         """Return the checkpoints that have been written since this was called last. Of a save in
@@ -159,7 +231,31 @@ class Saver:
         rank should ask for a stop, and ``finish`` raises."""
         if self._background is not None:
             self._collect(self._background, log, 0.0)
-        return self._error is not None
+        return self._error is not None or (self._refused is not None and self._policy == STOP)
+
+    @property
+    def found_refusal(self) -> bool:
+        """Whether this rank knows of a save that the run has to go back behind. Then it should ask
+        for that."""
+        return self._refused is not None and self._policy == ROLLBACK
+
+    @property
+    def refusal(self) -> RefusedSave | None:
+        """The save that the run has to go back behind, the same on all ranks; None if there is
+        none."""
+        return self._agreed
+
+    @property
+    def newest_good(self) -> int | None:
+        """The newest iteration that this run has saved and whose values are all finite. Call
+        ``finish`` first."""
+        return self._good
+
+    def rewind(self) -> None:
+        """The run goes back to ``return_point``. Call ``finish`` first."""
+        self._saved = self._good if self._begins_finite else self._saved
+        self._refused = None
+        self._agreed = None
 
     def finish(self, log: MetricLog) -> None:
         """Wait until everything is on the disk. Collective. Raises CheckpointError on every
@@ -167,7 +263,20 @@ class Saver:
         background = self._background
         if background is not None:
             self._collect_while(lambda: background.busy, background, log)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Bring what rank 0 knows to all ranks. Collective. Raises CheckpointError on every rank,
+        for a save that has failed, and for values that are not finite where the run is to stop."""
         raise_error_on_all_ranks(self._error, self._mesh.world)
+        self._good, self._refused = broadcast_object((self._good, self._refused), self._mesh.world)
+        self._agreed = self._refused
+        if self._agreed is None:
+            return
+        if self._policy == STOP:
+            # All ranks say the same, so none is named as the one that has failed.
+            raise_error_on_all_ranks(self._agreed.error(), self._mesh.world)
+        self._saved = self._good
 
     def _collect_while(
         self, waits: Callable[[], bool], background: BackgroundSaver, log: MetricLog
@@ -188,10 +297,27 @@ class Saver:
         while (outcome := background.collect(seconds)) is not None:
             seconds = 0.0
             if outcome.error is None:
-                log.say(f" saved {outcome.target}")
-                log.event(SAVED, path=str(outcome.target))
-                self._written.append(Path(outcome.target))
+                self._record(outcome.target, outcome.not_finite, log)
             self._error = self._error or outcome.error
+
+    def _record(self, target: Path, not_finite: Sequence[NotFinite], log: MetricLog) -> None:
+        """Say and remember how a save has ended that raised no error."""
+        kept = not not_finite or self._policy == WARN
+        if kept:
+            log.say(f" saved {target}")
+            log.event(SAVED, path=str(target))
+            self._written.append(target)
+        iteration = int(target.name.removeprefix("iter_"))
+        if not not_finite:
+            self._good = iteration
+            return
+        words = describe_not_finite(not_finite)
+        fate = "it is kept with a mark" if kept else "it is not kept"
+        log.say(f" warning: {target} has values that are not finite: {words}; {fate}")
+        log.event(NOT_FINITE, path=str(target), words=words, iteration=iteration, kept=kept)
+        if not kept and self._refused is None:
+            good = newest_good(target.parent) if self._mesh.rank == 0 else None
+            self._refused = RefusedSave(iteration, target, words, good)
 
 
 def _save_beside(tokenizer: Tokenizer | None, target: Path, generation: Mapping[str, Any]) -> None:

@@ -36,6 +36,7 @@ from megatron_llama.checkpoint.archive import (
 from megatron_llama.checkpoint.checksums import ANOTHER_COPY, HashedFile, read_listed
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.finite import NotFinite, copy_to_host
 from megatron_llama.checkpoint.index import (
     METADATA,
     Place,
@@ -67,6 +68,8 @@ class WrittenParts:
     """File and position of each chunk."""
     sums: dict[str, str]
     """SHA-256 by file name."""
+    not_finite: tuple[NotFinite, ...] = ()
+    """Values that are infinite or NaN, by part."""
 
 
 def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenParts:
@@ -74,23 +77,24 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
     does. A copy of one part is in memory at a time. Raises CheckpointError naming the file."""
     name = f"__{rank}_0{DEFAULT_SUFFIX}"
     places = {}
+    not_finite: list[NotFinite] = []
     with writing(folder):
         # Rank 0 has made the folder, but another machine's view of a shared disk may be behind.
         folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / name), HashedFile(folder / name, tail_bytes=TAIL_BYTES) as file:
         for part in parts:
             start = file.tell()
-            # A copy, since torch saves the whole storage of a view. It has no name that would keep
-            # it in memory while the next part is read.
-            torch.save(
-                part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
-                cast(IO[bytes], file),
-            )
+            # A copy, since torch saves the whole storage of a view.
+            values, problem = copy_to_host(part)
+            not_finite += [problem] if problem is not None else []
+            torch.save(values, cast(IO[bytes], file))
+            del values  # not in memory while the next part is read
             place = _StorageInfo(name, start, file.tell() - start)
             # What binds the file to this index. torch pickles all attributes, and reads over it.
             place.crc32 = values_crc32(file.tail, place.length)  # type: ignore[attr-defined]
             places[part.index] = place
-    return WrittenParts(places, {name: file.sum} if places else {})
+    sums = {name: file.sum} if places else {}
+    return WrittenParts(places, sums, tuple(not_finite))
 
 
 def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) -> dict[str, str]:

@@ -114,6 +114,9 @@ def _checkpoint(path: str) -> None:
             **vars(meta.model),
         }
     )
+    if meta.not_finite:
+        print("[not finite]")
+        _rows({entry.name: entry.place for entry in meta.not_finite})
     for section in ("parallel", "training", "optimizer", "data"):
         print(f"[{section}]")
         _rows(meta.config[section])

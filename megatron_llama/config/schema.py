@@ -280,11 +280,13 @@ class TrainingConfig:
     """Good steps in that mean. Before there are as many, no loss is a spike."""
     max_bad_steps: int = 10
     """With skip and rollback: more bad steps than this in a row, without a good step between them
-    (rollback: without a checkpoint), end the run with an error."""
-    check_weight_hash_across_dp_replicas_interval: int = 0
+    (rollback: without a checkpoint), end the run with an error. So do more returns than this in a
+    row by `--on-bad-checkpoint rollback`."""
+    check_weight_hash_across_dp_replicas_interval: int = 200
     """Every so many iterations compare, bit by bit, what several ranks hold alike: gathered
     parameters, replicas of shards, norms under tensor parallelism, tied embeddings. A difference
-    ends the run with the parameter and the rank. 0: never."""
+    ends the run with the parameter and the rank. Ranks exchange 16 bytes for each tensor; a run in
+    which no rank holds what another does compares nothing. 0: never."""
     eval_interval: int = 0
     """Evaluate before the first iteration, every so many iterations and after the last. A resumed
     run also evaluates where it begins, and prints that loss only. 0: never."""
@@ -525,6 +527,11 @@ class CheckpointConfig:
     save_retain_interval: int = 0
     """With --save-retain, keep also those whose iteration is a multiple of this. 0: none
     besides."""
+    on_bad_checkpoint: Literal["stop", "warn", "rollback"] = "stop"
+    """When a save finds weights or moments that are infinite or NaN, also where no token reads
+    them: stop with an error that names them, and keep no such checkpoint; warn, and keep it with a
+    mark (it is never `best`, `--load auto` passes over it, and the newest good one stays besides);
+    or keep none, go back to the newest good checkpoint, and do the same steps again."""
     async_save: bool = False
     """Write checkpoints in a background process of each rank: training stops only while the state
     is copied to memory of the host, twice 12 bytes for each parameter of the rank's shard at most.

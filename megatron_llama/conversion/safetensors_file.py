@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_llama.checkpoint.finite import is_finite
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
@@ -87,12 +88,6 @@ def row_blocks(name: str, shape: tuple[int, ...]) -> Iterable[Rectangle]:
     for row in range(0, shape[0], rows):
         size = (min(rows, shape[0] - row), *shape[1:])
         yield Rectangle(name, shape, (row,) + (0,) * (len(shape) - 1), size, 0)
-
-
-def is_finite(values: Tensor) -> bool:
-    """Return whether no value is infinite or not a number."""
-    # The two ends tell it without a mask of the tensor's size: NaN wins in both.
-    return all(bool(end.isfinite()) for end in values.aminmax())
 
 
 def _require_finite(path: Path, block: Rectangle, values: Tensor) -> None:

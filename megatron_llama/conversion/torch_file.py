@@ -32,8 +32,9 @@ import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.finite import is_finite
 from megatron_llama.config.limits import LARGEST_ENTRIES, LARGEST_PICKLE
-from megatron_llama.conversion.safetensors_file import DTYPES, is_finite
+from megatron_llama.conversion.safetensors_file import DTYPES
 from megatron_llama.conversion.torch_pickle import ForbiddenNames, read_pickle
 from megatron_llama.errors import CheckpointError
 
@@ -363,7 +364,7 @@ def _aligned(name: str, start: int) -> zipfile.ZipInfo:
 def require_finite(path: Path, values: Tensor) -> None:
     """Raise CheckpointError when some value is infinite or not a number: it was too large for the
     target's dtype, or is damaged."""
-    if values.numel() and not is_finite(values):
+    if not is_finite(values):
         do = (
             "convert to bfloat16 or float32"
             if values.dtype == torch.float16

@@ -668,6 +668,24 @@ class OverlappedDistributedOptimizer:
             if tensor.dim() and len(tensor) < len(self.masters[bucket])
         }
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether ``replicated`` can yield anything on this rank."""
+        return any(
+            self._replica_axes(bucket.kind)
+            or (self.mesh.dp.size > 1 and self.bucket_plan.has_own_slot(bucket.index))
+            for bucket in self.bucket_plan.buckets
+        )
+
+    def _replica_axes(self, kind: BucketKind) -> list[Axis]:
+        """Returns the axes whose other ranks hold the same shards of this kind."""
+        axes = [self._axes.replica]
+        if kind.copies > 1:
+            axes.append(self._copies_axis(kind))
+        if kind.tied:
+            axes.append(self.mesh.embedding)
+        return [axis for axis in axes if axis.size > 1]
+
     def replicated(self) -> Iterator[Replicated]:
         """Yields everything that this rank and others hold, in the same order on all of them. Call
         ``settle`` first."""
@@ -678,14 +696,9 @@ class OverlappedDistributedOptimizer:
                 for placed in bucket.placements:
                     piece = whole[placed.start : placed.stop]
                     yield Replicated(self.mesh.dp, placed.spec.name, "gathered", 0, piece)
-            axes = [self._axes.replica]
-            if kind.copies > 1:
-                axes.append(self._copies_axis(kind))
-            if kind.tied:
-                axes.append(self.mesh.embedding)
             tensors = self._shard_tensors(bucket.index)
             of_blocks = self._block_tensors(bucket.index)
-            for axis in (axis for axis in axes if axis.size > 1):
+            for axis in self._replica_axes(kind):
                 for part in self.bucket_plan.segments(bucket.index, self._axes.shard.rank):
                     stop = part.in_shard + part.length
                     for what, tensor in tensors.items():

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed.comm.collectives import all_gather_single
-from megatron_llama.distributed.comm.object_collectives import AGREEMENT, raise_error_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import (
+    AGREEMENT,
+    all_reduce_max,
+    raise_error_on_all_ranks,
+)
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Replicated
 from megatron_llama.errors import TrainingError, describe
@@ -24,6 +28,14 @@ AXES = ("dp", "dp_replica", "tp", "kv", "embedding")
 """The order in which all ranks compare, so that ranks which share several axes cannot deadlock."""
 CHUNK = 1 << 20
 """Elements that are converted to int64 at once."""
+
+
+def has_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> bool:
+    """Return whether any rank holds something that another one must hold alike, in the whole run.
+    Collective, and the same on all ranks."""
+    found, agreed = all_reduce_max(int(engine.has_replicas), mesh.world)
+    agreed.wait()
+    return bool(found)
 
 
 def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration: int) -> None:
@@ -105,7 +117,7 @@ def _complaint(
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(-1).view(integers[tensor.element_size()])
 
 

@@ -10,6 +10,10 @@ The loss is judged on the device. It is summed after the last forward pass, long
 so a tensor tells the engine to leave the weights unchanged, and the host waits for nothing. The
 host reads one step later what happened, and then stops the run, goes on without the samples, or
 returns to the newest checkpoint.
+
+A save that finds values which are not finite (--on-bad-checkpoint rollback) is no bad step: nobody
+knows which step it was, so no samples are left out, and the same steps are done again. A passing
+fault of a memory does not come again. What does come again is counted here.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import staging, write_synced
 from megatron_llama.checkpoint.history import History, Skipped
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.saver import RefusedSave
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config
@@ -98,6 +103,9 @@ class BadSteps:
         )
         self.rollback_needed = False
         """Whether the run has to return to an earlier state. ``rewind`` says that it has."""
+        self._refused_in_a_row = 0
+        self._last_refused = 0
+        """The iteration of the last save that was not kept."""
         self._losses = self._window(history)
         self._limit = torch.tensor(math.nan, dtype=torch.float64, device=self._device)
         with raise_on_all_ranks(mesh.world):
@@ -241,6 +249,26 @@ class BadSteps:
         leave out since then."""
         self._losses = self._window(state.history)
         self.rollback_needed = False
+
+    def count_refusal(self, refused: RefusedSave, newest_good: int | None) -> None:
+        """Count a return to an earlier state because of a save that was not kept. ``newest_good``
+        is the newest iteration that this run has saved. Raises TrainingError, the same on every
+        rank, if there were more in a row than are allowed, without a later checkpoint between
+        them."""
+        if newest_good is not None and newest_good >= self._last_refused:
+            self._refused_in_a_row = 0
+        self._last_refused = max(self._last_refused, refused.iteration)
+        self._refused_in_a_row += 1
+        allowed = self._training.max_bad_steps
+        if self._refused_in_a_row > allowed:
+            raise TrainingError(
+                f"{refused.target}",
+                got=f"values that are not finite, {self._refused_in_a_row} times in a row: "
+                f"{refused.words}",
+                expected=f"at most {allowed} such saves in a row (--max-bad-steps)",
+                do="the same steps lead there again, so it is no passing fault of a machine: lower "
+                f"--lr, look at the data, or go back behind {refused.good or 'the start'}",
+            )
 
     def _write_file(self) -> None:
         """Write the file anew, with what the history knows: an interrupted run may have written

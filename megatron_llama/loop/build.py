@@ -4,15 +4,22 @@ and validation."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.chunks import regions
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.finite import (
+    NotFinite,
+    describe_not_finite,
+    find_all_not_finite,
+    merge_not_finite,
+)
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.saver import Saver
+from megatron_llama.checkpoint.saver import WARN, Saver
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config, TrainingConfig
@@ -31,7 +38,7 @@ from megatron_llama.loop.callbacks import Evaluation
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, weights_of
 from megatron_llama.loop.take_over import take_over
-from megatron_llama.metrics.events import tracked_runs
+from megatron_llama.metrics.events import FAULT, tracked_runs
 from megatron_llama.metrics.log import (
     LANGUAGE_MODEL,
     LINES,
@@ -160,6 +167,28 @@ def load_or_init(
     return TrainState(0, 0)
 
 
+def find_not_finite_at_start(
+    optimizer: OverlappedDistributedOptimizer, mesh: Mesh
+) -> tuple[NotFinite, ...]:
+    """Return which tensors that were loaded have values that are infinite or NaN, the same on all
+    ranks. Collective."""
+    optimizer.settle()
+    pieces = (piece for piece in optimizer.pieces() if piece.primary)
+    by_rank = all_gather_object(find_all_not_finite(regions(pieces)), mesh.world)
+    return merge_not_finite(entry for entries in by_rank for entry in entries)
+
+
+def warn_of_start(not_finite: Sequence[NotFinite], config: Config, log: MetricLog) -> None:
+    """Say which values were not finite with which the run begins, if there are any."""
+    if not not_finite:
+        return
+    words = f"the run begins with values that are not finite: {describe_not_finite(not_finite)}"
+    if config.checkpoint.save is not None and config.checkpoint.on_bad_checkpoint != WARN:
+        words += "; its first save will end it (--on-bad-checkpoint warn keeps such checkpoints)"
+    log.say(f" warning: {words}")
+    log.event(FAULT, words=words)
+
+
 def _require_one_commit(folder: str, world: Axis) -> None:
     """Raise CheckpointError if a name on the hub is another commit on some ranks: each machine has
     asked for itself, and the branch may have moved in between. Collective."""
@@ -183,14 +212,14 @@ def roll_back(
     log: MetricLog,
     start: Start | None,
 ) -> TrainState:
-    """Return to the newest checkpoint of this run, or to ``start`` where there is none. Collective.
-    Raises CheckpointError."""
-    saver.finish(log)
+    """Return to the newest good checkpoint of this run, or to ``start`` where there is none, after
+    ``saver.finish``. Collective. Raises CheckpointError."""
+    saver.rewind()
     optimizer.reset()
-    newest = saver.newest
+    checkpoint = saver.return_point
     state = (
-        native.load(newest, optimizer, mesh, config.model)
-        if newest is not None
+        native.load(checkpoint, optimizer, mesh, config.model)
+        if checkpoint is not None
         else load_or_init(config, optimizer, mesh, start)
     )
     log.rewind(state.iteration)

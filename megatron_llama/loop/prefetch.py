@@ -25,10 +25,11 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import DataError
 
-CONTINUE, SAVE, STOP, ASKED, TERMINATED, INTERRUPTED, FAILED = range(7)
+CONTINUE, SAVE, RETURN, STOP, ASKED, TERMINATED, INTERRUPTED, FAILED = range(8)
 """What a rank was asked for, or that its batches could not be read. Of all ranks' values the
-largest counts. ASKED is a STOP by a callback, TERMINATED and INTERRUPTED are one by SIGTERM and by
-SIGINT."""
+largest counts. RETURN asks to go back to a checkpoint, because a save in the background has found
+values that are not finite. ASKED is a STOP by a callback, TERMINATED and INTERRUPTED are one by
+SIGTERM and by SIGINT."""
 SIGNALS: Mapping[int, signal.Signals] = MappingProxyType(
     {TERMINATED: signal.SIGTERM, INTERRUPTED: signal.SIGINT}
 )
@@ -55,6 +56,7 @@ class Interrupts:
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
         self._stop = CONTINUE
         self._save = False
+        self._return = False
         self._deadline = since + 60 * minutes if minutes else math.inf
         self._previous: dict[signal.Signals, object] = {}
 
@@ -99,6 +101,14 @@ class Interrupts:
         """Ask for a checkpoint."""
         self._save = True
 
+    def ask_to_return(self) -> None:
+        """Ask for a return to a checkpoint, from this rank."""
+        self._return = True
+
+    def returned(self) -> None:
+        """Forget that this rank has asked for a return: the run has returned."""
+        self._return = False
+
     @property
     def stopped_by(self) -> signal.Signals | None:
         """The signal by which this rank was asked to stop, if it was one."""
@@ -114,16 +124,21 @@ class Interrupts:
         return "--exit-duration-in-mins" if due else "a save that failed"
 
     def request(self) -> int:
-        """What this rank is asked for: CONTINUE, SAVE, or one of STOPS. Each request to save is
-        returned once."""
+        """What this rank is asked for: CONTINUE, SAVE, RETURN, or one of STOPS. Each request to
+        save or to return is returned once."""
         if self._file is not None and self._file.exists():
             self._file.unlink(missing_ok=True)
             self._save = True
         if time.monotonic() > self._deadline:
             self.stop()
+        if self._stop:
+            return self._stop
+        if self._return:
+            self._return = False
+            return RETURN
         save = self._save
         self._save = False
-        return self._stop or (SAVE if save else CONTINUE)
+        return SAVE if save else CONTINUE
 
 
 class Prefetcher:

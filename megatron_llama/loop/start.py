@@ -56,7 +56,7 @@ class Start:
     """Fields of a HuggingFace ``config.json`` that are not refused."""
     goes_on: bool = False
     """Whether a folder of another format has the optimizer's state and the position, too."""
-    passed_over: tuple[tuple[Path, str], ...] = ()
+    passed_over: tuple[checkpoint_dir.PassedOver, ...] = ()
     """Why each newer checkpoint cannot be used, where AUTO has passed over some."""
 
     @property
@@ -450,11 +450,8 @@ def _words(value: Any) -> Any:
 
 def damaged(start: Start) -> Iterator[str]:
     """Warn of each checkpoint that is newer than the one that AUTO has taken."""
-    for path, why in start.passed_over:
-        yield (
-            f"{path} is damaged, going on from {start.path}; inspect checkpoint {path} --verify "
-            f"says more than this: {' '.join(why.split())}"
-        )
+    for newer in start.passed_over:
+        yield f"{newer.path} {newer.problem}, going on from {start.path}; {newer.remedy}"
 
 
 def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:

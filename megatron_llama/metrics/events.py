@@ -24,6 +24,9 @@ REWIND = "rewind"
 """The run went back to ``iteration``, when its log had come to ``reached``."""
 SAVED = "saved"
 """The checkpoint ``path`` is complete."""
+NOT_FINITE = "not finite"
+"""The save of ``path`` has found values that are infinite or NaN: ``words`` has the tensors,
+``kept`` says whether the checkpoint is there."""
 FAULT = "fault"
 """What the watch said, in ``words``, of ranks that hang or are gone; or what a tracker has not
 taken."""

@@ -327,8 +327,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(copy: Path, name: 
     DAMAGED[name](copy)
     usable = checkpoint_dir.newest_usable(copy.parent)
     assert usable is not None and usable.path == copy.with_name("iter_0000001")
-    ((passed_over, why),) = usable.passed_over
-    assert passed_over == copy and (DATA if name.endswith(" data") else name.split()[-1]) in why
+    (newer,) = usable.passed_over
+    assert newer.path == copy and newer.problem == "is damaged"
+    assert (DATA if name.endswith(" data") else name.split()[-1]) in newer.remedy
 
 
 def test_a_run_does_not_start_anew_beside_checkpoints_that_are_all_damaged(copy: Path) -> None:

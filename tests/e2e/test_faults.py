@@ -76,7 +76,8 @@ def poisoned(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Mapp
     weights["model.embed_tokens.weight"][word] = torch.inf
     save_file(weights, folder / "hf" / "model.safetensors", {"format": "pt"})
     data = changed(product, folder / "docs", BAD, slice(5, 6), word)
-    options = {"data_order": "sequential", "lr_decay_style": "constant", "lr": 1e-2}
+    # The word is in every checkpoint of these runs.
+    options = {"data_order": "sequential", "lr_decay_style": "constant", "lr": 1e-2, "on_bad_checkpoint": "warn"}
     return {**SHAPE, "init_from_hf": folder / "hf", "data_path": data, **options}
 
 
@@ -248,6 +249,10 @@ def test_a_loss_spike_stops_a_run_that_is_to_stop(product: Product, noisy: Mappi
 REFUSED: Mapping[str, tuple[dict[str, object], str]] = {
     "skip without clipping": ({"on_bad_step": "skip", "clip_grad": 0}, "--on-bad-step skip: got --clip-grad 0, expected "),
     "rollback to nothing": ({"on_bad_step": "rollback"}, "--on-bad-step rollback: got no --save and --save-interval, expected "),
+    "a return to nothing": (
+        {"on_bad_checkpoint": "rollback", "save": "x"},
+        "--on-bad-checkpoint rollback: got no --save-interval, expected ",
+    ),
     "rollback without saves": ({"on_bad_step": "rollback", "save": "x"}, "--on-bad-step rollback: got no --save-interval, expected "),
     "half a loss": ({"loss_spike_factor": 0.5}, "--loss-spike-factor: got 0.5, expected more than 1, or 0 for no spikes; "),
     "no window": ({"loss_spike_window": 0}, "--loss-spike-window: got 0, expected a positive number"),

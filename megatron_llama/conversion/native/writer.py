@@ -14,12 +14,12 @@ import torch
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER, checkpoint_path
 from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import Region, make_index, state_key
+from megatron_llama.checkpoint.finite import is_finite
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.checkpoint.meta import META, TrainState, meta_json
 from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_parts
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.safetensors_file import is_finite
 from megatron_llama.conversion.write_tasks import ProgressSource, WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError

@@ -21,7 +21,7 @@ from megatron_llama.config.limits import LARGEST_COLUMNS, LARGEST_LINE
 from megatron_llama.config.lines import bounded_lines, parse_json
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.metrics import events, log
-from megatron_llama.metrics.events import END, FAULT, REWIND, SAVED, START
+from megatron_llama.metrics.events import END, FAULT, NOT_FINITE, REWIND, SAVED, START
 
 SKIPPED = "skipped.jsonl"
 SHOWN = 60
@@ -330,6 +330,7 @@ _KINDS: Mapping[str, _Needs] = MappingProxyType(
         },
         REWIND: {"iteration": _is_count, "reached": _is_count},
         SAVED: {"path": _is_text},
+        NOT_FINITE: {"path": _is_text, "words": _is_text},
         FAULT: {"words": _is_text},
         END: {},
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_llama.config.parse import flag
 from megatron_llama.errors import counted
-from megatron_llama.metrics.events import END, FAULT, REWIND, START
+from megatron_llama.metrics.events import END, FAULT, NOT_FINITE, REWIND, START
 from megatron_llama.metrics.log import format_duration
 from megatron_llama.planner.run.folder import SECONDS, Event, Floats, RunFolder
 
@@ -153,6 +153,10 @@ class Incidents:
                 yield Incident(event.seconds, at, "rollback", words)
             elif event.what == FAULT:
                 yield Incident(event.seconds, None, "fault", details["words"])
+            elif event.what == NOT_FINITE:
+                fate = "kept and marked" if details.get("kept") else "not kept"
+                words = f"{details['path']} is {fate}: not finite: {details['words']}"
+                yield Incident(event.seconds, at, "fault", words)
             elif event.what == END:
                 ended = True
                 error = details.get("error")

@@ -10,7 +10,7 @@ from megatron_llama.errors import describe
 
 
 def bad_step_problems(config: Config) -> Iterator[str]:
-    """Yield what --on-bad-step and --loss-spike-factor lack."""
+    """Yield what --on-bad-step, --on-bad-checkpoint and --loss-spike-factor lack."""
     training = config.training
     saving = config.checkpoint
     if training.on_bad_step == "skip" and config.optimizer.clip_grad == 0 and not training.fp16:
@@ -24,17 +24,21 @@ def bad_step_problems(config: Config) -> Iterator[str]:
             expected=wanted,
             do="give --clip-grad 1, a huge number to clip nothing",
         )
-    if training.on_bad_step == "rollback" and (saving.save is None or saving.save_interval == 0):
-        missing = " and ".join(
-            [flag(name) for name in ("save", "save_interval") if not getattr(saving, name)]
-        )
-        do = "give --save FOLDER and --save-interval N"
-        yield describe(
-            "--on-bad-step rollback",
-            got=f"no {missing}",
-            expected="checkpoints to go back to",
-            do=do,
-        )
+    policies = (
+        ("--on-bad-step", training.on_bad_step),
+        ("--on-bad-checkpoint", saving.on_bad_checkpoint),
+    )
+    missing = " and ".join(
+        [flag(name) for name in ("save", "save_interval") if not getattr(saving, name)]
+    )
+    for option, policy in policies:
+        if policy == "rollback" and missing:
+            yield describe(
+                f"{option} rollback",
+                got=f"no {missing}",
+                expected="checkpoints to go back to",
+                do="give --save FOLDER and --save-interval N",
+            )
     if 0 < training.loss_spike_factor <= 1:
         do = "give --loss-spike-factor 2 or so"
         yield describe(
