@@ -140,7 +140,7 @@ def damaged_files(folder: Path) -> list[str]:
             if path.exists() and not path.is_file():  # a device may have no end
                 problems.append(describe(path, got="no file", expected="a regular file", do=do))
                 continue
-            got = _sum(path)
+            got = file_sum(path)
         except OSError as error:
             problems.append(
                 describe(
@@ -172,7 +172,7 @@ def seal_weights(folder: Path) -> None:
     if files:
         write_synced(
             folder / SUMS,
-            "".join(f"{_sum(path)}  {path.relative_to(folder)}\n" for path in files).encode(),
+            "".join(f"{file_sum(path)}  {path.relative_to(folder)}\n" for path in files).encode(),
         )
 
 
@@ -206,7 +206,7 @@ def _damage(folder: Path, entry: tuple[str, tuple[str, str]]) -> str | None:
     origin = "copy the file again from where the model came from"
     do = f"{origin}, or remove {listed} if you changed it yourself"
     try:
-        got = f"{kind} {_sum(path, kind)}"
+        got = f"{kind} {file_sum(path, kind)}"
     except OSError as error:
         got = str(error.strerror)
     return (
@@ -216,7 +216,8 @@ def _damage(folder: Path, entry: tuple[str, tuple[str, str]]) -> str | None:
     )
 
 
-def _sum(path: Path, kind: str = "sha256") -> str:
+def file_sum(path: Path, kind: str = "sha256") -> str:
+    """Return the checksum of a file, hexadecimal."""
     hashed = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):

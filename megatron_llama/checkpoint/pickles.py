@@ -89,6 +89,17 @@ def _opcodes() -> Mapping[int, _Opcode]:
 
 
 OPCODES = _opcodes()
+CONSTANTS: Mapping[int, int] = MappingProxyType(
+    {
+        byte: 1 + opcode.argument
+        for byte, opcode in OPCODES.items()
+        if (opcode.pops, opcode.to_mark, opcode.pushes) == (0, False, 1)
+        and opcode.argument >= 0
+        and not opcode.makes
+        and chr(byte) not in "(hj"
+    }
+)
+"""Opcodes that do nothing but push a value of their own, with their length, argument included."""
 LENGTH_BYTES: Mapping[int, int] = MappingProxyType(
     {
         pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -128,11 +139,34 @@ def require_bounded(content: bytes) -> int:
     hashed = FREE_HASHED + end * HASHED_PER_PICKLED_BYTE
     while at < end:
         byte = content[at]
+        # The index of a large model has millions of opcodes, most of them of these three kinds.
+        if byte == MEMOIZE and stack:
+            memo.append(stack[-1])
+            at += 1
+            continue
+        constant = CONSTANTS.get(byte)
+        if constant is not None:
+            stack.append(1)
+            at += constant
+            continue
+        if byte in (BINGET, LONG_BINGET):
+            start = at + 1
+            at = start + (1 if byte == BINGET else 4)
+            place = int.from_bytes(content[start:at], "little")
+            if place < len(memo):
+                stack.append(memo[place])
+                continue
+            at = start - 1
         opcode = OPCODES.get(byte)
         if opcode is None:
             raise pickle.UnpicklingError(f"byte {at} is no opcode")
         start = at + 1
-        at = _end_of_argument(content, start, byte, opcode.argument)
+        at = start
+        if opcode.argument:
+            at = _end_of_argument(content, start, byte, opcode.argument)
+        if byte == MARK:
+            marks.append(len(stack))
+            continue
         if byte == STOP:
             return at
         if byte in PLACES:
@@ -156,9 +190,6 @@ def require_bounded(content: bytes) -> int:
             continue
         if byte == FRAME and int.from_bytes(content[start:at], "little") > end - at:
             raise pickle.UnpicklingError(f"byte {start}: a frame beyond the end")
-        if byte == MARK:
-            marks.append(len(stack))
-            continue
         if byte == POP and marks and marks[-1] == len(stack):
             marks.pop()
             continue
@@ -172,17 +203,19 @@ def require_bounded(content: bytes) -> int:
             raise pickle.UnpicklingError(f"byte {start - 1}: nothing on the stack")
         values = stack[base:]
         del stack[base:]
-        size = values[0] if opcode.keeps else 1 + sum(values) if opcode.joins else 1
-        if size > LARGEST_TUPLE:
-            raise pickle.UnpicklingError(
-                f"byte {start - 1}: a tuple of {size} values where {LARGEST_TUPLE} are allowed"
-            )
+        size = values[0] if opcode.keeps else 1
+        if opcode.joins:
+            size += sum(values)
+            if size > LARGEST_TUPLE:
+                raise pickle.UnpicklingError(
+                    f"byte {start - 1}: a tuple of {size} values where {LARGEST_TUPLE} are allowed"
+                )
+        if opcode.hashes:
+            hashed -= sum(values)
         objects -= opcode.makes
-        hashed -= sum(values) if opcode.hashes else 0
         if objects < 0 or hashed < 0:
             raise pickle.UnpicklingError(f"byte {start - 1}: more values than bytes for them")
-        for _ in range(opcode.pushes):
-            stack.append(size)
+        stack += [size] * opcode.pushes
         if byte == MEMOIZE:
             memo.append(size)
     raise pickle.UnpicklingError("the end is missing: it was cut off")

@@ -20,6 +20,8 @@ from megatron_llama.cli import main
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.checkpoint.cases import renew_sums
+
 Capture = pytest.CaptureFixture[str]
 SPECIAL = ("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 BEGIN, END, IM_START, IM_END = range(396, 400)
@@ -395,5 +397,6 @@ def test_a_conversion_by_an_earlier_version(tokenizer: Tokenizer, tmp_path: Path
     del content["hf_config"]
     content["model"]["eos_token_id"] = [END, IM_END]
     (folder / "meta.json").write_text(json.dumps(content))
+    renew_sums(folder)
     assert parse_meta(folder).state.hf_config == {"eos_token_id": [END, IM_END]}
     assert load_trained(open_reader(folder), torch.float32).stops == {END, IM_END}

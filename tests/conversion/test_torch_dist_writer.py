@@ -215,3 +215,18 @@ def test_values_beyond_the_dtype_are_refused(tmp_path: Path, capsys: pytest.Capt
     save_file({name: tensor * 1e7 for name, tensor in load_file(file).items()}, file)
     said = refusal(capsys, source, tmp_path / "out", "--to", "torch_dist", "--dtype", "float16")
     assert "values beyond torch.float16" in said
+
+
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json", ".metadata"])
+def test_the_small_files_are_compared_with_their_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A file of another conversion: whole, and of another model."""
+    folder, other = (
+        convert(hf_folder(tmp_path / f"hf{theta}", rope_theta=theta), tmp_path / f"out{theta}", "--to", "torch_dist") / "release"
+        for theta in (10_000.0, 20_000.0)
+    )
+    content = (other / name).read_bytes()
+    (folder / name).write_bytes(content + b" " if content == (folder / name).read_bytes() else content)
+    said = refusal(capsys, folder, tmp_path / "back", "--to", "hf")
+    assert f"{folder}/{name}: got " in said and "by integrity.json; copy the folder again" in said
+    (folder / "integrity.json").unlink()
+    convert(folder, tmp_path / "back", "--to", "hf")

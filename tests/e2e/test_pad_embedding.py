@@ -15,6 +15,7 @@ from megatron_llama.config.hf import read_hf_config
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.checkpoint.cases import renew_sums
 from tests.e2e.product import ITERS, TINY, TP2, VOCAB_SIZE, Product, exact_curve
 from tests.launch import Finished
 
@@ -89,7 +90,7 @@ def older(target: Path, trained: Path) -> Path:
     meta = json.loads((path / "meta.json").read_text())
     del meta["config"]["optimizer"]["train_pad_embedding"], meta["model"]["pad_token_id"]
     (path / "meta.json").write_text(json.dumps(meta))
-    (path / "SHA256SUMS").unlink()
+    renew_sums(path)
     (target / "latest_checkpointed_iteration.txt").write_text(str(HALF))
     return path
 

@@ -26,6 +26,7 @@ from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 from megatron_llama.tokenizer.load import load_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.checkpoint.cases import renew_sums
 from tests.e2e.product import CP2_RING, DP2, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_curve, column, exact_curve, log, words
 from tests.launch import Finished
 
@@ -380,6 +381,7 @@ def test_a_template_that_says_what_day_it_is(tune: Tune, base: Path, pairs: Path
     identity = ExampleSamples(examples, training, SEQ_LENGTH, packing=True, rendered="2001-02-03").identity()
     assert identity["digest"] != content["training_data"]["digest"]
     meta.write_text(json.dumps(content | {"training_data": identity}))
+    renew_sums(meta.parent)
     tune(load=tmp_path / "run", init_from_hf=None, **options).ok()
 
 

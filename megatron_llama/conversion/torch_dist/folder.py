@@ -8,9 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.checkpoint.checksums import file_sum
 from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.meta import META
 from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.fields import shown
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.conversion.megatron.names import find_folder
 from megatron_llama.conversion.torch_dist.container import COPY_AGAIN, Container
@@ -19,6 +21,9 @@ from megatron_llama.errors import CheckpointError, describe
 
 BACKEND = "metadata.json"
 COMMON = "common.pt"
+MANIFEST = "integrity.json"
+"""SHA-256 of every other file. Later releases of Megatron-Core compare it with
+``--verify-integrity``; here it is compared where it lies beside."""
 MODELOPT = "modelopt_state"
 """A folder in which TensorRT Model Optimizer keeps what it has changed in a model."""
 VERSIONS: Mapping[str, Any] = MappingProxyType(
@@ -50,6 +55,7 @@ class TorchDistFolder:
         damaged or name code to run."""
         self.folder = find_folder(path, (BACKEND, METADATA), "a checkpoint in it")
         refuse(f"{self.folder} cannot be used:", list(_backend_problems(self.folder)))
+        refuse(f"{self.folder} is damaged:", list(_integrity_problems(self.folder)))
         self.common_file = self.folder / COMMON
         common = TorchFile(self.common_file)
         common.verify_all()
@@ -67,6 +73,27 @@ class TorchDistFolder:
         self.tp = tp if isinstance(tp, int) and tp > 0 else 1
         """The tensor-parallel size of the run, by which Megatron padded the vocabulary."""
         self.container = Container(self.folder)
+
+
+def _integrity_problems(folder: Path) -> Iterator[str]:
+    """Yield a line for each small file that is not the one of which the folder has a checksum.
+    Tensors have checksums of their own."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return
+    manifest = read_json_object(path, do=COPY_AGAIN)
+    files = manifest.get("files")
+    if manifest.get("algorithm") != "sha256" or not isinstance(files, dict):
+        got = "no checksums of kind sha256"
+        yield describe(path, got=got, expected="one of each file", do=COPY_AGAIN)
+        return
+    for name in (BACKEND, COMMON, METADATA):
+        file = folder / name
+        digest = file_sum(file) if file.is_file() else "no such file"
+        if name in files and files[name] != digest:
+            expected = f"{shown(files[name])}, by {MANIFEST}"
+            do = f"{COPY_AGAIN}, or remove {MANIFEST} if you changed it yourself"
+            yield describe(file, got=digest, expected=expected, do=do)
 
 
 def _backend_problems(folder: Path) -> Iterator[str]:

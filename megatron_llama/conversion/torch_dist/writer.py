@@ -43,15 +43,13 @@ from megatron_llama.conversion.megatron.names import (
 )
 from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.conversion.tensor_map import MappedTensor
-from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, VERSIONS
+from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, MANIFEST, VERSIONS
 from megatron_llama.conversion.torch_dist.names import LAYERS
 from megatron_llama.conversion.torch_dist.run_state import optimizer_entries, training_args
 from megatron_llama.conversion.torch_file import require_finite, write_torch_file
 from megatron_llama.conversion.write_tasks import ProgressSource, WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 
-MANIFEST = "integrity.json"
-"""SHA-256 of every other file, which later releases compare with ``--verify-integrity``."""
 STATE_KEYS: Mapping[str, str] = MappingProxyType(
     {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 )
