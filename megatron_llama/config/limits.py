@@ -36,18 +36,18 @@ LARGEST_COVER_WORK = 64
 Boxes that were cut straight take one look for each direction."""
 
 # Models and clusters: what tables are built for.
-LARGEST_LAYERS = 10_000
-"""Transformer blocks: the table of parameters takes about 10 kB for each. The deepest models
-published have 1,000."""
+LARGEST_LAYERS = 2_048
+"""Transformer blocks: plans list the parameters of each. The deepest models published have 1,000,
+the largest 126."""
 LARGEST_SIZE = 2**31 - 1
 """Widths, heads, rows of a vocabulary, positions: no published model has one near this."""
-LARGEST_RANKS = 2**20
+LARGEST_RANKS = 2**18
 """Processes of a run, and parts into which a model is split: lists of ranks are made of it. The
 largest runs published have 10**5."""
-LARGEST_STAGES = 1_024
-"""Pipeline ranks times chunks: the proof of a schedule takes time with their square, 5 s for so
-many. The largest runs published have 64."""
-LARGEST_PASSES = 400_000
+LARGEST_STAGES = 512
+"""Pipeline ranks times chunks: the proof of a schedule takes time with their square, a second
+for so many. The largest runs published have 64."""
+LARGEST_PASSES = 200_000
 """Passes of all microbatches through all stages in a step: a schedule has them in a list, 10 to 20
 microseconds for each."""
 LARGEST_RAMP = 1_000_000
@@ -76,3 +76,13 @@ LARGEST_COLUMNS = 200
 """Names of numbers in a log: a trainer writes 40."""
 LARGEST_ITERATION = 10**12
 """A step a millisecond for 30 years."""
+
+# Calibrations and timelines.
+LARGEST_RATE = 1e24
+SMALLEST_RATE = 1e-15
+"""Bytes, operations and seconds of devices, and factors on them: their products and quotients stay
+numbers of fp64."""
+LARGEST_TIMELINE = 50
+"""A packed timeline becomes so many times its size at most, and ROOM_OF_TIMELINE: real ones 20."""
+ROOM_OF_TIMELINE = 16 * 2**20
+"""Bytes that every timeline may unpack to."""

@@ -3,13 +3,15 @@ measured by ``plan calibrate``."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.fields import finite_number, shown
+from megatron_llama.config.json_file import read_json_object
+from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_RANKS, LARGEST_RATE, SMALLEST_RATE
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.fitted import FITTED
@@ -75,11 +77,11 @@ def read_calibration(path: Path) -> Calibration:
     where = f"--coefficients {path}"
     expected = "a file of plan calibrate"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(where, got=error, expected=expected, do="check the path") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        got = f"format {content.get('format')}" if isinstance(content, dict) else "something else"
+        content = read_json_object(path, do="check the path", error=ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"--coefficients {error}") from error
+    if content.get("format") != FORMAT:
+        got = f"format {shown(content.get('format'))}"
         raise ConfigError(where, got=got, expected=f"{expected}, format {FORMAT}", do=AGAIN)
     wrong = [*_problems(path, content, "device", Gpu)]
     wrong += _problems(path, content, "coefficients", Coefficients)
@@ -109,12 +111,39 @@ def _problems(path: Path, content: dict[str, Any], name: str, kind: type[Any]) -
         yield describe(where, got=f"no {key}", expected="all numbers", do=AGAIN)
     for key in (key for key in part if key in names):
         value = part[key]
+        number = finite_number(value)
+        expected = ""
         if key in ("name", "family", "source"):
-            right = isinstance(value, str)
-            expected = "text"
-        else:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            right = number and math.isfinite(value) and value >= 0
-            expected = "a number of 0 or more"
-        if not right:
-            yield describe(f"{where}.{key}", got=value, expected=expected, do=AGAIN)
+            expected = "" if isinstance(value, str) else "text"
+        elif kind is Gpu and key in _COUNTS:
+            least, most = _COUNTS[key]
+            right = type(value) is int and least <= value <= most
+            expected = "" if right else f"an integer from {least} to {most:,}"
+        elif number is None or not (number == 0 or SMALLEST_RATE <= number <= LARGEST_RATE):
+            expected = f"0, or a number from {SMALLEST_RATE:g} to {LARGEST_RATE:g}"
+        elif number == 0 and key in _DIVISORS[kind]:
+            expected = "a number above 0: times are divided by it"
+        if expected:
+            yield describe(f"{where}.{key}", got=shown(value), expected=expected, do=AGAIN)
+
+
+_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "node": (1, LARGEST_RANKS),
+        "domain": (1, LARGEST_RANKS),
+        "memory": (0, LARGEST_INTEGER),
+        "host_memory": (0, LARGEST_INTEGER),
+    }
+)
+"""Whole numbers of a device, and their bounds."""
+_RATES = frozenset({"peak", "hbm", "nvlink", "nic", "power"})
+_FACTORS = frozenset(
+    item.name
+    for item in fields(Coefficients)
+    if item.name.startswith(("matmul_", "attention_", "fp8", "fp4", "mxfp8", "rowwise"))
+    or item.name in ("memory", "nvlink", "nic")
+)
+_DIVISORS: Mapping[type[Any], frozenset[str]] = MappingProxyType(
+    {Gpu: _RATES, Coefficients: _FACTORS - {"matmul_bytes"}}
+)
+"""Numbers that times are divided by."""

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_llama.config.lines import parse_json
 from megatron_llama.errors import ConfigError, describe
 
 FORMAT = 1
@@ -178,7 +179,7 @@ class Trace:
     def from_json(text: str) -> Trace:
         """Return what ``to_json`` wrote. Raises ConfigError for anything else."""
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             if fields.pop("format") != FORMAT:
                 raise ValueError("another version")
             return Trace(
@@ -196,7 +197,7 @@ class Trace:
                 ),
                 tuple(map(_stage, fields["stages"])),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 describe(
                     "trace", got=error, expected="what plan trace --json wrote", do="trace again"

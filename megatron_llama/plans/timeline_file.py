@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from errno import ENOENT
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.fields import finite_number
+from megatron_llama.config.limits import LARGEST_RANKS, LARGEST_TIMELINE, ROOM_OF_TIMELINE
+from megatron_llama.config.lines import parse_json
 from megatron_llama.errors import ConfigError
 
 KEY = "megatron_llama"
@@ -174,8 +179,7 @@ def read_timeline(path: Path) -> Recorded:
     this version."""
     do = "give the file that pretrain --record-timeline has written, whole"
     try:
-        data = path.read_bytes()
-        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        content = parse_json(_unpacked(path))
     except OSError as error:
         got = error.strerror or error
         raise ConfigError(path, got=got, expected="a readable timeline", do=do) from None
@@ -198,16 +202,42 @@ def read_timeline(path: Path) -> Recorded:
     try:
         events = [event for event in content["traceEvents"] if event["ph"] == "X"]
         run = {name: read(meta[name]) for name, read in _META.items()}
-        return Recorded(**run, spans=tuple(map(_span, events)))
-    except (KeyError, TypeError, ValueError) as error:
+        ranks = run["ranks"]
+        if not 1 <= ranks <= LARGEST_RANKS or not 1 <= run["per_node"] <= ranks:
+            raise ValueError(f"{ranks} ranks, {run['per_node']} on a machine")
+        if finite_number(run["clock_error"]) is None:
+            raise ValueError(f"a clock error of {run['clock_error']}")
+        return Recorded(**run, spans=tuple(_span(event, ranks) for event in events))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         got = f"no {error}" if isinstance(error, KeyError) else str(error)
         expected = "what --record-timeline writes"
         raise ConfigError(path, got=got, expected=expected, do="record it again") from None
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def _unpacked(path: Path) -> bytes:
+    """Return the content of a file, unpacked. Raises OSError, and ValueError for a packed file that
+    becomes far larger than any timeline does."""
+    if not path.is_file():
+        raise FileNotFoundError(ENOENT, "no such file, or no regular one")
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    if not packed:
+        return path.read_bytes()
+    most = LARGEST_TIMELINE * path.stat().st_size + ROOM_OF_TIMELINE
+    with gzip.open(path) as unpacked:
+        data: bytes = unpacked.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it unpacks to more than {most:,} bytes")
+    return data
+
+
+def _span(event: Mapping[str, Any], ranks: int) -> Span:
     begin = float(event["ts"])
     end = begin + float(event["dur"])
+    if not math.isfinite(begin) or not math.isfinite(end) or end < begin:
+        raise ValueError(f"a span from {begin} to {end}")
+    if not 0 <= int(event["pid"]) < ranks:
+        raise ValueError(f"a span of rank {event['pid']} of {ranks}")
     lane = str(event["cat"])
     if lane not in LANES:
         raise ValueError(f"a lane {lane}")

@@ -212,6 +212,14 @@ def test_missing_folders(megatron: Path, tmp_path: Path, capsys: Capture) -> Non
     assert "args.pipeline_model_parallel_size: got 2, expected 1, by the folders" in said
 
 
+def test_a_folder_that_claims_a_rank_of_nine_digits(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Missing files are listed as far as they are shown."""
+    (megatron / "release" / "mp_rank_999999999_999").mkdir()
+    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
+    assert "tensor rank 0, pipeline rank 2: got no file" in said or "tensor rank 2, pipeline rank 0: got no file" in said
+    assert "and 999,999,999,986 more" in said
+
+
 def test_trackers_that_lead_nowhere(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
     tracker = megatron / "latest_checkpointed_iteration.txt"
     for text in ("100", "../release", "\n"):

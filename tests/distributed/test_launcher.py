@@ -86,6 +86,32 @@ def test_whether_a_job_may_have_several_machines() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WORLD_SIZE", "1000000000", "expected an integer of at most 262,144"),
+        ("WORLD_SIZE", "1" * 5000, "expected an integer"),
+        ("MASTER_PORT", "70000", "expected an integer of at most 65,535"),
+        ("MASTER_PORT", "-1", "expected an integer of at least 0"),
+        ("LOCAL_RANK", "-1", "expected an integer of at least 0"),
+        ("LOCAL_WORLD_SIZE", "9" * 12, "expected an integer of at most"),
+    ],
+)
+def test_numbers_that_no_launcher_gives(name: str, value: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=f"environment variable {name}: got .*{said}"):
+        place_from_environment({**TORCHRUN, name: value})
+
+
+def test_slurm_variables_that_claim_a_billion_tasks() -> None:
+    """Nothing is listed by their word."""
+    counts = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x999999999),2"}
+    assert place_from_environment(counts).local_world_size == 8
+    with pytest.raises(ClusterError, match="environment variable SLURM_JOB_ID: got 'seven'"):
+        place_from_environment({**SLURM, "SLURM_JOB_ID": "seven"})
+    nodes = "a[" + "[" * 50_000 + "0-999999999],b"
+    assert place_from_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr.startswith("a")
+
+
+@pytest.mark.parametrize(
     ("environ", "said"),
     [
         ({**TORCHRUN, "WORLD_SIZE": "four"}, "environment variable WORLD_SIZE: got 'four', expected an integer; unset it"),

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from megatron_llama.api.common.configs import PlanConfig
+from megatron_llama.config.limits import LARGEST_RANKS
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig, TrainingConfig
@@ -35,6 +36,9 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 """Numbers in the word for a layout (``tp4/pp2``), and their options."""
 CHOICES = ("pipeline_schedule", "data_parallel_sharding_strategy", "recompute_granularity")
 """Options whose values stand in that word by themselves."""
+SMALLEST_GBIT = 1e-6
+LARGEST_GBIT = 1e6
+"""Networks beyond these are none."""
 TOKENS_A_STEP = 4 * 2**20
 """Tokens of a step where no batch is given: what LLaMA 2 was pretrained with."""
 MODEL_HINT = "give --model llama2-70b or the model's fields"
@@ -75,7 +79,7 @@ def config_of(parsed: Parsed) -> Config:
     training = config.training
     if training.global_batch_size <= 0 < options.gpus:
         # Of a multiple of the GPUs every number of data-parallel ranks gets equal shares.
-        samples = max(1, TOKENS_A_STEP // training.seq_length)
+        samples = max(1, TOKENS_A_STEP // max(1, training.seq_length))
         batch = -(-samples // options.gpus) * options.gpus
         config = replace(config, training=replace(training, global_batch_size=batch))
     needs = (
@@ -90,6 +94,13 @@ def config_of(parsed: Parsed) -> Config:
     ]
     if missing:
         raise ConfigError(listing("A plan needs more:", missing))
+    if options.gpus > LARGEST_RANKS:
+        expected = f"at most {LARGEST_RANKS:,}"
+        raise ConfigError("--gpus", got=options.gpus, expected=expected, do="give fewer")
+    if not 0 <= options.nic_gbit <= LARGEST_GBIT or 0 < options.nic_gbit < SMALLEST_GBIT:
+        expected = f"0, or a number from {SMALLEST_GBIT:g} to {LARGEST_GBIT:,.0f}"
+        do = "leave it out"
+        raise ConfigError("--nic-gbit", got=options.nic_gbit, expected=expected, do=do)
     other = training.fp16 or training.fp64 or calibrated(parsed).precision == "fp32"
     config = with_precision(config, bf16=not other)
     alone = replace(config.training, micro_batch_size=1, global_batch_size=1)

@@ -93,6 +93,10 @@ class MetaReader:
             where = f"{self._files[rank].file.path} {name}"
             do = MATCHING_FILES
             raise CheckpointError(where, got="no such tensor", expected="a LLaMA", do=do)
+        if found.dim() != 2:
+            where = f"{self._files[rank].file.path} {name}"
+            got = f"shape {tuple(found.shape)}"
+            raise CheckpointError(where, got=got, expected="a matrix", do=MATCHING_FILES)
         return found
 
     def _model(
