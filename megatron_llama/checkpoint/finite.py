@@ -90,11 +90,12 @@ def copy_to_host(region: Region) -> tuple[Tensor, NotFinite | None]:
     # A sum is finite only if all of its terms are. It may overflow all the same: then the values
     # are looked at again. Half precision would overflow in every block.
     precision = torch.float32 if source.dtype == torch.float16 else None
-    sums = []
-    for copied, block in zip(
-        values.view(-1).split(BLOCK), source.view(-1).split(BLOCK), strict=True
-    ):
-        sums.append(copied.copy_(block).sum(dtype=precision))
+    sums = [
+        copied.copy_(block).sum(dtype=precision)
+        for copied, block in zip(
+            torch.split(values.view(-1), BLOCK), torch.split(source.view(-1), BLOCK), strict=True
+        )
+    ]
     if all(map(math.isfinite, torch.stack(sums).tolist())):
         return values, None
     return values, find_not_finite(region, values)

@@ -51,7 +51,7 @@ NAMES = """
     mlflow_tracking_uri mlp_bias model_type
     muon_adjust_lr muon_momentum muon_nesterov muon_num_ns_steps
     nccl_pp_max_ctas nodes norm_position num_attention_heads num_hidden_layers num_key_value_heads num_labels
-    offload_cores offload_speculative on_bad_step open_metrics optimizer optimizer_offload optimizer_offload_fraction
+    offload_cores offload_speculative on_bad_checkpoint on_bad_step open_metrics optimizer optimizer_offload optimizer_offload_fraction
     pad_token_id param_group param_slots partial_rotary_factor pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset profile
     profile_dir profile_ranks profile_step_end profile_step_start progress_bar
     qk_norm query_pre_attn_scalar

@@ -87,6 +87,7 @@ ELSEWHERE: Mapping[str, str] = {
     "log_format": "e2e/test_layouts.py::test_log_lines_and_log_file_say_the_same",
     "exit_zero_on_signal": "e2e/test_signals.py::test_a_signal_ends_a_run_that_saves_nothing",
     "log_straggler": "e2e/test_faults.py::test_the_slowest_rank_is_named",
+    "on_bad_checkpoint": "e2e/test_bad_checkpoints.py::test_a_run_that_goes_back_is_the_run_that_lost_nothing",
     "on_bad_step": "e2e/test_faults.py::test_a_skipped_step_leaves_no_trace_in_the_weights",
     "loss_spike_factor": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",
     "loss_spike_window": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.engine.replicas import _digest, check_replicas
+from megatron_llama.engine.replicas import _digest, check_replicas, has_replicas
 from megatron_llama.errors import TrainingError
 
 from tests.harness import Cluster
@@ -48,6 +48,7 @@ def compared(place: Place, layout: Layout) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for one in run.optimizer.replicated():
         found.setdefault(one.axis.name, set()).add(one.what)
+    assert has_replicas(run.optimizer, run.mesh)
     return found
 
 
@@ -94,6 +95,27 @@ def test_one_bit_is_found(layout: Layout, victim: int, axis: str, what: str, oth
     expected = f"expected {before:.9g} as on rank {numbers}, over {axis}; look for a faulty memory"
     for said, *_ in answers:
         assert where in said and f"got {after:.9g} on rank {victim} (1 elements differ), {expected}" in said
+
+
+def holds_replicas(place: Place, layout: Layout) -> bool:
+    run = trainer(place, layout)
+    return has_replicas(run.optimizer, run.mesh)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [(Layout(pp=2), False), (Layout(pp=2, tied=True), True), (Layout(dp=2), True)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_layout_in_which_nothing_can_be_compared_is_known(layout: Layout, expected: bool, cluster: Cluster) -> None:
+    assert cluster.run(layout.world_size, holds_replicas, layout) == [expected] * layout.world_size
+
+
+def test_digests_see_a_flipped_bit_in_codes_of_8_bits() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    other = codes.clone()
+    other[200] ^= 64
+    assert int((_digest(other) != _digest(codes)).sum()) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

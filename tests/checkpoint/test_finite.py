@@ -1,0 +1,111 @@
+"""Values that are not finite are found in every dtype and part, with their places in the whole tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_llama.checkpoint.checkpoint_dir import Retention, complete, newest_good, newest_usable, retain
+from megatron_llama.checkpoint.chunks import Region
+from megatron_llama.checkpoint.finite import (
+    BLOCK,
+    NotFinite,
+    copy_to_host,
+    describe_not_finite,
+    find_all_not_finite,
+    merge_not_finite,
+    read_not_finite,
+)
+from megatron_llama.checkpoint.meta import marked_meta
+from torch import Tensor
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def region(values: Tensor, offset: tuple[int, ...] = ()) -> Region:
+    """A rectangle of a tensor that goes on behind it."""
+    offset = offset or (0,) * values.dim()
+    shape = tuple(start + size + 5 for start, size in zip(offset, values.shape, strict=True))
+    return Region("w", shape, offset, tuple(values.shape), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [(0, 0), (299, 1023), (150, 3)])
+def test_one_value_is_found_in_any_block(dtype: torch.dtype, value: float, place: tuple[int, int]) -> None:
+    values = torch.ones(300, 1024, dtype=dtype)
+    assert values.numel() > BLOCK
+    values[place] = value
+    copy, found = copy_to_host(region(values, (7, 2048)))
+    assert found == NotFinite("w", 1, (7 + place[0], 2048 + place[1]), str(value))
+    assert torch.equal(copy.nan_to_num(nan=5), values.nan_to_num(nan=5)) and copy.data_ptr() != values.data_ptr()
+
+
+def test_opposite_infinities_do_not_cancel() -> None:
+    values = torch.zeros(8)
+    values[2], values[5] = torch.inf, -torch.inf
+    assert copy_to_host(region(values))[1] == NotFinite("w", 2, (2,), "inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_values_are_finite(dtype: torch.dtype) -> None:
+    """Their sum is not."""
+    values = torch.full((BLOCK + 3,), torch.finfo(dtype).max, dtype=dtype)
+    assert copy_to_host(region(values))[1] is None
+
+
+@pytest.mark.parametrize(
+    "values", [torch.full((4, 4), 255, dtype=torch.uint8), torch.empty(0, 4), torch.ones(())], ids=["codes", "none", "one"]
+)
+def test_codes_and_empty_tensors_are_finite(values: Tensor) -> None:
+    copy, found = copy_to_host(region(values))
+    assert found is None and torch.equal(copy, values)
+
+
+def test_a_view_is_copied_in_its_own_order() -> None:
+    values = torch.arange(12.0).view(3, 4).T
+    values[1, 2] = torch.nan
+    copy, found = copy_to_host(region(values))
+    assert copy.is_contiguous() and torch.equal(copy.nan_to_num(), values.nan_to_num())
+    assert found == NotFinite("w", 1, (1, 2), "nan")
+
+
+def test_parts_of_a_tensor_become_one_entry() -> None:
+    """The first place is that of the whole tensor, in whatever order ranks and parts come."""
+    high, low = torch.ones(4, 3), torch.ones(4, 3)
+    high[1, 1] = torch.nan
+    low[3, 2] = low[3, 0] = -torch.inf
+    (found,) = find_all_not_finite([region(high, (10, 0)), region(low, (2, 0))])
+    assert found == NotFinite("w", 3, (5, 0), "-inf")
+    assert merge_not_finite([found, NotFinite("a", 1, (0,), "nan")]) == (NotFinite("a", 1, (0,), "nan"), found)
+    assert read_not_finite(json.loads(json.dumps(found.entry()))) == found
+
+
+def test_weights_are_named_before_their_moments() -> None:
+    entries = [NotFinite(name, 1, (0,), "nan") for name in ("optimizer.exp_avg.w", *"abcdef", "w")]
+    words = describe_not_finite(entries)
+    assert words.startswith("a (1 value, the first is nan at [0]), b (") and words.endswith(
+        "e (1 value, the first is nan at [0]), 3 more tensors"
+    )
+
+
+def checkpoint(folder: Path, iteration: int, loss: float, *, good: bool) -> None:
+    path = folder / f"iter_{iteration:07d}"
+    path.mkdir()
+    (path / ".metadata").touch()
+    meta = json.dumps({"validation_loss": loss}).encode()
+    (path / "meta.json").write_bytes(meta if good else marked_meta(meta, [NotFinite("w", 1, (0,), "nan")]))
+
+
+@pytest.mark.parametrize(("newest", "stay"), [(1, [2, 4]), (2, [2, 3, 4]), (0, [1, 2, 3, 4])])
+def test_the_newest_good_checkpoint_stays(newest: int, stay: list[int], tmp_path: Path) -> None:
+    for iteration, good in enumerate((True, True, False, False), start=1):
+        checkpoint(tmp_path, iteration, 10.0 - iteration, good=good)
+    retain(tmp_path, Retention(newest))
+    assert list(complete(tmp_path)) == stay
+    assert os.readlink(tmp_path / "best") == "iter_0000002" and os.readlink(tmp_path / "last") == "iter_0000004"
+    assert newest_good(tmp_path) == tmp_path / "iter_0000002"
+    assert newest_usable(tmp_path) is None, "their indices cannot be read"
