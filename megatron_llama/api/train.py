@@ -18,6 +18,7 @@ from megatron_llama.api.common.options import Options, read_options
 from megatron_llama.api.common.startup import OpenInputs, Ready, start_up
 from megatron_llama.api.common.watched import watched
 from megatron_llama.checkpoint.background import in_background
+from megatron_llama.checkpoint.lease import leasing
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
@@ -148,12 +149,20 @@ def run_training(
         )
     # --async-save forks a process here, before the process group and its threads exist: a fork
     # copies no thread, and locks that one holds would stay locked.
-    saving = in_background(place, wanted=forks)
-    with saving as background, prepared(parsed, place, needs_data=needs_data) as (ready, mesh):
+    # The lease outlives that process, which may be publishing a checkpoint.
+    with (
+        leasing(options.save, steal=options.steal_save) as lease,
+        in_background(place, wanted=forks) as background,
+        prepared(parsed, place, needs_data=needs_data) as (ready, mesh),
+    ):
+        # Before it is looked up what the run goes on from: another one may have been saving.
+        lease.take(mesh.world)
+        for line in lease.notes:
+            print(f" {line}", flush=True)
         inputs = open_inputs(parsed, ready, mesh.world)
         if complete is not None:
             inputs = complete(inputs, mesh)
-        return run_steps(inputs, mesh, background=background, callbacks=callbacks)
+        return run_steps(inputs, mesh, background=background, lease=lease, callbacks=callbacks)
 
 
 def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:

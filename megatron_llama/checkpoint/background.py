@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_llama.checkpoint.checkpoint_dir import Retention
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.folders import discard, staging
+from megatron_llama.checkpoint.lease import Held, still_held
 from megatron_llama.checkpoint.native import RankSavePlan, finish
 from megatron_llama.checkpoint.storage import WrittenParts, write_parts
 from megatron_llama.distributed import device as devices
@@ -75,6 +76,7 @@ class SaveTask:
     target: Path
     meta: bytes
     keep: Retention
+    held: Held | None
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,16 @@ class BackgroundSaver:
         """Whether a save is under way on this rank."""
         return bool(self._open)
 
-    def write(self, plan: RankSavePlan, target: Path, meta: bytes, keep: Retention) -> None:
+    def write(
+        self,
+        plan: RankSavePlan,
+        target: Path,
+        meta: bytes,
+        keep: Retention,
+        held: Held | None = None,
+    ) -> None:
         """Copy the parts, and have them written into the staged folder of ``target``. The plan is
-        the same every time, and ``full`` is false.
+        the same every time, and ``full`` is false. ``held`` is the run's lease on the folder.
 
         The copies are complete on return: then training may change the tensors."""
         assert not self.full, "collect an outcome first"
@@ -132,7 +141,7 @@ class BackgroundSaver:
                 self._buffers.pin(device)
         slot = next(slot for slot in range(SLOTS) if slot not in {task.slot for task in self._open})
         self._buffers.fill(slot, plan.parts)
-        task = SaveTask(self._started, slot, target, meta, keep)
+        task = SaveTask(self._started, slot, target, meta, keep, held)
         self._started += 1
         self._open.append(task)
         self._send(task)
@@ -295,9 +304,12 @@ class _Writer:
             assert self._index is not None
             index = self._index
             written = [one for one in answers if isinstance(one, WrittenParts)]
-            done = _caught(lambda: finish(task.target, index, written, task.meta, task.keep))
+            done = _caught(
+                lambda: finish(task.target, index, written, task.meta, task.keep, task.held)
+            )
             error = done if isinstance(done, CheckpointError) else None
-        if error is not None:
+        # What is staged under this name may be another run's by now.
+        if error is not None and still_held(task.held):
             discard(task.target)
         return SaveOutcome(task.target, error)
 

@@ -43,6 +43,7 @@ from megatron_llama.checkpoint.chunks import (
 from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
+from megatron_llama.checkpoint.lease import Held, still_held
 from megatron_llama.checkpoint.meta import (
     META,
     CheckpointMeta,
@@ -125,12 +126,14 @@ def save(
     *,
     validation_loss: float | None = None,
     keep: Retention | None = None,
+    held: Held | None = None,
 ) -> Path:
     """Write ``folder/iter_NNNNNNN``, point the tracker at it, and return its path. Collective.
 
     A failure on any rank raises the same CheckpointError on all, and leaves earlier checkpoints as
     they were. What killed saves left behind is removed first. ``keep`` says which checkpoints stay;
-    without it all stay, and no links are made.
+    without it all stay, and no links are made. ``held`` is the run's lease on the folder, if it has
+    one: raises LeaseError if it is lost.
     """
     target = checkpoint_path(folder, state.iteration)
     plan = plan_save(engine, mesh)
@@ -138,6 +141,8 @@ def save(
     try:
         with raise_on_all_ranks(mesh.world), writing(target):
             if mesh.rank == 0:
+                if held is not None:
+                    held.require()
                 tidy(folder)
                 fresh_staging(target)
         written = None
@@ -147,9 +152,10 @@ def save(
         with raise_on_all_ranks(mesh.world), writing(target):
             if everybody is not None:
                 assert plan.index is not None
-                finish(target, plan.index, everybody, meta, keep)
+                finish(target, plan.index, everybody, meta, keep, held)
     finally:
-        if mesh.rank == 0:
+        # What is staged under this name now may be another run's.
+        if mesh.rank == 0 and still_held(held):
             discard(target)
     return target
 
@@ -180,14 +186,19 @@ def finish(
     written: Sequence[WrittenParts],
     meta: bytes,
     keep: Retention | None,
+    held: Held | None = None,
 ) -> None:
     """Complete a checkpoint of which every rank has written its part: write index, checksums and
     ``meta.json``, give it its name, then renew the links and remove old checkpoints. Raises
-    CheckpointError."""
+    CheckpointError; LeaseError where the folder is no longer this run's."""
     folder = staging(target)
+    if held is not None:
+        held.require()
     sums = write_index(folder, index, written)
     with writing(folder / META):
         seal(folder, sums, META, meta)
+    if held is not None:
+        held.require()
     with writing(target):
         publish(target)
         if keep is not None:

@@ -21,6 +21,7 @@ from megatron_llama.checkpoint.checkpoint_dir import (
 )
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import fresh_staging, new_folder
+from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
@@ -43,7 +44,8 @@ class Saver:
     be used on their own.
 
     With ``background`` they are written while training goes on; without it training waits.
-    ``data`` identifies the training samples; ``carried`` is what the model came with.
+    ``data`` identifies the training samples; ``carried`` is what the model came with. ``lease`` is
+    that of this run, which has been taken.
     Raises CheckpointError or DataError on every rank when nothing can be written to --save: at the
     start, not at the first save."""
 
@@ -56,6 +58,7 @@ class Saver:
         background: BackgroundSaver | None = None,
         data: Mapping[str, Any] | None = None,
         carried: Carried = NO_FILES,
+        lease: Lease | None = None,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -63,6 +66,8 @@ class Saver:
         self._background = background
         self._data = data
         self._carried = carried
+        self._lease = lease
+        self._held = lease.held if lease is not None else None
         options = config.checkpoint
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
@@ -101,21 +106,27 @@ class Saver:
         """Save, unless the run has no --save or this iteration is saved already. Collective.
         ``validation_loss`` is that of this iteration, if it was measured.
 
-        Raises CheckpointError on every rank, also for an earlier save in the background. Earlier
-        checkpoints stay as they were."""
+        Raises CheckpointError on every rank, also for an earlier save in the background, and
+        LeaseError if --save has become another run's. Earlier checkpoints stay as they were."""
         if self._folder is None or state.iteration == self._saved:
             return
         state = replace(state, data=self._data, hf_config=self._carried.hf_config)
         if self._background is None:
-            path = native.save(
-                self._folder,
-                self._optimizer,
-                self._mesh,
-                state,
-                self._config,
-                validation_loss=validation_loss,
-                keep=self._keep,
-            )
+            try:
+                path = native.save(
+                    self._folder,
+                    self._optimizer,
+                    self._mesh,
+                    state,
+                    self._config,
+                    validation_loss=validation_loss,
+                    keep=self._keep,
+                    held=self._held,
+                )
+            except CheckpointError:  # on every rank
+                # Whoever has taken the folder removes what is staged there, under our hands.
+                self._raise_failure()
+                raise
             log.say(f" saved {path}")
             log.event(SAVED, path=str(path))
             self._written.append(path)
@@ -135,7 +146,7 @@ class Saver:
             self._optimizer, self._mesh, state, self._config, validation_loss
         )
         self._collect_while(lambda: background.full, background, log)
-        raise_error_on_all_ranks(self._error, self._mesh.world)
+        self._raise_failure()
         if self._plan is None:
             self._plan = native.plan_save(self._optimizer, self._mesh)
         target = checkpoint_path(folder, state.iteration)
@@ -143,7 +154,7 @@ class Saver:
             if self._mesh.rank == 0:
                 fresh_staging(target)
         start = time.perf_counter()
-        background.write(self._plan, target, meta, self._keep)
+        background.write(self._plan, target, meta, self._keep, self._held)
         waited = f"{(time.perf_counter() - start) * 1e3:.0f} ms"
         log.say(f" saving {target} in the background; training waited {waited} for the copy")
 
@@ -155,11 +166,12 @@ class Saver:
         return written
 
     def failed(self, log: MetricLog) -> bool:
-        """Log the saves that have ended meanwhile, and return whether one has failed. Then this
-        rank should ask for a stop, and ``finish`` raises."""
+        """Log the saves that have ended meanwhile, and return whether one has failed, or no other
+        one can succeed. Then this rank should ask for a stop, and ``finish`` raises."""
         if self._background is not None:
             self._collect(self._background, log, 0.0)
-        return self._error is not None
+        lost = self._lease is not None and self._lease.is_lost
+        return lost or self._error is not None
 
     def finish(self, log: MetricLog) -> None:
         """Wait until everything is on the disk. Collective. Raises CheckpointError on every
@@ -167,7 +179,18 @@ class Saver:
         background = self._background
         if background is not None:
             self._collect_while(lambda: background.busy, background, log)
-        raise_error_on_all_ranks(self._error, self._mesh.world)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what has gone wrong with saving, the same on every rank. Collective."""
+        error = self._error
+        if self._lease is not None:
+            try:
+                self._lease.require()
+            except CheckpointError as found:
+                # That the folder is another's is why a save has failed, if one has.
+                error = found
+        raise_error_on_all_ranks(error, self._mesh.world)
 
     def _collect_while(
         self, waits: Callable[[], bool], background: BackgroundSaver, log: MetricLog

@@ -141,7 +141,8 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("load", "finetune", "load_optim", "init_from_hf"), _START),
         **dict.fromkeys(("ignore_hf_config_fields", "resize_embeddings"), _START),
-        **dict.fromkeys(("save", "save_interval", "save_first_step", "save_retain"), _PATHS),
+        **dict.fromkeys(("save", "steal_save", "save_interval"), _PATHS),
+        **dict.fromkeys(("save_first_step", "save_retain"), _PATHS),
         **dict.fromkeys(("save_retain_interval", "export_hf"), _PATHS),
         **dict.fromkeys(
             ("optimizer", "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr"),
