@@ -27,6 +27,7 @@ from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.watch import Watch
 from megatron_llama.distributed.launcher import Place, fix_sums
 from megatron_llama.distributed.mesh import Axis, Mesh, init_mesh, placement_warnings, this_place
+from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.errors import ConfigError
 from megatron_llama.loop.callbacks import Callback
@@ -151,6 +152,7 @@ def run_training(
     # copies no thread, and locks that one holds would stay locked.
     # The lease outlives that process, which may be publishing a checkpoint.
     with (
+        ending_with_launcher(place.rank),
         leasing(options.save, steal=options.steal_save) as lease,
         in_background(place, wanted=forks) as background,
         prepared(parsed, place, needs_data=needs_data) as (ready, mesh),

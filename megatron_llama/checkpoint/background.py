@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.checkpoint_dir import Retention
@@ -172,7 +172,8 @@ class BackgroundSaver:
         error = CheckpointError(where, got=got, expected="its part of the checkpoint", do=do)
         # Rank 0's process must not wait for what this rank will never write.
         if self._place.world_size > 1 and self._place.rank:
-            _answer(connect(self._place, self._room), task, self._place.rank, error)
+            with suppress(DistError):  # the store went with its host, and nobody waits
+                _answer(connect(self._place, self._room), task, self._place.rank, error)
         return SaveOutcome(task.target, error)
 
     def close(self) -> None:

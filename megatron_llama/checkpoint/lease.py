@@ -84,9 +84,8 @@ class Holder:
 
     def content(self, renewals: int) -> bytes:
         """The content of its file. Its length does not depend on the count."""
-        values = {**asdict(self), "renewals": None}
-        text = json.dumps(values, indent=1)
-        return text.replace("null", f"{renewals:>{COUNT_DIGITS}}").encode() + b"\n"
+        text = json.dumps(asdict(self), indent=1).removesuffix("\n}")
+        return f'{text},\n "renewals": {renewals:>{COUNT_DIGITS}}\n}}\n'.encode()
 
     @staticmethod
     def read(content: bytes) -> Holder | None:
@@ -109,8 +108,7 @@ def _this_holder() -> Holder:
     words = " ".join(map(shlex.quote, sys.argv))
     command = words if len(words) <= COMMAND_CHARACTERS else words[:COMMAND_CHARACTERS] + " ..."
     since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    # The word "null" stands for the count in ``content``: a command may have it, too.
-    return Holder(uuid4().hex, this_process(), job_name(), command.replace("null", "nul"), since)
+    return Holder(uuid4().hex, this_process(), job_name(), command, since)
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,23 @@ when a shell stands between launcher and rank.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from megatron_llama.distributed.launcher import launching_processes
 
 POLL_SECONDS = 1.0
+PATIENCE_SECONDS = 2.5
+"""How long a process waits for what it tells others before it ends."""
 
 
 @contextmanager
-def following_launcher(end: Callable[[str], None]) -> Iterator[None]:
+def following_launcher(end: Callable[[str], None], *, patience: float = 0.0) -> Iterator[None]:
     """A section that calls ``end``, in a thread, if the launcher of this process is gone, with
-    words that say so."""
+    words that say so. ``patience``: seconds that it waits before, for one that began later."""
     depends_on = launching_processes()
     if not depends_on:
         yield
@@ -31,9 +35,8 @@ def following_launcher(end: Callable[[str], None]) -> Iterator[None]:
     def follow() -> None:
         while not over.wait(POLL_SECONDS):
             gone = [process for process in depends_on if not process.state]
-            if gone:
+            if gone and not over.wait(patience):
                 end(f"its launcher ({gone[0]}) is gone")
-                return
 
     thread = threading.Thread(target=follow, name="launcher", daemon=True)
     thread.start()
@@ -41,3 +44,17 @@ def following_launcher(end: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+@contextmanager
+def ending_with_launcher(rank: int) -> Iterator[None]:
+    """A section in which this process ends when its launcher is gone, also where nothing watches
+    it: before it meets others, and while it leaves them."""
+
+    def end(why: str) -> None:
+        with suppress(OSError):  # the launcher may have been the reader of this pipe
+            print(f"rank {rank} was ended: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    with following_launcher(end, patience=PATIENCE_SECONDS):
+        yield
