@@ -152,19 +152,20 @@ def run_training(
     # copies no thread, and locks that one holds would stay locked.
     # The lease outlives that process, which may be publishing a checkpoint.
     with (
-        ending_with_launcher(place.rank),
+        ending_with_launcher(place.rank) as follower,
         leasing(options.save, steal=options.steal_save) as lease,
         in_background(place, wanted=forks) as background,
-        prepared(parsed, place, needs_data=needs_data) as (ready, mesh),
     ):
-        # Before it is looked up what the run goes on from: another one may have been saving.
-        lease.take(mesh.world)
-        for line in lease.notes:
-            print(f" {line}", flush=True)
-        inputs = open_inputs(parsed, ready, mesh.world)
-        if complete is not None:
-            inputs = complete(inputs, mesh)
-        return run_steps(inputs, mesh, background=background, lease=lease, callbacks=callbacks)
+        follower.begin()
+        with prepared(parsed, place, needs_data=needs_data) as (ready, mesh):
+            # Before it is looked up what the run goes on from: another one may have been saving.
+            lease.take(mesh.world)
+            for line in lease.notes:
+                print(f" {line}", flush=True)
+            inputs = open_inputs(parsed, ready, mesh.world)
+            if complete is not None:
+                inputs = complete(inputs, mesh)
+            return run_steps(inputs, mesh, background=background, lease=lease, callbacks=callbacks)
 
 
 def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:

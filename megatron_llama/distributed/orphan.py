@@ -22,39 +22,58 @@ PATIENCE_SECONDS = 2.5
 """How long a process waits for what it tells others before it ends."""
 
 
+class LauncherFollower:
+    """Calls ``end``, in a thread, if the launcher of this process is gone, with words that say so;
+    between ``begin`` and ``stop``."""
+
+    def __init__(self, end: Callable[[str], None], *, patience: float = 0.0) -> None:
+        """It is made while the launcher surely runs. ``patience``: seconds before it calls, for
+        another one that has more to say."""
+        self._end = end
+        self._patience = patience
+        self._depends_on = launching_processes()
+        self._over = threading.Event()
+
+    def begin(self) -> None:
+        """Start the thread, if a launcher owns this process."""
+        if self._depends_on:
+            threading.Thread(target=self._follow, name="launcher", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def _follow(self) -> None:
+        while not self._over.wait(POLL_SECONDS):
+            gone = [process for process in self._depends_on if not process.state]
+            if gone and not self._over.wait(self._patience):
+                self._end(f"its launcher ({gone[0]}) is gone")
+
+
 @contextmanager
-def following_launcher(end: Callable[[str], None], *, patience: float = 0.0) -> Iterator[None]:
-    """A section that calls ``end``, in a thread, if the launcher of this process is gone, with
-    words that say so. ``patience``: seconds that it waits before, for one that began later."""
-    depends_on = launching_processes()
-    if not depends_on:
-        yield
-        return
-    over = threading.Event()
-
-    def follow() -> None:
-        while not over.wait(POLL_SECONDS):
-            gone = [process for process in depends_on if not process.state]
-            if gone and not over.wait(patience):
-                end(f"its launcher ({gone[0]}) is gone")
-
-    thread = threading.Thread(target=follow, name="launcher", daemon=True)
-    thread.start()
+def following_launcher(end: Callable[[str], None]) -> Iterator[None]:
+    """A section that calls ``end``, in a thread, if the launcher of this process is gone."""
+    follower = LauncherFollower(end)
+    follower.begin()
     try:
         yield
     finally:
-        over.set()
+        follower.stop()
 
 
 @contextmanager
-def ending_with_launcher(rank: int) -> Iterator[None]:
+def ending_with_launcher(rank: int) -> Iterator[LauncherFollower]:
     """A section in which this process ends when its launcher is gone, also where nothing watches
-    it: before it meets others, and while it leaves them."""
+    it: before it meets others, and while it leaves them. It holds from ``begin`` on, which is
+    called when this process has forked what it forks: a fork copies no thread."""
 
     def end(why: str) -> None:
         with suppress(OSError):  # the launcher may have been the reader of this pipe
             print(f"rank {rank} was ended: {why}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    with following_launcher(end, patience=PATIENCE_SECONDS):
-        yield
+    follower = LauncherFollower(end, patience=PATIENCE_SECONDS)
+    try:
+        yield follower
+    finally:
+        follower.stop()
