@@ -46,6 +46,10 @@ class CheckpointError(UserError):
     """A checkpoint or a HuggingFace folder is missing, damaged, or belongs to another model."""
 
 
+class LeaseError(CheckpointError):
+    """Another run writes into the folder of this run's checkpoints, or has taken it over."""
+
+
 class ClusterError(UserError):
     """Processes, devices or the network do not fit what was asked for."""
 

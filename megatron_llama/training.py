@@ -11,6 +11,7 @@ from pathlib import Path
 from signal import Signals
 
 from megatron_llama.checkpoint.background import BackgroundSaver
+from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
@@ -128,13 +129,15 @@ def train(
     mesh: Mesh,
     *,
     background: BackgroundSaver | None = None,
+    lease: Lease | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
     """Train until ``train_iters``, until the samples of --epochs are used up, or until some rank
     is asked to stop. Everything is saved when it returns. Collective.
 
-    ``background``, if given, writes the checkpoints while training goes on. ``callbacks`` are
-    called on this rank. Raises UserError, the same on every rank, and what a callback raises."""
+    ``background``, if given, writes the checkpoints while training goes on. ``lease``, if given,
+    has been taken: it keeps other runs out of --save. ``callbacks`` are called on this rank. Raises
+    UserError, the same on every rank, and what a callback raises."""
     started = time.monotonic()
     config = inputs.config
     with raise_on_all_ranks(mesh.world):
@@ -189,9 +192,12 @@ def train(
             background,
             inputs.identity,
             inputs.carried,
+            lease,
             begins_finite=not not_finite,
         )
         log = stack.enter_context(open_log(config, mesh, state))
+        if lease is not None:
+            lease.when_lost = log.abandon
         facts = run_facts(inputs, mesh)
         log.event(START, reached=log.reached, trackers=log.tracked, **facts)
         warn_of_start(not_finite, config, log)

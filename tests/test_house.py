@@ -175,9 +175,9 @@ def test_only_the_device_module_names_an_accelerator() -> None:
 
 def test_threads_are_started_by_the_device_module() -> None:
     """A thread begins on device 0, whatever the device of its rank: ``start_thread`` and ``thread_pool`` in ``distributed/device.py`` choose
-    the rank's. Two files touch no device, and need not load that module: the watch, whose threads have to work while a device hangs, and
-    ``preprocess``, whose processes have no torch."""
-    deviceless = {"distributed/comm/watch.py", "data/workers.py"}
+    the rank's. Three files touch no device, and need not load that module: the watch and what follows the launcher, whose threads have to
+    work while a device hangs, and ``preprocess``, whose processes have no torch."""
+    deviceless = {"distributed/comm/watch.py", "distributed/orphan.py", "data/workers.py"}
     starters = ("Thread", "Timer", "ThreadPoolExecutor", "ThreadPool", "start_new_thread")
     found = []
     for path in FILES:

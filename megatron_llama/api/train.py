@@ -18,6 +18,7 @@ from megatron_llama.api.common.options import Options, read_options
 from megatron_llama.api.common.startup import OpenInputs, Ready, start_up
 from megatron_llama.api.common.watched import watched
 from megatron_llama.checkpoint.background import in_background
+from megatron_llama.checkpoint.lease import leasing
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
@@ -26,6 +27,7 @@ from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.watch import Watch
 from megatron_llama.distributed.launcher import Place, fix_sums
 from megatron_llama.distributed.mesh import Axis, Mesh, init_mesh, placement_warnings, this_place
+from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.errors import ConfigError
 from megatron_llama.loop.callbacks import Callback
@@ -148,12 +150,22 @@ def run_training(
         )
     # --async-save forks a process here, before the process group and its threads exist: a fork
     # copies no thread, and locks that one holds would stay locked.
-    saving = in_background(place, wanted=forks)
-    with saving as background, prepared(parsed, place, needs_data=needs_data) as (ready, mesh):
-        inputs = open_inputs(parsed, ready, mesh.world)
-        if complete is not None:
-            inputs = complete(inputs, mesh)
-        return run_steps(inputs, mesh, background=background, callbacks=callbacks)
+    # The lease outlives that process, which may be publishing a checkpoint.
+    with (
+        ending_with_launcher(place.rank) as follower,
+        leasing(options.save, steal=options.steal_save) as lease,
+        in_background(place, wanted=forks) as background,
+    ):
+        follower.begin()
+        with prepared(parsed, place, needs_data=needs_data) as (ready, mesh):
+            # Before it is looked up what the run goes on from: another one may have been saving.
+            lease.take(mesh.world)
+            for line in lease.notes:
+                print(f" {line}", flush=True)
+            inputs = open_inputs(parsed, ready, mesh.world)
+            if complete is not None:
+                inputs = complete(inputs, mesh)
+            return run_steps(inputs, mesh, background=background, lease=lease, callbacks=callbacks)
 
 
 def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.checkpoint_dir import Retention
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.finite import NotFinite
 from megatron_llama.checkpoint.folders import discard, staging
+from megatron_llama.checkpoint.lease import Held, still_held
 from megatron_llama.checkpoint.native import RankSavePlan, finish
 from megatron_llama.checkpoint.storage import WrittenParts, write_parts
 from megatron_llama.distributed import device as devices
@@ -79,6 +80,7 @@ class SaveTask:
     keep: Retention
     publishes_not_finite: bool
     """Whether it becomes that, too, if some of its values are not finite."""
+    held: Held | None
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,13 @@ class BackgroundSaver:
         target: Path,
         meta: bytes,
         keep: Retention,
+        held: Held | None = None,
         *,
         publishes_not_finite: bool = True,
     ) -> None:
         """Copy the parts, and have them written into the staged folder of ``target``. The plan is
-        the same every time, and ``full`` is false. ``publishes_not_finite``: see ``SaveTask``.
+        the same every time, and ``full`` is false. ``held`` is the run's lease on the folder;
+        ``publishes_not_finite``: see ``SaveTask``.
 
         The copies are complete on return: then training may change the tensors."""
         assert not self.full, "collect an outcome first"
@@ -146,7 +150,7 @@ class BackgroundSaver:
                 self._buffers.pin(device)
         slot = next(slot for slot in range(SLOTS) if slot not in {task.slot for task in self._open})
         self._buffers.fill(slot, plan.parts)
-        task = SaveTask(self._started, slot, target, meta, keep, publishes_not_finite)
+        task = SaveTask(self._started, slot, target, meta, keep, publishes_not_finite, held)
         self._started += 1
         self._open.append(task)
         self._send(task)
@@ -177,7 +181,8 @@ class BackgroundSaver:
         error = CheckpointError(where, got=got, expected="its part of the checkpoint", do=do)
         # Rank 0's process must not wait for what this rank will never write.
         if self._place.world_size > 1 and self._place.rank:
-            _answer(connect(self._place, self._room), task, self._place.rank, error)
+            with suppress(DistError):  # the store went with its host, and nobody waits
+                _answer(connect(self._place, self._room), task, self._place.rank, error)
         return SaveOutcome(task.target, error)
 
     def close(self) -> None:
@@ -300,7 +305,7 @@ class _Writer:
             (rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)
         ]
         if failed:
-            discard(task.target)
+            _discard(task)
             first = failed[0][1]
             error = first if len(answers) == 1 else common_error(failed, len(answers))
             return SaveOutcome(task.target, cast(CheckpointError, error))
@@ -314,14 +319,15 @@ class _Writer:
                 written,
                 task.meta,
                 task.keep,
+                task.held,
                 publishes_not_finite=task.publishes_not_finite,
             )
         )
         if isinstance(saved, CheckpointError):
-            discard(task.target)
+            _discard(task)
             return SaveOutcome(task.target, saved)
         if not saved.published:
-            discard(task.target)
+            _discard(task)
         return SaveOutcome(task.target, not_finite=saved.not_finite)
 
     def _connected(self) -> Store:
@@ -341,6 +347,12 @@ class _Writer:
                 continue  # the store's timeout: a large part on a slow disk takes longer
             store.delete_key(key)
             return answer
+
+
+def _discard(task: SaveTask) -> None:
+    # What is staged under this name may be another run's by now.
+    if still_held(task.held):
+        discard(task.target)
 
 
 def _caught(work: Callable[[], T]) -> T | CheckpointError:

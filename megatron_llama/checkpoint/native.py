@@ -44,6 +44,7 @@ from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, merge_not_finite
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
+from megatron_llama.checkpoint.lease import Held, still_held
 from megatron_llama.checkpoint.meta import (
     META,
     CheckpointMeta,
@@ -138,6 +139,7 @@ def save(
     *,
     validation_loss: float | None = None,
     keep: Retention | None = None,
+    held: Held | None = None,
 ) -> Path:
     """Write ``folder/iter_NNNNNNN``, point the tracker at it, and return its path, whatever the
     values are. See ``save_checked``."""
@@ -150,6 +152,7 @@ def save(
         validation_loss=validation_loss,
         keep=keep,
         publishes_not_finite=True,
+        held=held,
     )
     return saved.path
 
@@ -164,6 +167,7 @@ def save_checked(
     validation_loss: float | None,
     keep: Retention | None,
     publishes_not_finite: bool,
+    held: Held | None = None,
 ) -> SavedCheckpoint:
     """Write ``folder/iter_NNNNNNN`` and point the tracker at it. Collective. All ranks return the
     same.
@@ -172,7 +176,8 @@ def save_checked(
     ``publishes_not_finite``, removed before it gets its name. A failure on any rank raises the same
     CheckpointError on all, and leaves earlier checkpoints as they were. What killed saves left
     behind is removed first. ``keep`` says which checkpoints stay; without it all stay, and no links
-    are made.
+    are made. ``held`` is the run's lease on the folder, if it has one: raises LeaseError if it is
+    lost.
     """
     target = checkpoint_path(folder, state.iteration)
     plan = plan_save(engine, mesh)
@@ -180,6 +185,8 @@ def save_checked(
     try:
         with raise_on_all_ranks(mesh.world), writing(target):
             if mesh.rank == 0:
+                if held is not None:
+                    held.require()
                 tidy(folder)
                 fresh_staging(target)
         written = None
@@ -196,10 +203,12 @@ def save_checked(
                     everybody,
                     meta,
                     keep,
+                    held,
                     publishes_not_finite=publishes_not_finite,
                 )
     finally:
-        if mesh.rank == 0:
+        # What is staged under this name now may be another run's.
+        if mesh.rank == 0 and still_held(held):
             discard(target)
     saved = broadcast_object(saved, mesh.world)
     assert saved is not None, "rank 0 has finished the save"
@@ -232,12 +241,13 @@ def finish(
     written: Sequence[WrittenParts],
     meta: bytes,
     keep: Retention | None,
+    held: Held | None = None,
     *,
     publishes_not_finite: bool,
 ) -> SavedCheckpoint:
     """Complete a checkpoint of which every rank has written its part: write index, checksums and
     ``meta.json``, give it its name, then renew the links and remove old checkpoints. Raises
-    CheckpointError.
+    CheckpointError; LeaseError where the folder is no longer this run's.
 
     If some values are not finite, ``meta.json`` says so; without ``publishes_not_finite`` the
     staged folder stays as it is, and is for the caller to remove."""
@@ -247,9 +257,13 @@ def finish(
     if not_finite:
         meta = marked_meta(meta, not_finite)
     folder = staging(target)
+    if held is not None:
+        held.require()
     sums = write_index(folder, index, written)
     with writing(folder / META):
         seal(folder, sums, META, meta)
+    if held is not None:
+        held.require()
     with writing(target):
         publish(target)
         if keep is not None:

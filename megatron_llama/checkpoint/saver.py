@@ -23,6 +23,7 @@ from megatron_llama.checkpoint.checkpoint_dir import (
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, describe_not_finite
 from megatron_llama.checkpoint.folders import fresh_staging, new_folder
+from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
@@ -73,8 +74,9 @@ class Saver:
     be used on their own.
 
     With ``background`` they are written while training goes on; without it training waits.
-    ``data`` identifies the training samples; ``carried`` is what the model came with.
-    ``begins_finite``: whether all values were finite with which the run has begun.
+    ``data`` identifies the training samples; ``carried`` is what the model came with. ``lease`` is
+    that of this run, which has been taken. ``begins_finite``: whether all values were finite with
+    which the run has begun.
 
     What a save finds that is not finite is known to rank 0 alone until the ranks have agreed on
     it, which they do in ``save`` and ``finish``; what this class answers follows from what they
@@ -91,6 +93,8 @@ class Saver:
         background: BackgroundSaver | None = None,
         data: Mapping[str, Any] | None = None,
         carried: Carried = NO_FILES,
+        lease: Lease | None = None,
+        *,
         begins_finite: bool = True,
     ) -> None:
         self._config = config
@@ -99,6 +103,8 @@ class Saver:
         self._background = background
         self._data = data
         self._carried = carried
+        self._lease = lease
+        self._held = lease.held if lease is not None else None
         options = config.checkpoint
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
@@ -165,8 +171,8 @@ class Saver:
         ``validation_loss`` is that of this iteration, if it was measured. ``last``: the run may end
         here, so it has to be known on return whether ``refusal`` keeps it from that.
 
-        Raises CheckpointError on every rank, also for an earlier save in the background. Earlier
-        checkpoints stay as they were."""
+        Raises CheckpointError on every rank, also for an earlier save in the background, and
+        LeaseError if --save has become another run's. Earlier checkpoints stay as they were."""
         if self._folder is None or state.iteration == self._saved:
             return
         state = replace(state, data=self._data, hf_config=self._carried.hf_config)
@@ -175,16 +181,22 @@ class Saver:
             if last and self._policy == ROLLBACK:
                 self.finish(log)
             return
-        saved = native.save_checked(
-            self._folder,
-            self._optimizer,
-            self._mesh,
-            state,
-            self._config,
-            validation_loss=validation_loss,
-            keep=self._keep,
-            publishes_not_finite=self._policy == WARN,
-        )
+        try:
+            saved = native.save_checked(
+                self._folder,
+                self._optimizer,
+                self._mesh,
+                state,
+                self._config,
+                validation_loss=validation_loss,
+                keep=self._keep,
+                publishes_not_finite=self._policy == WARN,
+                held=self._held,
+            )
+        except CheckpointError:  # on every rank
+            # Whoever has taken the folder removes what is staged there, under our hands.
+            self._raise_failure()
+            raise
         self._saved = state.iteration
         self._record(saved.path, saved.not_finite, log)
         if self._refused is not None:
@@ -213,7 +225,12 @@ class Saver:
                 fresh_staging(target)
         start = time.perf_counter()
         background.write(
-            self._plan, target, meta, self._keep, publishes_not_finite=self._policy == WARN
+            self._plan,
+            target,
+            meta,
+            self._keep,
+            self._held,
+            publishes_not_finite=self._policy == WARN,
         )
         waited = f"{(time.perf_counter() - start) * 1e3:.0f} ms"
         log.say(f" saving {target} in the background; training waited {waited} for the copy")
@@ -227,11 +244,13 @@ class Saver:
         return written
 
     def failed(self, log: MetricLog) -> bool:
-        """Log the saves that have ended meanwhile, and return whether one has failed. Then this
-        rank should ask for a stop, and ``finish`` raises."""
+        """Log the saves that have ended meanwhile, and return whether one has failed, or no other
+        one can succeed. Then this rank should ask for a stop, and ``finish`` raises."""
         if self._background is not None:
             self._collect(self._background, log, 0.0)
-        return self._error is not None or (self._refused is not None and self._policy == STOP)
+        lost = self._lease is not None and self._lease.is_lost
+        refused = self._refused is not None and self._policy == STOP
+        return lost or refused or self._error is not None
 
     @property
     def found_refusal(self) -> bool:
@@ -268,7 +287,7 @@ class Saver:
     def _agree(self) -> None:
         """Bring what rank 0 knows to all ranks. Collective. Raises CheckpointError on every rank,
         for a save that has failed, and for values that are not finite where the run is to stop."""
-        raise_error_on_all_ranks(self._error, self._mesh.world)
+        self._raise_failure()
         self._good, self._refused = broadcast_object((self._good, self._refused), self._mesh.world)
         self._agreed = self._refused
         if self._agreed is None:
@@ -277,6 +296,17 @@ class Saver:
             # All ranks say the same, so none is named as the one that has failed.
             raise_error_on_all_ranks(self._agreed.error(), self._mesh.world)
         self._saved = self._good
+
+    def _raise_failure(self) -> None:
+        """Raise what has gone wrong with saving, the same on every rank. Collective."""
+        error = self._error
+        if self._lease is not None:
+            try:
+                self._lease.require()
+            except CheckpointError as found:
+                # That the folder is another's is why a save has failed, if one has.
+                error = found
+        raise_error_on_all_ranks(error, self._mesh.world)
 
     def _collect_while(
         self, waits: Callable[[], bool], background: BackgroundSaver, log: MetricLog

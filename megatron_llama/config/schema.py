@@ -515,6 +515,9 @@ class CheckpointConfig:
     save: str | None = None
     """Folder for checkpoints (`iter_0000100/`), `latest_checkpointed_iteration.txt` and
     `log.jsonl`."""
+    steal_save: bool = False
+    """Take --save over from a run that writes there: that run ends with an error, and saves no
+    more. Without it a start beside such a run is refused."""
     save_interval: int = 0
     """Save every so many iterations. 0: once, at the end. SIGUSR1, or a file named `save-now` in
     the folder, saves at once."""

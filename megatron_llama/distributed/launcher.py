@@ -13,6 +13,13 @@ from dataclasses import dataclass
 
 from megatron_llama.config.fields import shown
 from megatron_llama.config.limits import LARGEST_RANKS
+from megatron_llama.distributed.processes import (
+    Process,
+    first_environment,
+    parent_of,
+    process_of,
+    program_of,
+)
 from megatron_llama.errors import ClusterError, ConfigError, describe
 
 LARGEST_PORT = 65535
@@ -20,6 +27,9 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 LARGEST_STEP = 0xFFFFFFF0
 """Slurm numbers the steps that srun starts from 0. Larger numbers are the batch script itself, the
 shell of salloc, and what Slurm runs beside them."""
+_OF_ONE_RANK = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK")
+"""What torchrun gives to a rank, and the rank to what it starts, and torchrun does not have."""
+_SLURM = "slurmstepd"
 MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -150,6 +160,35 @@ def launched_rank() -> str:
 def is_launched() -> bool:
     """Whether torchrun or srun has started this process, and ends it when another one has ended."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def launching_processes(environ: Mapping[str, str] | None = None) -> tuple[Process, ...]:
+    """The processes on which this one depends: its parents up to the launcher, which is the last.
+    None if no launcher owns this process, or where /proc is missing."""
+    env = os.environ if environ is None else environ
+    parent = process_of(os.getppid())
+    if parent is None:
+        return ()
+    if "TORCHELASTIC_RUN_ID" not in env:
+        owned = _in_slurm_step(env) and program_of(parent.pid) == _SLURM
+        return (parent,) if owned else ()
+    own = {name: env.get(name) for name in _OF_ONE_RANK}
+    chain = [parent]
+    # A script that has started this process was started with the same variables.
+    while all(first_environment(chain[-1].pid).get(name) == own[name] for name in own):
+        parent = process_of(parent_of(chain[-1].pid))
+        if parent is None:
+            break
+        chain.append(parent)
+    return tuple(chain)
+
+
+def job_name() -> str:
+    """The job as its launcher calls it, for people; empty for a process that none has started."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if "SLURM_JOB_ID" in os.environ:
+        return f"Slurm job {os.environ['SLURM_JOB_ID']}"
+    return f"torchrun's {run}" if run != "none" else ""  # none: its default
 
 
 def start_of_processes() -> list[str]:

@@ -309,6 +309,7 @@ class MetricLog:
         self._line = line
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
+        self._abandoned = False
         self._events = EventFile(folder) if prints and folder is not None else None
         self.reached = 0
         """The last iteration of which the file had a line when it was opened: what an interrupted
@@ -342,9 +343,8 @@ class MetricLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self._events is not None:
-            words = str(error) or type(error).__name__
-            self._events.tell(END, error=words)
+        if error is not None:
+            self.tell(END, error=str(error) or type(error).__name__)
         self.close()
 
     def close(self) -> None:
@@ -378,9 +378,17 @@ class MetricLog:
         }
         self._file = path.open("a", encoding="utf-8")
 
+    def abandon(self, words: str) -> None:
+        """Write nothing more into the folder, which has become another run's, but why this process
+        ends, in ``words`` unless they are empty. Any thread may call it."""
+        self._abandoned = True
+        if words:
+            self.tell(END, error=words)
+        self._events = None
+
     def rewind(self, iteration: int) -> None:
         """The run has returned to ``iteration``: later lines leave the file, not the terminal."""
-        if self._file is not None:
+        if self._file is not None and not self._abandoned:
             self._file.close()
             self._open(Path(self._file.name), iteration)
         self.event(REWIND, iteration=iteration, reached=self.reached)
@@ -393,13 +401,15 @@ class MetricLog:
     def event(self, what: str, **details: Any) -> None:
         """Append what has happened to the run to ``events.jsonl``, of which nothing is ever taken
         back. Raises CheckpointError."""
-        if self._events is not None:
-            self._events.append(what, **details)
+        events = self._events
+        if events is not None:
+            events.append(what, **details)
 
     def tell(self, what: str, **details: Any) -> None:
         """As ``event``, from any thread and whatever happens: what cannot be written is lost."""
-        if self._events is not None:
-            self._events.tell(what, **details)
+        events = self._events
+        if events is not None:
+            events.tell(what, **details)
 
     def advance(self) -> None:
         """Move the progress bar by one optimizer step."""
@@ -468,7 +478,7 @@ class MetricLog:
                 where = f"{key} at iteration {entry['iteration']}"
                 do = "lower --lr or look at the data of this step"
                 raise TrainingError(where, got=value, expected="a finite number", do=do)
-        if self._file is not None:
+        if self._file is not None and not self._abandoned:
             try:
                 self._file.write(json.dumps(entry) + "\n")
                 self._file.flush()

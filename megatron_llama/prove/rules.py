@@ -141,8 +141,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("load", "finetune", "load_optim", "init_from_hf"), _START),
         **dict.fromkeys(("ignore_hf_config_fields", "resize_embeddings"), _START),
-        **dict.fromkeys(("save", "save_interval", "save_first_step", "save_retain"), _PATHS),
-        **dict.fromkeys(("save_retain_interval", "on_bad_checkpoint", "export_hf"), _PATHS),
+        **dict.fromkeys(("save", "steal_save", "save_interval", "save_first_step"), _PATHS),
+        **dict.fromkeys(
+            ("save_retain", "save_retain_interval", "on_bad_checkpoint", "export_hf"), _PATHS
+        ),
         **dict.fromkeys(
             ("optimizer", "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr"),
             "prove holds updates against AdamW's",

@@ -58,7 +58,7 @@ NAMES = """
     rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask
     reset_position_ids resize_embeddings rms_norm_eps rope_local_base_freq rope_scaling rope_theta
     sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length
-    sequence_parallel sliding_window speculation_bytes split stream_key stream_lanes stream_window stream_workers
+    sequence_parallel sliding_window speculation_bytes split steal_save stream_key stream_lanes stream_window stream_workers
     tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type trackio_project train_iters
     train_pad_embedding train_samples
     virtual_pipeline_model_parallel_size vocab_size

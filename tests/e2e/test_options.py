@@ -70,6 +70,7 @@ ELSEWHERE: Mapping[str, str] = {
     "eod_mask_loss": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
     "save": "e2e/test_resume.py::test_resuming_changes_no_bit",
     "load": "e2e/test_resume.py::test_resuming_changes_no_bit",
+    "steal_save": "e2e/test_lease.py::test_a_second_start_is_refused_and_one_that_steals_ends_the_first",
     "save_first_step": "e2e/test_saving.py::test_which_checkpoints_stay",
     "save_retain": "e2e/test_saving.py::test_which_checkpoints_stay",
     "save_retain_interval": "e2e/test_saving.py::test_which_checkpoints_stay",

@@ -9,6 +9,7 @@ backend's timeout. So it matters how a rank has come to its end.
 - A message that fails, or comes late, because another rank is gone or stuck: the error names that
   rank; the alarm is set; the process group is aborted.
 - Control-C: the process group is aborted, and the others find out.
+- The launcher is gone: the rank ends at once, whatever it is doing.
 
 torchrun sends SIGTERM to all ranks of a machine as soon as one of them has ended. What a rank has
 to say comes first.
@@ -50,24 +51,34 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
     error that no user should see is printed, if there are other processes, and has a note that says
     so (``PRINTED``)."""
     from megatron_llama.distributed.comm.watch import Watch
-    from megatron_llama.distributed.mesh import leave_group, present_groups
+    from megatron_llama.distributed.orphan import following_launcher
     from megatron_llama.distributed.recorder import Recorder
 
     watch = Watch(place, Recorder(), timeout)
-    if place.world_size == 1:
-        yield watch
-        return
+    with following_launcher(watch.end_alone):
+        if place.world_size == 1:
+            yield watch
+        else:
+            with _among_others(watch, place, timeout):
+                yield watch
+
+
+@contextmanager
+def _among_others(watch: Watch, place: Place, timeout: float) -> Iterator[None]:
+    """``watched``, where there are other processes."""
+    from megatron_llama.distributed.mesh import leave_group, present_groups
+
     kept = present_groups() if place.joined else ()
     together = False
     try:
-        yield watch
+        yield
         together = True
     except UserError as error:
         together = error.everywhere
         print_error(error)
         if not together:
             with _last_words():
-                watch.diagnose()
+                watch.end_silent(watch.diagnose())
         raise
     except Exception as error:
         alone = _is_of_this_rank(error)
@@ -79,6 +90,7 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
             if blamed is not None and not alone:
                 print_error(blamed)
                 watch.recorder.tell(str(blamed))
+            watch.end_silent(found)
         if blamed is not None and not alone:
             raise blamed from error
         if place.joined and not alone:

@@ -13,6 +13,9 @@ launches is full, and then waits there without a word. So a rank is stuck, too, 
 it inside of a step for as long as the timeout. What takes its time outside of steps (weights that
 are loaded, saves, exports, the first reading of data) is never stuck by that, and neither is what a
 rank does for the first time, when kernels are compiled: one of the ranks then says where it is.
+
+A rank that was stopped (SIGSTOP) hears no SIGTERM either, and its launcher would wait for it. When
+the run ends because of it, the other ranks of its machine kill it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -34,6 +38,7 @@ from megatron_llama.distributed.comm.store import connect
 from megatron_llama.distributed.flight_recorder import GroupNotes
 from megatron_llama.distributed.hang_report import grouped, hang_report, named, waiting
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.processes import STOPPED, TRACED, Process, this_process
 from megatron_llama.distributed.recorder import Recorder
 
 POLL_SECONDS = 1.0
@@ -46,6 +51,8 @@ LEAVE_SECONDS = 10.0
 long rank 0, at its end, waits for the others to come to theirs."""
 READ_SECONDS = 2.0
 """How long the flight recorder may take, so that its notes are there when the answers are read."""
+LAST_SECONDS = 2.0
+"""How long a rank without a launcher tells others why it ends. Nothing else is to keep it."""
 ASK_SECONDS = 0.01
 STDERR = 2
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
@@ -165,6 +172,7 @@ class Watch:
         self._store: Store | None = None
         self._hosted: Store | None = None
         self._threads: list[threading.Thread] = []
+        self._siblings: dict[int, Process] = {}
 
     def keep(self, store: Store) -> None:
         """Keep the job's store open until the watch is over. The process group, which uses it too,
@@ -179,6 +187,7 @@ class Watch:
         self._store = connect(self._place, f"{attempt}/watch")
         thread_store = connect(self._place, f"{attempt}/watch")
         self._standstill = Standstill(self.recorder)
+        self._store.set(_process(self._place.rank), json.dumps(asdict(this_process())))
         self._post(self._store)
         self._threads = [
             threading.Thread(target=self._run, args=(thread_store,), name="watch", daemon=True),
@@ -255,6 +264,7 @@ class Watch:
         while not self._over.wait(POLL_SECONDS):
             try:
                 self._post(store)
+                self._learn_siblings(store)
                 if self._stuck_for() > self._timeout:
                     store.compare_set(ALARM, "", f"{STUCK} {self._place.rank}")
                 else:
@@ -296,9 +306,55 @@ class Watch:
         )
         print(words, file=sys.stderr, flush=True)
         self.recorder.tell(words)
+        self.end_silent(found, asked=store is not None)
         if store is not None and found.stuck and self._place.rank == 0:
             self._linger(store, found.silent)
         os._exit(1)
+
+    def end_alone(self, why: str) -> None:
+        """End this process at once. The others are told, if they can be, as of a rank that is
+        dead."""
+        rank = self._place.rank
+
+        def tell() -> None:
+            words = f"rank {rank} was ended: {why}; it was in {hang_report(self.recorder)}"
+            with suppress(OSError):  # the launcher may have been the reader of this pipe
+                print(words, file=sys.stderr, flush=True)
+            if self._store is not None:
+                with suppress(RuntimeError):  # the launcher may have been the host of the store
+                    self._store.compare_set(ALARM, "", f"{FAILED} {rank}")
+            self.recorder.tell(words)
+
+        telling = threading.Thread(target=tell, name="last words", daemon=True)
+        telling.start()
+        telling.join(LAST_SECONDS)
+        os._exit(1)
+
+    def end_silent(self, found: Diagnosis | None, *, asked: bool = True) -> None:
+        """Kill those ranks of this machine that have not answered and would keep their launcher
+        from ending: when the run ends because of them, or they are stopped. One that a debugger
+        holds stays. ``asked``: they could have answered."""
+        if found is None:
+            return
+        for rank in found.silent:
+            process = self._siblings.get(rank)
+            if process is None or not process.visible:
+                continue
+            to_blame = asked and found.stuck and process.state not in ("", TRACED)
+            if (to_blame or process.state == STOPPED) and process.kill():
+                words = f"rank {rank} ({process}) did not answer, and was killed"
+                print(words, file=sys.stderr, flush=True)
+
+    def _learn_siblings(self, store: Store) -> None:
+        """Find out which processes the other ranks of this machine are, while they can say so."""
+        first = self._place.rank - self._place.local_rank
+        ranks = range(first, min(first + self._place.local_world_size, self._place.world_size))
+        missing = [r for r in ranks if r != self._place.rank and r not in self._siblings]
+        keys = [_process(rank) for rank in missing]
+        if first < 0 or not keys or not store.check(keys):
+            return
+        for rank, text in zip(missing, store.multi_get(keys), strict=True):
+            self._siblings[rank] = Process(**json.loads(text))
 
     def _hear_answers(self, store: Store) -> Diagnosis:
         """Wait until all ranks have answered the alarm, or the time to answer is over."""
@@ -445,6 +501,10 @@ def _left(rank: int) -> str:
 
 def _flight(rank: int) -> str:
     return f"flight/{rank}"
+
+
+def _process(rank: int) -> str:
+    return f"process/{rank}"
 
 
 def _where(rank: int) -> str:

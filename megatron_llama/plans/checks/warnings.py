@@ -79,6 +79,8 @@ def warnings_of(config: Config) -> Iterator[str]:
         )
     if config.log.sample_prompt and config.log.sample_interval == 0:
         yield "--sample-prompt without --sample-interval: nothing is written"
+    if config.checkpoint.steal_save and config.checkpoint.save is None:
+        yield "--steal-save without --save: there is nothing to take over"
     if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
         yield (
             f"--save-interval {config.checkpoint.save_interval} without --save: nothing will "

@@ -1,0 +1,437 @@
+"""The lease of a run on its folder of checkpoints: two runs that write into one folder destroy each
+other's files, and neither sees why.
+
+SAVE/lease.1.json      who writes here; gone when the run has ended
+
+The highest number counts. Whoever takes the folder writes the next number, and no file that exists:
+the file system lets one of several do that. So nobody overwrites what he has not seen, and a run
+that was stopped for hours finds on its return that the folder is another's.
+
+- A holder on the same machine is looked up: it runs or it does not, and nobody waits.
+- Of one elsewhere (another machine, another container) only the file is seen. A thread of the
+  holder rewrites a count in it; if the count stands still for a period, the holder is gone. Clocks
+  of two machines are never compared.
+- A run that has lost its lease writes nothing more. It removes its own file, which tells the other
+  one so.
+
+An object store has no "unless it exists": the file is written and read back a moment later. Two
+starts within that moment may both go on, until the first renewal of the one whose file is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from uuid import uuid4
+
+from megatron_llama.checkpoint.failures import require_writable, writing
+from megatron_llama.checkpoint.folders import write_synced
+from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
+from megatron_llama.distributed.comm.object_collectives import (
+    MEETING_SECONDS,
+    broadcast_object,
+    on_rank0,
+)
+from megatron_llama.distributed.device import start_thread
+from megatron_llama.distributed.launcher import job_name
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.processes import Process, this_process
+from megatron_llama.errors import LeaseError
+
+PATTERN = re.compile(r"lease\.(\d+)\.json")
+DRAFT = ".draft"
+RENEW_SECONDS = 3.0
+PERIOD_SECONDS = 15.0
+"""For so long the count of a holder that cannot be looked up has to stand still before it counts as
+gone: several renewals, of a thread and a network file system that may be slow."""
+STORE_RENEW_SECONDS, STORE_PERIOD_SECONDS = 20.0, 90.0
+"""The same in an object store, where each renewal is a request that costs something."""
+SETTLE_SECONDS = 1.0
+"""After so long a file in an object store is read back."""
+COUNT_DIGITS = 12
+COMMAND_CHARACTERS = 200
+NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has taken a folder."""
+
+    id: str
+    """Drawn at random when it was taken."""
+    process: Process
+    """Rank 0 of the run."""
+    job: str
+    """The launcher's name of the job, or empty."""
+    command: str
+    since: str
+    """By the clock of its machine; for people."""
+
+    def __str__(self) -> str:
+        job = f", {self.job}" if self.job else ""
+        return f"{self.process}, since {self.since}{job}"
+
+    def content(self, renewals: int) -> bytes:
+        """The content of its file. Its length does not depend on the count."""
+        text = json.dumps(asdict(self), indent=1).removesuffix("\n}")
+        return f'{text},\n "renewals": {renewals:>{COUNT_DIGITS}}\n}}\n'.encode()
+
+    @staticmethod
+    def read(content: bytes) -> Holder | None:
+        """The holder that a file names; None if it names none."""
+        try:
+            values = json.loads(content)
+            process = Process(**values["process"])
+            text = (process.host, process.boot, process.namespace)
+            names = ("id", "job", "command", "since")
+            if not all(isinstance(value, str) for value in (*text, *map(values.get, names))):
+                return None
+            if not (type(process.pid) is int and type(process.start) is int and process.pid > 0):
+                return None
+            return Holder(process=process, **{name: values[name] for name in names})
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+def _this_holder() -> Holder:
+    words = " ".join(map(shlex.quote, sys.argv))
+    command = words if len(words) <= COMMAND_CHARACTERS else words[:COMMAND_CHARACTERS] + " ..."
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return Holder(uuid4().hex, this_process(), job_name(), command, since)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lease that was taken. It can be pickled, for the process that writes in the background."""
+
+    folder: Path
+    number: int
+    holder: Holder
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return _path(self.folder, self.number)
+
+    def is_valid(self) -> bool:
+        """Whether the folder is still this run's. Raises OSError."""
+        return _newest(self.folder) == self.number and self.is_own()
+
+    def require(self) -> None:
+        """Raise LeaseError if the folder is another's."""
+        with writing(self.folder):
+            if not self.is_valid():
+                raise self.lost()
+
+    def lost(self) -> LeaseError:
+        """The error of the run that had it."""
+        number = _newest(self.folder)
+        thief = Holder.read(_read(self.folder, number)) if number else None
+        got = (
+            f"taken over by {thief}, with --steal-save or because this run gave no sign"
+            if thief is not None
+            else f"no {self.path.name}: another start has taken the folder over and ended, or "
+            "somebody has removed the file"
+        )
+        return LeaseError(
+            f"--save {self.folder}",
+            got=got,
+            expected="this run alone to write there",
+            do="nothing that it has saved is lost: the other run may go on from there; give this "
+            "one another --save",
+        )
+
+    def is_own(self) -> bool:
+        """Whether its file is there, and no other start's. Raises OSError."""
+        found = Holder.read(_read(self.folder, self.number))
+        return found is not None and found.id == self.holder.id
+
+
+class Lease:
+    """A rank's part of the run's lease: rank 0 takes and renews it. It is made before the writing
+    process is forked, and released when that has ended."""
+
+    def __init__(self, save: str | None, *, steal: bool = False) -> None:
+        """``save``: None for a run that saves nothing. ``steal``: take it from a run that
+        writes."""
+        self._save = save
+        self._steal = steal
+        self._made: list[Path] = []
+        self._own: Held | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._lost = threading.Event()
+        self._losing = threading.Lock()
+        self.held: Held | None = None
+        """What was taken, the same on every rank; None before, and for a run that saves nothing."""
+        self.notes: list[str] = []
+        """What is to be said of a folder that was another's, on rank 0."""
+        self.when_lost: Callable[[str], None] = lambda words: None
+        """Called once on rank 0, in any thread, when the folder has become another's: from its
+        return on nothing is to be written there. ``words`` say that, for a last line in the
+        folder's files; they are empty where the other run no longer waits for it."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether rank 0 knows that the folder is another's; elsewhere false."""
+        return self._lost.is_set()
+
+    def take(self, world: Axis) -> None:
+        """Take the folder. Collective. Raises LeaseError on every rank while another run writes
+        there, and CheckpointError if nobody can write there."""
+        if self._save is None:
+            return
+        taking = self._taking(self._save) if world.rank == 0 else iter(())
+        # The others must not wait in a collective for as long as rank 0 watches a count.
+        while on_rank0(lambda: next(taking, None) is not None, world):
+            continue
+        self.held = broadcast_object(self._own, world)
+
+    def require(self) -> None:
+        """Raise LeaseError if the folder is another's. Called on rank 0."""
+        if self._own is None:
+            return
+        try:
+            self._own.require()
+        except LeaseError:
+            self._lose(self._own)
+            raise
+
+    def _lose(self, held: Held) -> None:
+        """Write nothing more into the folder."""
+        with self._losing:
+            if not self.is_lost:
+                with suppress(OSError):
+                    self.when_lost(str(held.lost()) if held.is_own() else "")
+                self._lost.set()
+
+    def release(self) -> None:
+        """Leave the folder to others. A folder that is empty then was made for nothing, and
+        goes."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(PERIOD_SECONDS)  # no longer: a file system may not answer
+        with suppress(OSError):
+            # Also where the folder is another's: that one may be waiting for it.
+            if self._own is not None and self._own.is_own():
+                self._own.path.unlink()
+        for folder in reversed(self._made):
+            with suppress(OSError):
+                folder.rmdir()
+
+    def _taking(self, save: str) -> Iterator[bool]:
+        """Take the folder, with a pause wherever the other ranks are to be met."""
+        folder = storage_path(save)
+        require_writable(local_folder(save) if is_remote(folder) else folder)
+        with writing(folder):
+            self._made = _make(folder)
+            period = STORE_PERIOD_SECONDS if is_remote(folder) else PERIOD_SECONDS
+            own = None
+            while own is None:
+                there = _numbers(folder)
+                before = _read(folder, max(there, default=0))
+                if before and not self._steal:
+                    yield from self._until_gone(folder, there[-1], before, period)
+                own = _take_after(folder, there)
+            # From here on it is renewed, and released, whatever happens.
+            self._own = own
+            self._thread = start_thread(self._renew, own, name="lease")
+            if before and self._steal:
+                yield from self._until_left(own, before, period)
+            _remove_others(own)
+
+    def _until_gone(
+        self, folder: Path, number: int, before: bytes, period: float
+    ) -> Iterator[bool]:
+        """Wait until it is certain that the holder is gone. Raises LeaseError if it is not."""
+        holder = Holder.read(before)
+        if holder is not None and holder.process.visible:
+            if holder.process.state:
+                raise _in_use(folder, holder)
+            return
+        whom = str(holder) if holder is not None else f"{_path(folder, number)}, which names nobody"
+        print(f" --save {folder}: held by {whom}; looking for a sign of it", flush=True)
+        deadline = time.monotonic() + period
+        while time.monotonic() < deadline:
+            time.sleep(MEETING_SECONDS)
+            yield True
+            now = _read(folder, number)
+            if not now:
+                return
+            if now != before:
+                raise _in_use(folder, Holder.read(now) or holder)
+        self.notes.append(
+            f"--save {folder}: taken over from {whom}, which gave no sign for {period:g} s"
+        )
+
+    def _until_left(self, own: Held, before: bytes, period: float) -> Iterator[bool]:
+        """Wait until the run from which the folder was taken has seen that, or is gone, so that
+        nothing of it is under way when this one begins to write."""
+        number = own.number - 1
+        holder = Holder.read(before)
+        whom = holder or f"lease {number}"
+        deadline = time.monotonic() + period
+        limit = deadline + period
+        while time.monotonic() < min(deadline, limit):
+            if holder is not None and holder.process.visible and not holder.process.state:
+                break
+            now = _read(own.folder, number)
+            if not now:
+                break
+            if now != before:
+                before = now
+                deadline = time.monotonic() + period
+            time.sleep(MEETING_SECONDS)
+            yield True
+        self.notes.append(f"--save {own.folder}: taken over from {whom} (--steal-save)")
+
+    def _renew(self, held: Held) -> None:
+        remote = is_remote(held.folder)
+        renewals = 0
+        while not self._over.wait(STORE_RENEW_SECONDS if remote else RENEW_SECONDS):
+            try:
+                if not held.is_valid():
+                    self._lose(held)
+                    # The last thing that is written: who has taken the folder waits for it.
+                    if held.is_own():
+                        held.path.unlink()
+                    return
+                renewals += 1
+                content = held.holder.content(renewals)
+                if remote:
+                    held.path.write_bytes(content)
+                else:
+                    # Not a new file under the old name, which would bring back one that was taken.
+                    with held.path.open("r+b") as file:
+                        file.write(content)
+            except OSError:
+                continue  # a file system that fails for a moment; what it means, a save will say
+
+
+@contextmanager
+def leasing(save: str | None, *, steal: bool = False) -> Iterator[Lease]:
+    """A section whose run may take the folder ``save``; at its end it is left to others."""
+    lease = Lease(save, steal=steal)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _in_use(folder: Path, holder: Holder | None) -> LeaseError:
+    return LeaseError(
+        f"--save {folder}",
+        got=f"a run that writes there ({holder or 'unknown'})",
+        expected="a folder into which no other run writes",
+        do="stop that run, give another --save, or take the folder over with --steal-save",
+    )
+
+
+def _take_after(folder: Path, judged: list[int]) -> Held | None:
+    """Take a folder behind the leases that were judged. Returns None if these are not all: another
+    start was faster, or a holder has left."""
+    if _numbers(folder) != judged:
+        return None
+    own = Held(folder, max(judged, default=0) + 1, _this_holder())
+    if not _write_new(own):
+        return None
+    if set(_numbers(folder)) <= {*judged, own.number}:
+        return own
+    # All that were judged have left since then, and another start has begun to count anew.
+    own.path.unlink(missing_ok=True)
+    return None
+
+
+def still_held(held: Held | None) -> bool:
+    """Whether a run may remove what is staged in its folder: it has no lease, or has it still."""
+    try:
+        return held is None or held.is_valid()
+    except OSError:
+        return False
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"lease.{number}.json"
+
+
+def _numbers(folder: Path) -> list[int]:
+    """The numbers of the leases in a folder, ascending."""
+    try:
+        matches = [PATTERN.fullmatch(entry.name) for entry in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _newest(folder: Path) -> int:
+    """The highest number; 0 without a lease."""
+    return max(_numbers(folder), default=0)
+
+
+def _read(folder: Path, number: int) -> bytes:
+    """The content of a lease; empty if there is none of this number."""
+    try:
+        return _path(folder, number).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and what lies above it. Returns what was not there, the topmost first."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return [] if is_remote(folder) else missing[::-1]
+
+
+def _write_new(own: Held) -> bool:
+    """Write the file of a lease unless there is one of its number. Returns whether it was
+    written."""
+    content = own.holder.content(0)
+    if is_remote(own.folder):
+        if own.path.exists():
+            return False
+        own.path.write_bytes(content)
+        time.sleep(SETTLE_SECONDS)
+        return own.is_own()
+    # A link to a file that is whole, so that nobody reads half of it.
+    draft = own.folder / f"lease.{own.holder.id}{DRAFT}"
+    try:
+        write_synced(draft, content)
+        os.link(draft, own.path)
+    except FileExistsError:
+        # A network file system may say so of a link that it has just made: its answer was lost.
+        return own.is_own()
+    except FileNotFoundError:
+        return False  # whoever was faster has removed the draft
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        try:
+            with own.path.open("xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def _remove_others(own: Held) -> None:
+    """Remove the leases before this one, and what starts that were killed have left."""
+    for entry in list(own.folder.iterdir()):
+        match = PATTERN.fullmatch(entry.name)
+        earlier = match is not None and int(match[1]) < own.number
+        if earlier or (entry.name.startswith("lease.") and entry.name.endswith(DRAFT)):
+            with suppress(FileNotFoundError):
+                entry.unlink()

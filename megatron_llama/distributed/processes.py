@@ -1,0 +1,132 @@
+"""Processes of this machine, told apart from later ones of the same number.
+
+A number alone names no process: it is given again, containers count on their own, and two machines
+may have one name. Where ``/proc`` is missing, no process but this one can be looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+ENDED = "ZXx"
+"""States of a process that runs no more, though its parent has not asked for its status yet."""
+STOPPED = "T"
+"""The state of a process that SIGSTOP has stopped."""
+TRACED = "t"
+"""The state of one that a debugger holds."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, wherever it runs."""
+
+    host: str
+    """Name of its machine, for people."""
+    boot: str
+    """Start of the machine's system, drawn at random by the kernel; empty where it is unknown."""
+    namespace: str
+    """In which its number counts: that of its container; empty where it is unknown."""
+    pid: int
+    start: int
+    """Clock ticks from the start of the system to its own."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def visible(self) -> bool:
+        """Whether this process could see it, if it ran: in the same container of the same machine,
+        since the same start of the system."""
+        return bool(self.boot and self.namespace) and (self.boot, self.namespace) == _here()
+
+    @property
+    def state(self) -> str:
+        """Its state, one letter, where it is visible; empty if it has ended."""
+        found = _stat(self.pid)
+        if found is None or found[19] != str(self.start) or found[0] in ENDED:
+            return ""
+        return found[0]
+
+    def kill(self) -> bool:
+        """Send SIGKILL to it, and to no later process of its number. Returns whether that was
+        done; it is not where the process is not visible, has ended or is another user's."""
+        if not self.visible:
+            return False
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):  # not Linux, or an old one; or it has ended
+            return False
+        try:
+            # Looked at when the descriptor is open: from here on the number cannot change hands.
+            if not self.state:
+                return False
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+
+def process_of(pid: int) -> Process | None:
+    """The process of that number in this container; None if there is none, or without /proc."""
+    found = _stat(pid)
+    if found is None:
+        return None
+    boot, namespace = _here()
+    return Process(socket.gethostname(), boot, namespace, pid, int(found[19]))
+
+
+def this_process() -> Process:
+    """This process."""
+    pid = os.getpid()
+    return process_of(pid) or Process(socket.gethostname(), "", "", pid, 0)
+
+
+def parent_of(pid: int) -> int:
+    """The number of a process's parent; 0 if that cannot be known."""
+    found = _stat(pid)
+    return int(found[1]) if found is not None else 0
+
+
+def first_environment(pid: int) -> Mapping[str, str]:
+    """The environment with which a process has begun; empty where this user must not see it."""
+    with suppress(OSError):
+        content = (PROC / str(pid) / "environ").read_bytes()
+        pairs = (entry.partition("=") for entry in os.fsdecode(content).split("\0"))
+        return {name: value for name, _, value in pairs}
+    return {}
+
+
+def program_of(pid: int) -> str:
+    """The name of the program that a process runs, at most 15 characters."""
+    try:
+        return (PROC / str(pid) / "comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _here() -> tuple[str, str]:
+    """The start of this machine's system, and the container's namespace of process numbers."""
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return boot, os.readlink(PROC / "self/ns/pid")
+    except OSError:
+        return "", ""
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What the kernel says of a process, from its state on (field 3 of proc(5)); None if there is
+    none."""
+    try:
+        # The name of the program, in brackets, may hold anything, blanks and brackets too.
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,203 @@
+"""Who writes into a folder: several starts at once, holders here, elsewhere and gone. ``tests/e2e/test_lease.py`` has whole runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from megatron_llama.checkpoint import lease as leases
+from megatron_llama.checkpoint.lease import Holder, Lease, leasing
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.processes import Process, process_of, this_process
+from megatron_llama.errors import LeaseError
+
+from tests.harness import PRELOAD
+
+WORLD = Mesh.single().world
+STARTS = 8
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def plant(folder: Path, process: Process, number: int = 1) -> Path:
+    """The lease of a process."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"lease.{number}.json"
+    path.write_bytes(Holder("theirs", process, "Slurm job 7", "pretrain", "yesterday").content(0))
+    return path
+
+
+def ended() -> Process:
+    """A process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = process_of(child.pid)
+    child.communicate()
+    assert process is not None
+    return process
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Periods of parts of a second."""
+    for name, seconds in {"RENEW_SECONDS": 0.02, "PERIOD_SECONDS": 0.5, "MEETING_SECONDS": 0.02, "STORE_PERIOD_SECONDS": 0.5}.items():
+        monkeypatch.setattr(leases, name, seconds)
+
+
+def take(folder: str, barrier: Barrier, answers: SimpleQueue[str]) -> None:
+    """What one of several starts does, and that it stays until all have seen it."""
+    with leasing(folder) as lease:
+        barrier.wait()
+        try:
+            lease.take(WORLD)
+            answers.put("taken")
+        except LeaseError as error:
+            answers.put(str(error))
+        barrier.wait()
+
+
+@pytest.mark.parametrize("before", ["nobody", "one that is gone"])
+def test_of_several_starts_at_once_exactly_one_goes_on(before: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    if before != "nobody":
+        plant(folder, ended(), 3)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "tests.checkpoint.test_lease"])
+    barrier, answers = context.Barrier(STARTS), context.SimpleQueue()
+    starts = [context.Process(target=take, args=(str(folder), barrier, answers)) for _ in range(STARTS)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    said = [answers.get() for _ in starts]
+    assert said.count("taken") == 1, said
+    assert all("got a run that writes there (process " in words for words in said if words != "taken"), said
+    assert not folder.exists() or files(folder) == []
+
+
+def test_a_holder_that_runs_here_is_named_and_one_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    plant(tmp_path, this_process())
+    with leasing(str(tmp_path)) as lease, pytest.raises(LeaseError) as caught:
+        lease.take(WORLD)
+    words = f"--save {tmp_path}: got a run that writes there ({this_process()}, since yesterday, Slurm job 7), expected a folder"
+    assert str(caught.value).startswith(words)
+    assert files(tmp_path) == ["lease.1.json"], "a start that is refused leaves the folder as it was"
+    plant(tmp_path, replace(this_process(), start=1))  # an earlier process of the same number
+    with leasing(str(tmp_path)) as lease:
+        lease.take(WORLD)
+        assert files(tmp_path) == ["lease.2.json"] and lease.notes == []
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("field", ["boot", "namespace"])
+def test_a_holder_elsewhere_is_gone_when_its_count_stands_still(field: str, hasty: None, tmp_path: Path) -> None:
+    """Though a process of its number runs here: on another machine, or in another container of this one, it means nothing."""
+    plant(tmp_path, replace(this_process(), **{field: "another"}))
+    with leasing(str(tmp_path)) as lease:
+        lease.take(WORLD)
+        assert [note.endswith(", which gave no sign for 0.5 s") for note in lease.notes] == [True]
+
+
+def test_a_holder_elsewhere_whose_count_goes_on_is_there(hasty: None, tmp_path: Path) -> None:
+    path = plant(tmp_path, replace(this_process(), boot="another"))
+    over = threading.Event()
+
+    def renew() -> None:
+        for count in range(1, 1000):
+            path.write_bytes(Holder("theirs", replace(this_process(), boot="another"), "", "", "").content(count))
+            if over.wait(0.1):
+                return
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        with leasing(str(tmp_path)) as lease, pytest.raises(LeaseError, match="got a run that writes there"):
+            lease.take(WORLD)
+    finally:
+        over.set()
+        renewing.join()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"process": {}}', b"\xff", b'{"id": 1, "process": {"host": 1}}', b"[" * 100_000])
+def test_a_lease_that_nobody_can_read_counts_while_it_changes(content: bytes, hasty: None, tmp_path: Path) -> None:
+    (tmp_path / "lease.1.json").write_bytes(content)
+    with leasing(str(tmp_path)) as lease:
+        lease.take(WORLD)
+        assert "which names nobody, which gave no sign" in lease.notes[0]
+
+
+@pytest.fixture
+def first(hasty: None, tmp_path: Path) -> Iterator[Lease]:
+    """A run that writes into ``tmp_path``."""
+    with leasing(str(tmp_path)) as lease:
+        lease.take(WORLD)
+        yield lease
+
+
+def test_whoever_is_taken_over_learns_who_did_it(first: Lease, tmp_path: Path) -> None:
+    told: list[str] = []
+    first.when_lost = told.append
+    first.require()
+    with leasing(str(tmp_path), steal=True) as thief:
+        thief.take(WORLD)  # returns when the first one has seen it
+        assert first.is_lost and files(tmp_path) == ["lease.2.json"]
+        with pytest.raises(LeaseError, match=rf"got taken over by {this_process()}, since .*, with --steal-save or because"):
+            first.require()
+        assert [words.startswith(f"--save {tmp_path}: got taken over by ") for words in told] == [True]
+        first.release()
+        thief.require()
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["removed", "another start has come and gone"])
+def test_a_lease_that_is_not_there_is_lost(how: str, first: Lease, tmp_path: Path) -> None:
+    (tmp_path / "lease.1.json").unlink()
+    if how != "removed":
+        plant(tmp_path, this_process())  # which counts anew
+    with pytest.raises(LeaseError, match="expected this run alone to write there"):
+        first.require()
+    first.release()
+    assert files(tmp_path) == ([] if how == "removed" else ["lease.1.json"]), "what is not its own stays"
+
+
+def test_a_count_is_renewed_in_place(first: Lease, tmp_path: Path) -> None:
+    path = tmp_path / "lease.1.json"
+    inode, size, before = path.stat().st_ino, path.stat().st_size, path.read_bytes()
+    while path.read_bytes() == before:
+        first.require()
+    assert (path.stat().st_ino, path.stat().st_size) == (inode, size)
+
+
+def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
+    with leasing(str(tmp_path / "a" / "b")) as lease:
+        lease.take(WORLD)
+        assert files(tmp_path / "a" / "b") == ["lease.1.json"]
+    assert files(tmp_path) == []
+    with leasing(str(tmp_path / "a" / "b")) as lease:
+        lease.take(WORLD)
+        (tmp_path / "a" / "b" / "log.jsonl").touch()
+    assert files(tmp_path / "a" / "b") == ["log.jsonl"]
+
+
+def test_an_object_store_has_leases_too(hasty: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.01)
+    url = f"file://{tmp_path}/run"
+    with leasing(url) as lease:
+        lease.take(WORLD)
+        with leasing(url) as second, pytest.raises(LeaseError, match=f"process {os.getpid()} on "):
+            second.take(WORLD)
+        with leasing(url, steal=True) as thief:
+            thief.take(WORLD)
+            with pytest.raises(LeaseError, match="taken over by"):
+                lease.require()
+    assert files(tmp_path / "run") == []

@@ -1,0 +1,106 @@
+"""Real processes: running, stopped, ended, and others of the same number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from megatron_llama.distributed.comm.watch import Diagnosis, Watch
+from megatron_llama.distributed.launcher import Place, launching_processes
+from megatron_llama.distributed.processes import STOPPED, Process, parent_of, process_of, this_process
+from megatron_llama.distributed.recorder import Recorder
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    started = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    yield started
+    started.kill()
+    started.wait()
+
+
+def named(child: subprocess.Popen[bytes]) -> Process:
+    process = process_of(child.pid)
+    assert process is not None
+    return process
+
+
+def stop(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+
+
+def test_a_process_is_its_number_and_its_start(child: subprocess.Popen[bytes]) -> None:
+    process = named(child)
+    assert process.visible and process.state and parent_of(child.pid) == os.getpid()
+    later = replace(process, start=process.start + 1)
+    assert not later.state and not later.kill() and child.poll() is None, "another process of that number is not touched"
+    stop(child)
+    assert process.state == STOPPED
+    assert process.kill() and child.wait() == -signal.SIGKILL
+    assert not process.state and not process.kill()
+
+
+def test_one_whose_status_nobody_has_asked_for_has_ended(child: subprocess.Popen[bytes]) -> None:
+    process = named(child)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert Path(f"/proc/{child.pid}").exists() and not process.state
+
+
+@pytest.mark.parametrize("field", ["boot", "namespace"])
+def test_a_process_of_another_machine_or_container_is_not_looked_up(field: str, child: subprocess.Popen[bytes]) -> None:
+    elsewhere = replace(named(child), **{field: "another"})
+    assert not elsewhere.visible and not elsewhere.kill() and child.poll() is None
+    assert not replace(elsewhere, boot="", namespace="").visible
+
+
+def test_a_process_without_a_launcher_depends_on_none() -> None:
+    assert launching_processes({}) == ()
+    assert launching_processes({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}) == (), "its parent is no slurmstepd"
+
+
+def test_torchruns_parent_counts_and_so_do_scripts_between() -> None:
+    """The script has the variables of its rank; the launcher, this process, has none of them."""
+    rank = {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "0"}
+    code = "from megatron_llama.distributed.launcher import launching_processes as found; print([one.pid for one in found()])"
+    script = f"{sys.executable} -c '{code}' && echo $$"
+    printed = subprocess.run(["/bin/sh", "-c", script], env={**os.environ, **rank}, capture_output=True, text=True, check=True).stdout
+    chain, shell = printed.splitlines()
+    assert chain == f"[{shell}, {os.getpid()}]"
+
+
+@pytest.mark.parametrize(
+    ("stuck", "stopped", "asked", "killed"),
+    [
+        (True, False, True, True),
+        (True, False, False, False),
+        (False, False, True, False),
+        (False, True, True, True),
+        (True, True, False, True),
+    ],
+    ids=["to blame", "could not answer", "merely slow", "stopped", "stopped, with the store"],
+)
+def test_who_does_not_answer_is_killed_when_the_run_ends_because_of_it(
+    stuck: bool, stopped: bool, asked: bool, killed: bool, child: subprocess.Popen[bytes]
+) -> None:
+    watch = Watch(Place(0, 2, 0), Recorder())
+    watch._siblings = {1: named(child)}
+    if stopped:
+        stop(child)
+    watch.end_silent(Diagnosis("", (), stuck), asked=asked)
+    assert named(child).state, "it has answered"
+    watch.end_silent(Diagnosis("", (1,), stuck), asked=asked)
+    if killed:
+        assert child.wait() == -signal.SIGKILL
+    assert killed or named(child).state
+
+
+def test_this_process_is_running() -> None:
+    assert this_process().visible and this_process().state
