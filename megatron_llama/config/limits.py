@@ -9,3 +9,19 @@ LARGEST_INTEGER = 2**63 - 1
 """Integers of files become int64 in torch."""
 SHOWN_CHARACTERS = 80
 """An error shows so much of a value."""
+
+# Files of models, tokenizers and adapters from elsewhere.
+LARGEST_SMALL_FILE = 64 * 2**20
+"""A config.json has a few kB, the index of the largest published model 9 MB. JSON takes up to 24
+times its size as objects."""
+LARGEST_TOKENIZER_FILE = 512 * 2**20
+"""The largest published tokenizer.json has 33 MB."""
+LARGEST_SUMS_FILE = 16 * 2**20
+"""A list of checksums: 100,000 files."""
+LARGEST_REAL = 1e12
+"""Bases, factors and scales of models are far smaller: the largest rotary base known is 5e8. They
+become float32, in which their products must not overflow."""
+SMALLEST_REAL = 1e-30
+"""A positive number of a model: a smaller one becomes 0 in float32 once it is multiplied."""
+SMALLEST_ROPE = 1e-6
+"""A rotary base, or a factor of one: positions are divided by it."""

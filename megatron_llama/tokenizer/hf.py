@@ -15,9 +15,9 @@ from tokenizers import AddedToken, processors
 
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Token, Tokenizer
-from megatron_llama.tokenizer.files import replace_file
+from megatron_llama.tokenizer.files import read_tokenizer_file, replace_file
 from megatron_llama.tokenizer.hf_words import HFWords, hf_words
-from megatron_llama.tokenizer.library import encode_many
+from megatron_llama.tokenizer.library import encode_many, foreign_reader
 from megatron_llama.tokenizer.settings import (
     CONFIG,
     denies,
@@ -43,16 +43,10 @@ class HFTokenizer:
     def __init__(self, path: str | Path) -> None:
         """Load the file. Raises DataError if it is damaged."""
         self.path = Path(path)
-        try:
-            self._content = self.path.read_bytes()
+        do = "restore the file or give a tokenizer.model"
+        self._content = read_tokenizer_file(self.path, do=do)
+        with foreign_reader(self.path, expected="a HuggingFace tokenizer.json", do=do):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise DataError(
-                path,
-                got=error,
-                expected="a HuggingFace tokenizer.json",
-                do="restore the file or give a tokenizer.model",
-            ) from error
         # A file may carry padding or truncation from the batch it was saved after; neither belongs
         # in a corpus.
         self._tokenizer.no_padding()

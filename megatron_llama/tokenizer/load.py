@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.files import read_tokenizer_file
 
 # Megatron's --tokenizer-type names and the files each may be read from, preferred first.
 MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -74,7 +75,7 @@ def require_expressible(tokenizer: Tokenizer) -> None:
 
     if isinstance(tokenizer, SentencePieceTokenizer):
         name = str(tokenizer.path)
-        export.require_expressible(proto.parse_model(tokenizer.path.read_bytes(), name), name)
+        export.require_expressible(proto.parse_model(read_tokenizer_file(tokenizer.path), name), name)
 
 
 def _is_ranks(file: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.files import read_json_object
+from megatron_llama.tokenizer.files import read_json_object, read_tokenizer_file
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -41,7 +41,9 @@ def files_beside(file: Path) -> dict[str, bytes]:
     """Return the content of each of them that is there, by its path in the folder."""
     folder = file.parent
     names = [*FILES_BESIDE, *template_files(folder)]
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    return {
+        name: read_tokenizer_file(folder / name) for name in names if (folder / name).is_file()
+    }
 
 
 def template_files(folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.limits import LARGEST_TOKENIZER_FILE
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object
 from megatron_llama.tokenizer.tiktoken import Ranks, TiktokenTokenizer
@@ -30,7 +31,7 @@ class TekkenTokenizer(TiktokenTokenizer):
     first, and a literal ``[INST]`` in a text stays text."""
 
     def read_ranks(self) -> Ranks:
-        content = read_json_object(self.path)
+        content = read_json_object(self.path, limit=LARGEST_TOKENIZER_FILE)
         try:
             ranks = _ranks(content)
         except (KeyError, TypeError, ValueError) as error:
