@@ -31,7 +31,9 @@ def read_json_object(
 
     What transformers refuses is refused: a byte-order mark, another encoding than UTF-8, and any
     value but an object. Raises ``error`` with the file, and with the line where there is one."""
-    data = read_model_file(Path(path) if isinstance(path, str) else path, limit=limit, do=do, error=error)
+    data = read_model_file(
+        Path(path) if isinstance(path, str) else path, limit=limit, do=do, error=error
+    )
     return parse_json_object(data, path, do=do, error=error)
 
 

@@ -16,6 +16,8 @@ LARGEST_SMALL_FILE = 64 * 2**20
 times its size as objects."""
 LARGEST_TOKENIZER_FILE = 512 * 2**20
 """The largest published tokenizer.json has 33 MB."""
+LARGEST_VOCABULARY = 2**24
+"""Tokens of a tokenizer: the largest known one has 262,208."""
 LARGEST_SUMS_FILE = 16 * 2**20
 """A list of checksums: 100,000 files."""
 LARGEST_REAL = 1e12
@@ -23,5 +25,7 @@ LARGEST_REAL = 1e12
 become float32, in which their products must not overflow."""
 SMALLEST_REAL = 1e-30
 """A positive number of a model: a smaller one becomes 0 in float32 once it is multiplied."""
+LARGEST_POSITIONS = 2**31 - 1
+"""Positions of a sequence: they are counted in int32 where a kernel does it."""
 SMALLEST_ROPE = 1e-6
 """A rotary base, or a factor of one: positions are divided by it."""

@@ -70,13 +70,30 @@ def read_model_file(
     if len(content) > limit:
         size = path.stat().st_size
         got = f"a file of {max(size, len(content)):,} bytes"
-        raise error(path, got=got, expected=f"at most {limit:,}, more than any such file has", do=do)
+        raise error(
+            path, got=got, expected=f"at most {limit:,}, more than any such file has", do=do
+        )
     listed = listed_sum(path, error=error) if on_disk else None
     if listed is not None:
         digest = hashlib.new(listed.kind, content, usedforsecurity=False).hexdigest()
         if digest != listed.digest:
             raise error(sum_problem(path, f"{listed.kind} {digest}", listed))
     return content
+
+
+def is_there(path: Path, *, error: type[UserError] = CheckpointError) -> bool:
+    """Return whether a folder has a file that it may lack. Raises ``error`` where it lacks one that
+    a list of checksums beside it names: without it the others would mean something else."""
+    if path.is_file():
+        return True
+    if not isinstance(path, Path):
+        return False
+    listed = listed_sum(path, error=error)
+    if listed is not None and not path.exists():
+        raise error(sum_problem(path, "no such file", listed))
+    if path.exists() and not path.is_dir():
+        require_model_file(path, error=error)
+    return False
 
 
 def require_model_file(
@@ -166,8 +183,7 @@ def listed_sum(path: Path, *, error: type[UserError] = CheckpointError) -> Liste
 
 def sum_problem(path: Path, got: str, listed: ListedSum) -> str:
     """Return the message that a file is not the one that was written, with both remedies."""
-    name = path.relative_to(listed.list.parent)
-    pattern = re.escape(str(name)).replace("/", r"\/")
+    pattern = f"{path.relative_to(listed.list.parent)}".replace(".", r"\.").replace("/", r"\/")
     return (
         f"{path}: got {got}, expected {listed.kind} {listed.digest}, by {listed.list.name}; copy "
         "the file again from where the model came from; if you changed it yourself, take its line "

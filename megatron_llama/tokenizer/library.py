@@ -1,5 +1,5 @@
-"""Calls the libraries that read tokenizers' files, and the ``tokenizers`` library for many texts, in
-processes that are each meant to use one core."""
+"""Calls the libraries that read tokenizers' files, and the ``tokenizers`` library for many texts,
+in processes that are each meant to use one core."""
 
 from __future__ import annotations
 

@@ -75,7 +75,9 @@ def require_expressible(tokenizer: Tokenizer) -> None:
 
     if isinstance(tokenizer, SentencePieceTokenizer):
         name = str(tokenizer.path)
-        export.require_expressible(proto.parse_model(read_tokenizer_file(tokenizer.path), name), name)
+        export.require_expressible(
+            proto.parse_model(read_tokenizer_file(tokenizer.path), name), name
+        )
 
 
 def _is_ranks(file: Path) -> bool:
