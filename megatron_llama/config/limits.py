@@ -18,6 +18,10 @@ LARGEST_TOKENIZER_FILE = 512 * 2**20
 """The largest published tokenizer.json has 33 MB."""
 LARGEST_VOCABULARY = 2**24
 """Tokens of a tokenizer: the largest known one has 262,208."""
+LARGEST_ADAPTER_RANK = 2**16
+"""Columns of a low-rank addition: more than any model is wide, where it saves nothing."""
+LARGEST_TRACKER_FILE = 4096
+"""A file that names the newest checkpoint."""
 LARGEST_SUMS_FILE = 16 * 2**20
 """A list of checksums: 100,000 files."""
 LARGEST_REAL = 1e12

@@ -38,6 +38,7 @@ from torch.serialization import (
 )
 
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.config.model_files import require_model_file
 from megatron_llama.conversion.safetensors_file import DTYPES, is_finite
 from megatron_llama.errors import CheckpointError
 
@@ -103,6 +104,8 @@ class TorchFile:
 
         self._lock = Lock()
         self._verified = set[int]()
+        if part is None:
+            require_model_file(path, do="copy the file again from where the model came from")
         try:
             self._sums = _checksums(source())
             # What the pickle would call is listed before anything in it runs.

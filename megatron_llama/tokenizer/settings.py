@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from megatron_llama.config.fields import read_fields, shown
+from megatron_llama.config.model_files import is_there
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object, read_tokenizer_file
 
@@ -43,13 +44,15 @@ def files_beside(file: Path) -> dict[str, bytes]:
     """Return the content of each of them that is there, by its path in the folder."""
     folder = file.parent
     names = [*FILES_BESIDE, *template_files(folder)]
-    return {name: read_tokenizer_file(folder / name) for name in names if (folder / name).is_file()}
+    present = [name for name in names if is_there(folder / name, error=DataError)]
+    return {name: read_tokenizer_file(folder / name) for name in present}
 
 
 def template_files(folder: Path) -> list[str]:
     """Return the paths of the files with templates in a folder, relative to it."""
     found = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
-    return [str(path.relative_to(folder)) for path in found if path.is_file()]
+    present = [path for path in found if is_there(path, error=DataError)]
+    return [str(path.relative_to(folder)) for path in present]
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
 
 def _read(file: Path, name: str) -> dict[str, Any]:
     beside = file.with_name(name)
-    return read_json_object(beside) if beside.is_file() else {}
+    return read_json_object(beside) if is_there(beside, error=DataError) else {}
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

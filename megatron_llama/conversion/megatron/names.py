@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
+from megatron_llama.config.limits import LARGEST_TRACKER_FILE
+from megatron_llama.config.model_files import read_model_file
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.tensor_map import TensorMap
 from megatron_llama.errors import CheckpointError
@@ -233,8 +235,8 @@ def find_folder(
     tracker = path / TRACKER
     do = f"give the folder itself: {path}/iter_NNNNNNN or {path}/release"
     try:
-        named = tracker.read_text().strip()
-    except (OSError, ValueError) as error:
+        named = read_model_file(tracker, limit=LARGEST_TRACKER_FILE, do=do).decode().strip()
+    except ValueError as error:
         raise CheckpointError(
             tracker, got=f"no readable file ({error})", expected="an iteration", do=do
         ) from error
