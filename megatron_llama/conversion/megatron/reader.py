@@ -205,7 +205,12 @@ class MegatronReader:
             where = f"{each.file.path}"
             ranks = each.args.get("stored_ranks", (tp, pp))
             if not isinstance(ranks, list | tuple) or tuple(ranks) != (tp, pp):
-                got = f"the file of tensor and pipeline rank {shown(ranks)}"
+                pair = isinstance(ranks, list | tuple) and len(ranks) == 2
+                got = (
+                    f"the file of tensor rank {ranks[0]}, pipeline rank {ranks[1]}"
+                    if pair
+                    else shown(ranks)
+                )
                 do = "put the files in their places"
                 yield describe(where, got=got, expected=f"that of {tp} and {pp}", do=do)
             sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.adapters import MergedWeights
 from megatron_llama.checkpoint.folders import new_folder, sync, write_synced
+from megatron_llama.checkpoint.listed_files import seal_files
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.fields import Fields, shown
 from megatron_llama.config.json_file import read_json_object
@@ -101,6 +102,7 @@ def write_peft(
             tokenizer.save_hf(fresh)
             for path in fresh.rglob("*"):
                 sync(path)
+        seal_files(fresh)
 
 
 def _config(lora: LoraConfig, base: str | None, whole: Iterable[str]) -> dict[str, Any]:
