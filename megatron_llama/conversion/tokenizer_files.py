@@ -14,8 +14,8 @@ from megatron_llama.config.model_files import is_there, read_model_file
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer
-from megatron_llama.tokenizer.settings import TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
+from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer, require_named
+from megatron_llama.tokenizer.settings import CONFIG, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -69,6 +69,12 @@ def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
                     return load_tokenizer(path)
                 except DataError as error:
                     raise CheckpointError(str(error)) from error
+    for path in files:
+        if path.name == CONFIG:
+            try:
+                require_named(path.parent)
+            except DataError as error:
+                raise CheckpointError(str(error)) from error
     return None
 
 

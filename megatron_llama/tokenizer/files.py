@@ -12,6 +12,9 @@ from megatron_llama.config.limits import LARGEST_SMALL_FILE, LARGEST_TOKENIZER_F
 from megatron_llama.config.model_files import read_model_file
 from megatron_llama.errors import DataError
 
+CONFIG = "tokenizer_config.json"
+"""What transformers says of a tokenizer, beside its file."""
+
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write ``content`` under a temporary name beside ``path``, then replace ``path``. Its folder

@@ -13,9 +13,9 @@ from tokenizers import AddedToken
 from megatron_llama.config.fields import read_fields, shown
 from megatron_llama.config.model_files import is_there
 from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.files import CONFIG as CONFIG
 from megatron_llama.tokenizer.files import read_json_object, read_tokenizer_file
 
-CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 SPECIAL_NAMES = (

@@ -186,7 +186,10 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     "fsdp_dtensor": (lambda inner, args: (inner / "metadata.json").unlink(), "got .metadata alone: a folder of fsdp_dtensor or torch_dcp"),
     "a newer backend": (backend(sharded_backend_version=2), "sharded_backend_version: got 2, expected 1; update megatron_llama"),
     "another common part": (backend(common_backend="yaml"), "common_backend: got yaml, expected torch"),
-    "metadata.json cut off": (lambda inner, args: (inner / "metadata.json").write_text('{"shar'), "metadata.json:1: got Unterminated string"),
+    "metadata.json cut off": (
+        lambda inner, args: (inner / "metadata.json").write_text('{"shar'),
+        "metadata.json:1: got Unterminated string",
+    ),
     "metadata.json of a list": (
         lambda inner, args: (inner / "metadata.json").write_text("[1]"),
         "metadata.json: got a JSON list, expected a JSON object",
@@ -221,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     "a thousand million groups": (say(num_query_groups=10**9), "args.num_query_groups: got 1000000000, expected a number"),
     "a wider MLP": (say(ffn_hidden_size=112), "linear_fc2.weight: got shape (4, 64, 96), expected (4, 64, 112)"),
     "a word for a size": (say(num_layers="four"), "args.num_layers: got four, expected a number"),
-    "a window that is none": (say(window_size=3), "common.pt args: got a value that is none (TypeError"),
+    "a window that is none": (say(window_size=3), "common.pt args window_size: got 3, expected an array of 2 integers"),
     "norms of heads that are not there": (
         say(qk_layernorm=True),
         "q_norm.weight: got no tensor, expected decoder.layers.self_attention.q_layernorm.weight",
