@@ -19,6 +19,7 @@ from megatron_llama.config.families.family import Family
 from megatron_llama.config.families.reader import COPY, ConfigReader
 from megatron_llama.config.hf_fields import field_problems
 from megatron_llama.config.json_file import read_json_object
+from megatron_llama.config.limits import LARGEST_LAYERS
 from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS, normal_rope, rope_problems
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING
@@ -84,7 +85,7 @@ def model_config_from_hf(
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.size("intermediate_size"),
-        num_hidden_layers=reader.size("num_hidden_layers"),
+        num_hidden_layers=reader.size("num_hidden_layers", high=LARGEST_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,

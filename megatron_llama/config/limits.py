@@ -22,6 +22,9 @@ LARGEST_ADAPTER_RANK = 2**16
 """Columns of a low-rank addition: more than any model is wide, where it saves nothing."""
 LARGEST_TRACKER_FILE = 4096
 """A file that names the newest checkpoint."""
+LARGEST_LAYERS = 10_000
+"""Layers of a model: the deepest published ones have 126. Each has a dozen tensors in every
+table."""
 LARGEST_SUMS_FILE = 16 * 2**20
 """A list of checksums: 100,000 files."""
 LARGEST_REAL = 1e12

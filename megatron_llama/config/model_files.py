@@ -8,6 +8,7 @@ be; and it has to be the one that a list of checksums beside it names."""
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import stat
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from megatron_llama.errors import CheckpointError, UserError
 SUMS = "SHA256SUMS"
 META_SUMS = "checklist.chk"
 """The list of MD5 sums that comes with Meta's downloads."""
+MANIFEST = "integrity.json"
+"""The list of checksums of a folder of torch_dist."""
 KINDS: Mapping[int, str] = MappingProxyType(
     {
         stat.S_IFIFO: "a named pipe",
@@ -166,7 +169,31 @@ def read_sums(
                 got = f"two sums of {match[2]}"
                 raise error(path, got=got, expected="one", do="remove the line that is wrong")
             sums[match[2]] = listed
+    sums |= _manifest_sums(folder / MANIFEST)
     return sums, others
+
+
+def _manifest_sums(path: Path) -> dict[str, ListedSum]:
+    """Return what the manifest of a folder of torch_dist says of its files; nothing where it is of
+    another form."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        content = file.read(LARGEST_SUMS_FILE)
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or manifest.get("algorithm") != "sha256":
+        return {}
+    return {
+        name: ListedSum("sha256", digest.lower(), path)
+        for name, digest in files.items()
+        if isinstance(digest, str)
+        and re.fullmatch("[0-9a-fA-F]{64}", digest)
+        and is_name_within(name)
+    }
 
 
 def listed_sum(path: Path, *, error: type[UserError] = CheckpointError) -> ListedSum | None:
@@ -174,7 +201,7 @@ def listed_sum(path: Path, *, error: type[UserError] = CheckpointError) -> Liste
     none does."""
     folder = path.parent
     for place, name in ((folder, path.name), (folder.parent, f"{folder.name}/{path.name}")):
-        if (place / SUMS).is_file() or (place / META_SUMS).is_file():
+        if any((place / listing).is_file() for listing in (SUMS, META_SUMS, MANIFEST)):
             sums, _ = read_sums(place, error=error)
             if name in sums:
                 return sums[name]
@@ -188,4 +215,7 @@ def sum_problem(path: Path, got: str, listed: ListedSum) -> str:
         f"{path}: got {got}, expected {listed.kind} {listed.digest}, by {listed.list.name}; copy "
         "the file again from where the model came from; if you changed it yourself, take its line "
         f"out of the list: sed -i '/ {pattern}$/d' {listed.list}"
+        if listed.list.name != MANIFEST
+        else f"{path}: got {got}, expected {listed.kind} {listed.digest}, by {listed.list.name}; "
+        f"copy the folder again, or remove {listed.list.name} if you changed the file yourself"
     )

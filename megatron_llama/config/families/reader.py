@@ -33,17 +33,17 @@ class ConfigReader(Fields):
         """Return the family's default of a field, or ``default``."""
         return self._defaults.get(name, default)
 
-    def size(self, name: str, *, default: int | None = None) -> int:
-        """Return a positive integer that a tensor can have as its size; absent and null mean
-        ``default``. 0 stands for a size that was refused."""
+    def size(self, name: str, *, default: int | None = None, high: int = LARGEST) -> int:
+        """Return a positive integer of at most ``high``, by default what a tensor can have as its
+        size; absent and null mean ``default``. 0 stands for a size that was refused."""
         value = self.value(name, None)
         if value is None and default is not None:
             return default
-        if type(value) is not int or not 0 < value <= LARGEST:
+        if type(value) is not int or not 0 < value <= high:
             got = "nothing" if value is None else shown(value)
             expected = "a positive integer"
-            if type(value) is int and value > LARGEST:
-                expected = f"at most {LARGEST:,}"
+            if type(value) is int and value > high:
+                expected = f"at most {high:,}"
             self.problem(name, got, expected)
             return 0
         return value
@@ -72,7 +72,8 @@ class ConfigReader(Fields):
         """Return a token id, the first of a list. -1 means in files of 2023 that there is none, for
         the padding token alone."""
         value = self.value(name, None)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        several = isinstance(value, list) and name == "eos_token_id"
+        ids = value if several else [] if value is None else [value]
         least = -1 if name == "pad_token_id" else 0
         if not all(type(id) is int and least <= id <= LARGEST for id in ids):
             self.problem(name, shown(value), "a token id or a list of them")

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_llama.config.families.reader import ConfigReader
 from megatron_llama.config.fields import shown
+from megatron_llama.config.limits import LARGEST_LAYERS
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, LAYER_TYPES, SLIDING, layer_windows, normal_windows
 
@@ -24,7 +25,7 @@ class Windows:
 
 def _types(reader: ConfigReader, derived: Callable[[int], Sequence[str]]) -> tuple[str, ...]:
     """Return the kind of each layer: as listed, or else as transformers derives it."""
-    layers = reader.size("num_hidden_layers")
+    layers = reader.size("num_hidden_layers", high=LARGEST_LAYERS)
     listed = reader.value("layer_types", None)
     if listed is None:
         return tuple(derived(layers))
