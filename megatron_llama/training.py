@@ -12,6 +12,7 @@ from signal import Signals
 
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.lease import Lease
+from megatron_llama.checkpoint.listed_files import check_of_machine
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
@@ -118,9 +119,12 @@ def forward_runtime(config: Config, mesh: Mesh) -> tuple[PipelineRuntime, TrainS
     dtype = compute_dtype(config)
     with raise_on_all_ranks(mesh.world):
         state, weights = trained_weights(config)
-        load_stages(
-            stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device
-        )
+        folder = config.checkpoint.init_from_hf if config.checkpoint.load is None else None
+        with check_of_machine(folder) as check:
+            load_stages(
+                stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device
+            )
+            check.require()
     return PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype), state
 
 

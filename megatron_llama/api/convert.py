@@ -165,7 +165,7 @@ def convert(
         vocab_size=vocab_size,
         ignored=ignore_hf_config_fields,
     )
-    require_sound(src, workers)
+    require_sound(source, workers)
     model = replace(source.model, make_vocab_size_divisible_by=multiple)
     misfit: list[str] = []
     try:

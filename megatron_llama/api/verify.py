@@ -114,9 +114,9 @@ def verify(
     second = open_model(
         b, format=from_b, config=hf_config_b, vocab_size=vocab_size, ignored=ignore_hf_config_fields
     )
-    for name, source, folder in zip("AB", (first, second), (a, b), strict=True):
+    for name, source in zip("AB", (first, second), strict=True):
         say(f"{name}: {source.format} {source.folder} ({source.dtype})")
-        require_sound(folder, CHECKSUM_WORKERS)
+        require_sound(source, CHECKSUM_WORKERS)
     different = [] if _compare_weights(first, second, say) else ["weights"]
     fields = field_differences(first.model, second.model)
     for field in fields:

@@ -10,13 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint.folders import write_synced
+from megatron_llama.config.families.reader import LARGEST as LARGEST_ID
+from megatron_llama.config.fields import read_fields, shown
 from megatron_llama.config.hf import TOKEN_IDS, read_config_json
 from megatron_llama.config.hf_fields import GENERATION_FIELDS
 from megatron_llama.config.json_file import read_json_object
+from megatron_llama.config.model_files import is_there
 from megatron_llama.errors import CheckpointError
 from megatron_llama.tokenizer.base import Tokenizer
 
 GENERATION = "generation_config.json"
+COUNTS = (
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "num_beams",
+    "num_return_sequences",
+    "top_k",
+)
+NUMBERS = ("typical_p", "length_penalty", "diversity_penalty", "min_p")
+"""Numbers of generation_config.json, whole and not."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +47,24 @@ def read_generation(folder: Path) -> dict[str, Any]:
     """Return the fields of a folder's ``generation_config.json``; none without that file. Raises
     CheckpointError."""
     path = folder / GENERATION
-    if not path.is_file():
+    if not is_there(path):
         return {}
     fields = read_json_object(path)
     end_tokens(fields, str(path))
+    require_generation(fields, path)
     return fields
+
+
+def require_generation(content: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a field of a ``generation_config.json`` that is no number of its
+    kind. What else it says is carried as it is."""
+    with read_fields(content, path) as fields:
+        for name in COUNTS:
+            fields.integer(name, default=None, null=True)
+        for name in NUMBERS:
+            fields.number(name, default=None, null=True)
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            fields.number(name, low=0, default=None, null=True)
 
 
 def read_carried(folder: str | Path) -> Carried:
@@ -62,10 +88,10 @@ def end_tokens(fields: Mapping[str, Any], where: str) -> list[int]:
     CheckpointError for anything else; ``where`` names the file."""
     value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+    if not all(type(id) is int and 0 <= id <= LARGEST_ID for id in ids):
         expected = "a token id or a list of them"
         do = "copy the model's own file"
-        raise CheckpointError(f"{where} eos_token_id", got=repr(value), expected=expected, do=do)
+        raise CheckpointError(f"{where} eos_token_id", got=shown(value), expected=expected, do=do)
     return list(ids)
 
 

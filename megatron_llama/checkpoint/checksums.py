@@ -1,12 +1,11 @@
-"""``SHA256SUMS``: the checksums of all files of a checkpoint, or of the weights that a conversion
-wrote, as ``sha256sum --check`` reads them."""
+"""``SHA256SUMS``: the checksums of all files of a checkpoint, as ``sha256sum --check`` reads
+them."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,15 +13,9 @@ from typing import Self
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.checkpoint.small_files import read_small
 from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST
-from megatron_llama.distributed.device import thread_pool
 from megatron_llama.errors import CheckpointError, describe
 
 SUMS = "SHA256SUMS"
-META_SUMS = "checklist.chk"
-"""The list of MD5 sums that comes with Meta's downloads."""
-WEIGHTS = (".safetensors", ".pth")
-"""Endings of weight files that have no checksums inside, or do not say which of several files they
-are."""
 ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 _READ_BYTES = 2**20
 _LINE = re.compile(r"([0-9a-f]{64})  (\.?\w[\w.-]*)")
@@ -165,60 +158,9 @@ def damaged_files(folder: Path) -> list[str]:
     return problems
 
 
-def seal_weights(folder: Path) -> None:
-    """Write the checksums of the weight files, if any, of a folder that is about to get its
-    name."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS)
-    if files:
-        write_synced(
-            folder / SUMS,
-            "".join(f"{file_sum(path)}  {path.relative_to(folder)}\n" for path in files).encode(),
-        )
-
-
-def damaged_weights(folder: Path, workers: int) -> list[str]:
-    """Read the weight files that a list of checksums in the folder names, ``workers`` at a time,
-    and return a line for each that differs from it. Without such a list there are none."""
-    with thread_pool(workers) as pool:
-        listed = {
-            name: entry for name, entry in _listed(folder).items() if (folder / name).exists()
-        }  # readers know what they miss
-        found = pool.map(partial(_damage, folder), listed.items())
-        return [problem for problem in found if problem is not None]
-
-
-def _listed(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return for each listed weight file its checksum, and the list that has it."""
-    found: dict[str, tuple[str, str]] = {}
-    for name in (META_SUMS, SUMS):
-        path = folder / name
-        for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-            match = re.fullmatch(r"([0-9a-f]{64}|[0-9a-f]{32}) [ *](.+)", line.strip())
-            if match is not None and Path(match[2]).suffix in WEIGHTS:
-                found[match[2]] = match[1], name
-    return found
-
-
-def _damage(folder: Path, entry: tuple[str, tuple[str, str]]) -> str | None:
-    name, (expected, listed) = entry
-    kind = "md5" if len(expected) == 32 else "sha256"
-    path = folder / name
-    origin = "copy the file again from where the model came from"
-    do = f"{origin}, or remove {listed} if you changed it yourself"
-    try:
-        got = f"{kind} {file_sum(path, kind)}"
-    except OSError as error:
-        got = str(error.strerror)
-    return (
-        None
-        if got == f"{kind} {expected}"
-        else describe(path, got=got, expected=f"{kind} {expected}, by {listed}", do=do)
-    )
-
-
-def file_sum(path: Path, kind: str = "sha256") -> str:
-    """Return the checksum of a file, hexadecimal."""
-    hashed = hashlib.new(kind, usedforsecurity=False)
+def file_sum(path: Path) -> str:
+    """Return the SHA-256 of a file, hexadecimal."""
+    hashed = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             hashed.update(block)

@@ -18,6 +18,7 @@ def merge(parsed: Parsed) -> None:
 
     from megatron_llama.api.common.trained import tokenizer_folder
     from megatron_llama.checkpoint.adapters import saved_lora
+    from megatron_llama.checkpoint.listed_files import ListedFilesCheck
     from megatron_llama.checkpoint.native import read_meta
     from megatron_llama.conversion.convert import convert, require_free, require_sound
     from megatron_llama.conversion.formats import ModelReader, open_model
@@ -30,9 +31,11 @@ def merge(parsed: Parsed) -> None:
     target = Path(options.dst)
     require_free(target.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
     source = open_model(options.src, ignored=options.ignore_hf_config_fields)
-    require_sound(options.src, options.workers)
+    require_sound(source, options.workers)
     if options.adapter is not None:
         adapter = PeftAdapter(options.adapter, source.model)
+        with ListedFilesCheck(adapter.folder, workers=options.workers) as check:
+            check.require()
         own = tokenizer_folder(source)
         if has_tokenizer(adapter.folder) and has_tokenizer(own):
             require_same_ids(

@@ -19,6 +19,7 @@ from megatron_llama.config.families.family import Family
 from megatron_llama.config.families.reader import COPY, ConfigReader
 from megatron_llama.config.hf_fields import field_problems
 from megatron_llama.config.json_file import read_json_object
+from megatron_llama.config.limits import LARGEST_LAYERS
 from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS, normal_rope, rope_problems
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING
@@ -84,14 +85,16 @@ def model_config_from_hf(
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.size("intermediate_size"),
-        num_hidden_layers=reader.size("num_hidden_layers"),
+        num_hidden_layers=reader.size("num_hidden_layers", high=LARGEST_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
         max_position_embeddings=reader.size("max_position_embeddings", default=2048),
-        rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
+        rms_norm_eps=reader.positive("rms_norm_eps", reader.value("rms_norm_eps", 1e-6)),
         tie_word_embeddings=reader.switch("tie_word_embeddings"),
-        initializer_range=reader.number("initializer_range", default=0.02, zero=True),
+        initializer_range=reader.positive(
+            "initializer_range", reader.value("initializer_range", 0.02), zero=True
+        ),
         hidden_act=_activation(reader, family.spelling.get("hidden_act", "hidden_act")),
         bos_token_id=reader.token("bos_token_id"),
         eos_token_id=reader.token("eos_token_id"),
@@ -263,12 +266,12 @@ def _refuse_other_architectures(reader: ConfigReader, family: Family) -> None:
 
 def _labels(reader: ConfigReader, family: Family) -> int:
     """The scores of a reward model; 0 for a language model, whatever labels its file names."""
-    names = reader.json.get("architectures") or [family.architecture]
+    names = reader.content.get("architectures") or [family.architecture]
     if not isinstance(names, list) or [str(name) for name in names] != [family.classifier]:
         return 0
-    labels = reader.json.get("id2label")
+    labels = reader.content.get("id2label")
     counts = [len(labels)] if isinstance(labels, Mapping) else []
-    given = reader.json.get("num_labels")
+    given = reader.content.get("num_labels")
     # transformers' own default is two labels.
     counts = [*counts, *([] if given is None else [given])] or [2]
     for count in counts:
@@ -283,7 +286,7 @@ def _padding_token(reader: ConfigReader, model: ModelConfig) -> int | None:
     """The padding token: lookups do not train its row, and of a reward model it decides where the
     score is read. A class's own default counts if the model has that token."""
     token = reader.token("pad_token_id")
-    if "pad_token_id" not in reader.json and token is not None and token >= model.vocab_size:
+    if "pad_token_id" not in reader.content and token is not None and token >= model.vocab_size:
         return None
     return token
 
@@ -328,7 +331,7 @@ def _rope_fields(reader: ConfigReader, family: Family, model: ModelConfig) -> di
         name for name in ("rope_parameters", "rope_scaling") if reader.value(name, None) is not None
     ]
     for name in present:
-        raw = reader.json[name]
+        raw = reader.content[name]
         if local and name == "rope_parameters":
             raw = _of_full_layers(reader, raw)
         found.append(_rope(reader, family, model, name, raw))
@@ -360,14 +363,14 @@ def _of_full_layers(reader: ConfigReader, raw: Any) -> Any:
 def _local_base(reader: ConfigReader) -> float:
     """The base of layers with a window."""
     outer = reader.value("rope_local_base_freq", None)
-    both = reader.json.get("rope_parameters")
+    both = reader.content.get("rope_parameters")
     raw = both.get(SLIDING) if isinstance(both, Mapping) else None
     fields = dict(raw) if isinstance(raw, Mapping) else {}
     inner = fields.pop("rope_theta", None)
     name = f"rope_parameters.{SLIDING}"
     if fields.pop("rope_type", "default") != "default" or fields:
         reader.problem(name, raw, "rope_theta alone", "scaled windows are not supported")
-    given = reader.json.get("rope_local_base_freq")
+    given = reader.content.get("rope_local_base_freq")
     if inner is not None and given is not None and inner != given:
         reader.problem(f"{name}.rope_theta", inner, f"rope_local_base_freq {given}", "remove one")
     return reader.positive("rope_local_base_freq", outer if inner is None else inner)
@@ -379,9 +382,9 @@ def _rope(
     """rope_theta, rope_scaling and partial_rotary_factor by the field ``name`` and by those that
     stand outside of it."""
     fields = dict(raw) if isinstance(raw, Mapping) else raw
-    outer = {one: reader.json.get(one) for one in ("rope_theta", "partial_rotary_factor")}
+    outer = {one: reader.content.get(one) for one in ("rope_theta", "partial_rotary_factor")}
     # A class that has this field has a default for it, too.
-    outer[ORIGINAL] = reader.json.get(ORIGINAL, family.defaults.get(ORIGINAL))
+    outer[ORIGINAL] = reader.content.get(ORIGINAL, family.defaults.get(ORIGINAL))
     inner: dict[str, Any] = {}
     reader.seen.update(("rope_theta", "partial_rotary_factor"))
     if isinstance(fields, dict):

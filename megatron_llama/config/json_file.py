@@ -8,7 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.limits import LARGEST_SMALL_FILE
 from megatron_llama.config.lines import parse_json
+from megatron_llama.config.model_files import is_name_within, read_model_file
 from megatron_llama.errors import CheckpointError, UserError
 
 COPY_AGAIN = "copy the file again"
@@ -19,17 +21,20 @@ KINDS: Mapping[type, str] = MappingProxyType(
 
 
 def read_json_object(
-    path: str | Path, *, do: str = COPY_AGAIN, error: type[UserError] = CheckpointError
+    path: str | Path,
+    *,
+    do: str = COPY_AGAIN,
+    error: type[UserError] = CheckpointError,
+    limit: int = LARGEST_SMALL_FILE,
 ) -> dict[str, Any]:
-    """Return the JSON object in a file. ``do`` is the remedy, for messages.
+    """Return the JSON object in a file, which is opened as ``read_model_file`` does. ``do`` is the
+    remedy, for messages.
 
     What transformers refuses is refused: a byte-order mark, another encoding than UTF-8, and any
     value but an object. Raises ``error`` with the file, and with the line where there is one."""
-    try:
-        data = (Path(path) if isinstance(path, str) else path).read_bytes()
-    except OSError as problem:
-        got = problem.strerror or problem
-        raise error(path, got=got, expected="a readable file", do=do) from problem
+    data = read_model_file(
+        Path(path) if isinstance(path, str) else path, limit=limit, do=do, error=error
+    )
     return parse_json_object(data, path, do=do, error=error)
 
 
@@ -68,4 +73,10 @@ def read_weight_map(path: Path) -> dict[str, str]:
     if not found or not is_map:
         expected = "a weight_map with the file of each tensor"
         raise CheckpointError(path, got="none", expected=expected, do=COPY_AGAIN)
+    outside = [name for name in found.values() if not is_name_within(name)]
+    if outside:
+        expected = f"names of files in {path.parent}"
+        raise CheckpointError(
+            f"{path} weight_map", got=repr(outside[0]), expected=expected, do=COPY_AGAIN
+        )
     return dict(found)

@@ -86,3 +86,21 @@ LARGEST_TIMELINE = 50
 """A packed timeline becomes so many times its size at most, and ROOM_OF_TIMELINE: real ones 20."""
 ROOM_OF_TIMELINE = 16 * 2**20
 """Bytes that every timeline may unpack to."""
+
+# Files of models, tokenizers and adapters from elsewhere.
+LARGEST_SMALL_FILE = 64 * 2**20
+"""A config.json has a few kB, the index of the largest published model 9 MB. JSON takes up to 24
+times its size as objects."""
+LARGEST_TOKENIZER_FILE = 512 * 2**20
+"""The largest published tokenizer.json has 33 MB."""
+LARGEST_VOCABULARY = 2**24
+"""Tokens of a tokenizer: the largest known one has 262,208."""
+LARGEST_ADAPTER_RANK = 2**16
+"""Columns of a low-rank addition: more than any model is wide, where it saves nothing."""
+LARGEST_REAL = 1e12
+"""Bases, factors and scales of models are far smaller: the largest rotary base known is 5e8. They
+become float32, in which their products must not overflow."""
+SMALLEST_REAL = 1e-30
+"""A positive number of a model: a smaller one becomes 0 in float32 once it is multiplied."""
+SMALLEST_ROPE = 1e-6
+"""A rotary base, or a factor of one: positions are divided by it."""

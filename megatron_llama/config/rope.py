@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.fields import finite_number, shown
+from megatron_llama.config.limits import LARGEST_REAL, LARGEST_SIZE, SMALLEST_ROPE
 from megatron_llama.errors import describe
 
 
@@ -130,7 +132,7 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
         expected = _expected(name, value, frequencies)
         if expected is not None:
             do = f"rope_type {kind} needs {', '.join(fields.needed)}"
-            got = "nothing" if value is None else value
+            got = "nothing" if value is None else shown(value)
             problems.append(describe(f"{where}.{name}", got=got, expected=expected, do=do))
     for name in sorted(scaling.keys() - {"rope_type", *fields.names}):
         problems.append(
@@ -162,8 +164,17 @@ def _expected(name: str, value: Any, frequencies: int) -> str | None:
         return None if isinstance(value, bool) else "true or false"
     if name in DEFAULTED_BY_ZERO and value == 0 and not isinstance(value, bool):
         return None
+    if name == ORIGINAL:
+        length = finite_number(value)
+        right = length is not None and 0 < length <= LARGEST_SIZE and length.is_integer()
+        return None if right else f"a whole number from 1 to {LARGEST_SIZE}"
     if name not in LISTS:
-        return None if _is_positive(value) else "a positive number"
+        if _is_positive(value):
+            return None
+        number = finite_number(value)
+        if number is None or number <= 0:
+            return "a positive number"
+        return f"a number from {SMALLEST_ROPE:g} to {LARGEST_REAL:g}"
     count = str(frequencies) if frequencies else "as many"
     fits = (
         isinstance(value, list | tuple)
@@ -175,9 +186,9 @@ def _expected(name: str, value: Any, frequencies: int) -> str | None:
 
 
 def _is_positive(value: Any) -> bool:
-    return (
-        not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < float("inf")
-    )
+    """Whether a value is a number that positions can be multiplied with and divided by."""
+    number = finite_number(value)
+    return number is not None and SMALLEST_ROPE <= number <= LARGEST_REAL
 
 
 def normal_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER, TRACKER
-from megatron_llama.checkpoint.checksums import damaged_weights, seal_weights
+from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.folders import new_folder, require_replaceable
-from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.checkpoint.listed_files import ListedFilesCheck, seal_files
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.formats import ModelReader, ModelWriter
 from megatron_llama.conversion.hf.writer import EXPORT_FILES
@@ -51,11 +51,12 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> None:
         raise CheckpointError(target, got="a folder that is there already", expected="none", do=do)
 
 
-def require_sound(folder: str | Path, workers: int) -> None:
-    """Raise CheckpointError unless the files of weights match the list of checksums in their
-    folder, where there is one."""
-    problems = damaged_weights(Path(folder), workers)
-    refuse(f"{folder} is damaged, or its files stand for each other:", problems)
+def require_sound(source: ModelReader, workers: int) -> None:
+    """Raise CheckpointError unless the files of a model match the list of checksums in their
+    folder, where there is one. A native checkpoint is compared with its own where it is read."""
+    if source.format != "native":
+        with ListedFilesCheck(source.folder, workers=workers) as check:
+            check.require()
 
 
 def convert(
@@ -84,7 +85,10 @@ def convert(
             if source.tokenizer_files:
                 (fresh / tokenizer_files).mkdir(exist_ok=True)
                 copy_tokenizer_files(source.tokenizer_files, fresh / tokenizer_files)
-            seal_weights(fresh)
+            # A native checkpoint has a list of its own, and a run that goes on beside it replaces
+            # the folder of the tokenizer.
+            native = any(fresh.glob(f"iter_*/{SUMS}"))
+            seal_files(fresh / tokenizer_files if native else fresh, workers)
     finally:
         progress.close()
     return progress.bytes

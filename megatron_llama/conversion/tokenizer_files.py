@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import sync
+from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.config.limits import LARGEST_TOKENIZER_FILE
+from megatron_llama.config.model_files import is_there, read_model_file
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer
-from megatron_llama.tokenizer.settings import TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
+from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer, require_named
+from megatron_llama.tokenizer.settings import CONFIG, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,22 +36,26 @@ TEMPLATES = (TEMPLATE_FILE, TEMPLATE_FOLDER)
 def tokenizer_files_of(*folders: Path) -> tuple[Path, ...]:
     """Return the files that the first of the folders with any of them holds."""
     for folder in folders:
-        names = [*TOKENIZER_FILES, *template_files(folder)]
-        found = tuple(folder / name for name in names if (folder / name).is_file())
+        try:
+            names = [*TOKENIZER_FILES, *template_files(folder)]
+        except DataError as error:
+            raise CheckpointError(str(error)) from error
+        found = tuple(folder / name for name in names if is_there(folder / name))
         if found:
             return found
     return ()
 
 
 def copy_tokenizer_files(files: Sequence[Path], folder: Path) -> None:
-    """Copy the files into the folder and sync them. Raises CheckpointError."""
+    """Copy the files into the folder and sync them. Raises CheckpointError, also for a file that
+    ``read_model_file`` does not open: what is copied may be published."""
     for path in files:
+        content = read_model_file(path, limit=LARGEST_TOKENIZER_FILE)
         named = path.parent.name == TEMPLATE_FOLDER
         target = folder / TEMPLATE_FOLDER / path.name if named else folder / path.name
         with writing(target):
             target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
-            sync(target)
+            write_synced(target, content)
             sync(target.parent)
 
 
@@ -64,6 +69,12 @@ def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
                     return load_tokenizer(path)
                 except DataError as error:
                     raise CheckpointError(str(error)) from error
+    for path in files:
+        if path.name == CONFIG:
+            try:
+                require_named(path.parent)
+            except DataError as error:
+                raise CheckpointError(str(error)) from error
     return None
 
 

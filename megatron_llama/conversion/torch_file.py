@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import stat
 import struct
 import zipfile
 import zlib
@@ -34,6 +33,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import is_finite
 from megatron_llama.config.limits import LARGEST_ENTRIES, LARGEST_PICKLE
+from megatron_llama.config.model_files import require_model_file
 from megatron_llama.conversion.safetensors_file import DTYPES
 from megatron_llama.conversion.torch_pickle import ForbiddenNames, read_pickle
 from megatron_llama.errors import CheckpointError
@@ -73,13 +73,11 @@ class TorchFile:
         self._verified = set[int]()
         self._sums: dict[int, int] = {}
         """The checksum of each storage's bytes, by the address of the storage."""
+        if part is None:
+            require_model_file(path, do="copy the file again from where the model came from")
         try:
             if part is None:
-                status = path.stat()
-                size = status.st_size
-                if not stat.S_ISREG(status.st_mode):
-                    # A pipe would wait for ever when it is opened, and a device has no end.
-                    raise zipfile.BadZipFile("no regular file")
+                size = path.stat().st_size
                 with path.open("rb") as file:
                     text, entries = _read_entries(file, size)
                 whole: Any = torch.UntypedStorage.from_file(str(path), False, size)

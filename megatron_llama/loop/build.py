@@ -18,6 +18,7 @@ from megatron_llama.checkpoint.finite import (
     find_all_not_finite,
     merge_not_finite,
 )
+from megatron_llama.checkpoint.listed_files import check_of_machine
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import WARN, Saver
 from megatron_llama.checkpoint.storage_paths import local_folder
@@ -163,7 +164,13 @@ def load_or_init(
             weights = weights_of(folder, config.model, config.training.seed)
     else:
         weights = InitialWeights.of(config)
-    optimizer.load_weights(WithAdapters(weights, config.training.seed))
+    foreign = options.init_from_hf if start is None else None if start.native else start.path
+    with raise_on_all_ranks(mesh.world):
+        check = check_of_machine(foreign)
+    with check:
+        optimizer.load_weights(WithAdapters(weights, config.training.seed))
+        with raise_on_all_ranks(mesh.world):
+            check.require()
     return TrainState(0, 0)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.model_files import read_model_file
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.settings import CONFIG, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
@@ -89,9 +90,9 @@ def read_template(path: Path, where: str, also: str = "") -> TemplateSource:
     """Read a file of jinja; ``also`` says what else could be given there. Raises DataError."""
     expected = f"a jinja file in UTF-8{also}"
     try:
-        content = path.read_bytes()
+        content = read_model_file(path, do="check the path", error=DataError)
         text = content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(where, got=error, expected=expected, do="check the path") from error
     if content.startswith(codecs.BOM_UTF8):
         # transformers takes the mark for the first character of every conversation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megatron_llama.tokenizer.files import replace_file
+from megatron_llama.tokenizer.files import read_tokenizer_file, replace_file
 from megatron_llama.tokenizer.load import usual_name
 from megatron_llama.tokenizer.settings import files_beside
 
@@ -19,9 +19,9 @@ def copy_tokenizer(file: Path, folder: Path) -> None:
     copy = copied_path(file, folder)
     if copy == file:
         return
-    content = {**files_beside(file), copy.name: file.read_bytes()}
+    content = {**files_beside(file), copy.name: read_tokenizer_file(file)}
     if (beside := file.with_name(RANKS_BESIDE)).is_file():
-        content[RANKS_BESIDE] = beside.read_bytes()
+        content[RANKS_BESIDE] = read_tokenizer_file(beside)
     shutil.rmtree(folder, ignore_errors=True)
     for name, data in content.items():
         replace_file(folder / name, data)

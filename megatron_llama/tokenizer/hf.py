@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from tokenizers import AddedToken, processors
 
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Token, Tokenizer
-from megatron_llama.tokenizer.files import replace_file
+from megatron_llama.tokenizer.files import read_tokenizer_file, replace_file
 from megatron_llama.tokenizer.hf_words import HFWords, hf_words
-from megatron_llama.tokenizer.library import encode_many
+from megatron_llama.tokenizer.library import encode_many, foreign_reader
 from megatron_llama.tokenizer.settings import (
     CONFIG,
     denies,
@@ -43,16 +44,10 @@ class HFTokenizer:
     def __init__(self, path: str | Path) -> None:
         """Load the file. Raises DataError if it is damaged."""
         self.path = Path(path)
-        try:
-            self._content = self.path.read_bytes()
+        do = "restore the file or give a tokenizer.model"
+        self._content = read_tokenizer_file(self.path, do=do)
+        with foreign_reader(self.path, expected="a HuggingFace tokenizer.json", do=do):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise DataError(
-                path,
-                got=error,
-                expected="a HuggingFace tokenizer.json",
-                do="restore the file or give a tokenizer.model",
-            ) from error
         # A file may carry padding or truncation from the batch it was saved after; neither belongs
         # in a corpus.
         self._tokenizer.no_padding()
@@ -71,11 +66,13 @@ class HFTokenizer:
         self.eos_id = self._special("eos_token", EOS_NAMES, settings)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._library():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+        with self._library():
+            ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     @cached_property
@@ -92,16 +89,19 @@ class HFTokenizer:
         return encoding.ids[:first], encoding.ids[len(encoding.ids) - behind :]
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        return (
-            self._words.encode(texts)
-            if self._words is not None
-            else encode_many(self._tokenizer, texts)
-        )
+        with self._library():
+            return (
+                self._words.encode(texts)
+                if self._words is not None
+                else encode_many(self._tokenizer, texts)
+            )
 
     def encode_long(self, text: str) -> Iterator[bytes]:
-        if self._words is not None:
-            return self._words.encode_long(text)
-        return iter(encode_many(self._tokenizer, [text]))
+        with self._library():
+            if self._words is not None:
+                yield from self._words.encode_long(text)
+            else:
+                yield from encode_many(self._tokenizer, [text])
 
     @cached_property
     def _words(self) -> HFWords | None:
@@ -111,7 +111,8 @@ class HFTokenizer:
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of ``encode``, and for each the characters [start, stop) of the text that
         it stands for."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        with self._library():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def identity(self) -> list[Any]:
@@ -175,10 +176,17 @@ class HFTokenizer:
         texts = map(self.token, range(self.vocab_size))
         return [Token(text, text in special) for text in texts]
 
+    def _library(self) -> AbstractContextManager[None]:
+        """A section in which the library does what the file says: an expression in it may be one
+        that tries without end, which the library gives up."""
+        expected = "a tokenizer.json that can encode every text"
+        return foreign_reader(self.path, expected=expected, do="restore the file")
+
     def _add_tokens(self, settings: Mapping[str, Any]) -> list[AddedToken]:
         """Add what ``AutoTokenizer`` adds, which gives it the next free ids, and return it. Raises
         DataError if the end or begin token is unknown."""
-        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        with self._library():
+            known = self._tokenizer.get_vocab(with_added_tokens=True)
         present = [*self._tokenizer.get_added_tokens_decoder().values()]
         added = tokens_to_add(settings, present, self.path)
         listed = {entry["content"] for entry in settings["added_tokens_decoder"].values()}
@@ -192,7 +200,8 @@ class HFTokenizer:
                     do="restore the two files as a pair, or add the token with transformers, "
                     "save the tokenizer again and give --resize-embeddings",
                 )
-        self._tokenizer.add_tokens(added)
+        with self._library():
+            self._tokenizer.add_tokens(added)
         return added
 
     def _special(self, field: str, names: Sequence[str], settings: Mapping[str, Any]) -> int | None:

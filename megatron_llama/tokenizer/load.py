@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_llama.config.model_files import is_there
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.files import CONFIG, read_json_object, read_tokenizer_file
 
 # Megatron's --tokenizer-type names and the files each may be read from, preferred first.
 MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -19,6 +21,8 @@ MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "PretrainedFromHF": ("tokenizer.json", "tokenizer.model", "tekken.json"),
     }
 )
+ONLY_JSON = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that read a tokenizer.json and nothing else."""
 USUAL_NAMES = ("tokenizer.json", "tokenizer.model", "tekken.json")
 """What the file of a tokenizer is called, in the order in which a folder is searched."""
 
@@ -74,7 +78,28 @@ def require_expressible(tokenizer: Tokenizer) -> None:
 
     if isinstance(tokenizer, SentencePieceTokenizer):
         name = str(tokenizer.path)
-        export.require_expressible(proto.parse_model(tokenizer.path.read_bytes(), name), name)
+        export.require_expressible(
+            proto.parse_model(read_tokenizer_file(tokenizer.path), name), name
+        )
+
+
+def require_named(folder: Path) -> None:
+    """Raise DataError where a folder has no tokenizer.json and its tokenizer_config.json is one of
+    a tokenizer that lies nowhere else."""
+    file = folder / "tokenizer.json"
+    config = folder / CONFIG
+    if is_there(file, error=DataError) or not is_there(config, error=DataError):
+        return
+    settings = read_json_object(config)
+    own = settings.get("tokenizer_class")
+    named = settings.get("tokenizer_file")
+    by = f"tokenizer_class {own}" if own in ONLY_JSON else ""
+    if isinstance(named, str) and Path(named).name == file.name:
+        by = f"tokenizer_file {named}"
+    if by:
+        expected = f"it, by {config.name}: {by}"
+        do = "copy it from where the model came from"
+        raise DataError(file, got="no such file", expected=expected, do=do)
 
 
 def _is_ranks(file: Path) -> bool:
@@ -103,6 +128,8 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
             )
         names = MEGATRON_TYPES[tokenizer_type]
     if path.is_dir():
+        if "tokenizer.json" in names:
+            require_named(path)
         found = next((path / name for name in names if (path / name).is_file()), None)
         if found is None:
             raise DataError(

@@ -25,6 +25,8 @@ UNIGRAM = 1
 BPE = 2
 
 _VARINT = 0
+LONGEST_VARINT = 63
+"""Bits before the last byte of a number of 64 bits."""
 _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
@@ -129,6 +131,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while data[at] & 0x80:
+        if shift >= LONGEST_VARINT:
+            raise ValueError(f"a number of too many bytes at byte {at}")
         value |= (data[at] & 0x7F) << shift
         shift += 7
         at += 1

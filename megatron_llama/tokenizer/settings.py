@@ -3,16 +3,19 @@ it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 
+from megatron_llama.config.fields import read_fields, shown
+from megatron_llama.config.model_files import is_there
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.files import read_json_object
+from megatron_llama.tokenizer.files import CONFIG as CONFIG
+from megatron_llama.tokenizer.files import read_json_object, read_tokenizer_file
 
-CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 SPECIAL_NAMES = (
@@ -41,13 +44,15 @@ def files_beside(file: Path) -> dict[str, bytes]:
     """Return the content of each of them that is there, by its path in the folder."""
     folder = file.parent
     names = [*FILES_BESIDE, *template_files(folder)]
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    present = [name for name in names if is_there(folder / name, error=DataError)]
+    return {name: read_tokenizer_file(folder / name) for name in present}
 
 
 def template_files(folder: Path) -> list[str]:
     """Return the paths of the files with templates in a folder, relative to it."""
     found = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
-    return [str(path.relative_to(folder)) for path in found if path.is_file()]
+    present = [path for path in found if is_there(path, error=DataError)]
+    return [str(path.relative_to(folder)) for path in present]
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -89,10 +94,23 @@ def _added_ids(file: Path) -> dict[str, int]:
 
 
 def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
-    """Raise DataError for a field that holds tokens in another form than transformers writes."""
+    """Raise DataError for a field of another kind than transformers writes."""
+    with read_fields(settings, where, do=_RESTORE, error=DataError) as fields:
+        for name in SPECIAL_NAMES:
+            token = fields.value(name, None)
+            text = token.get("content") if isinstance(token, Mapping) else token
+            if token and not isinstance(text, str):
+                fields.problem(name, shown(token), "a token: a text, or an object with its content")
+        for name in ("add_bos_token", "add_eos_token", "legacy"):
+            if settings.get(name) is not None:
+                fields.switch(name)
+        # transformers writes 1e30 for a tokenizer without such a length.
+        fields.number("model_max_length", above=0, default=None, null=True)
     listed = settings.get("added_tokens_decoder", {})
     if not isinstance(listed, Mapping) or not all(
-        id.isdecimal() and isinstance(entry, Mapping) and isinstance(entry.get("content"), str)
+        re.fullmatch("[0-9]{1,10}", id)
+        and isinstance(entry, Mapping)
+        and isinstance(entry.get("content"), str)
         for id, entry in listed.items()
     ):
         raise DataError(
@@ -113,7 +131,7 @@ def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
 
 def _read(file: Path, name: str) -> dict[str, Any]:
     beside = file.with_name(name)
-    return read_json_object(beside) if beside.is_file() else {}
+    return read_json_object(beside) if is_there(beside, error=DataError) else {}
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -214,6 +232,7 @@ def _added_token(entry: object, field: str, where: Path) -> AddedToken:
             do=_RESTORE,
         )
     properties = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return AddedToken(
-        entry["content"], **{name: bool(entry[name]) for name in properties if name in entry}
-    )
+    place = f"{where.with_name(CONFIG)}: {field} {shown(entry['content'])}"
+    with read_fields(entry, place, do=_RESTORE, error=DataError) as fields:
+        given = {name: fields.switch(name) for name in properties if name in entry}
+    return AddedToken(entry["content"], **given)

@@ -15,7 +15,13 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from megatron_llama.errors import DataError, describe
 from megatron_llama.tokenizer.base import Token
 from megatron_llama.tokenizer.export import SPACE, SPECIAL, hf_tokenizer, special_token
-from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+from megatron_llama.tokenizer.files import (
+    read_json_object,
+    read_tokenizer_file,
+    replace_file,
+    to_json,
+)
+from megatron_llama.tokenizer.library import foreign_reader
 from megatron_llama.tokenizer.proto import parse_model
 from megatron_llama.tokenizer.settings import (
     CONFIG,
@@ -45,16 +51,10 @@ class SentencePieceTokenizer:
     def __init__(self, path: str | Path) -> None:
         """Load the file. Raises DataError if it is damaged."""
         self.path = Path(path)
-        try:
-            self._model = self.path.read_bytes()
+        do = "give the path of a tokenizer.model"
+        self._model = read_tokenizer_file(self.path, do=do)
+        with foreign_reader(self.path, expected="a sentencepiece model", do=do):
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
-        except (OSError, RuntimeError) as error:
-            raise DataError(
-                path,
-                got=error,
-                expected="a sentencepiece model",
-                do="give the path of a tokenizer.model",
-            ) from error
         self._settings = read_settings(self.path)
         self._parsed = parse_model(self._model, str(self.path))
         self._pieces = self._parsed.pieces

@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Regex
+
+from megatron_llama.config.fields import read_fields
+from megatron_llama.config.limits import LARGEST_TOKENIZER_FILE, LARGEST_VOCABULARY
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object
+from megatron_llama.tokenizer.library import foreign_reader
 from megatron_llama.tokenizer.tiktoken import Ranks, TiktokenTokenizer
 
 BOS = "<s>"
@@ -23,6 +28,7 @@ UNNAMED = (
 )
 """The special tokens of files up to version 7 that do not list them."""
 LAST_UNNAMED = 7
+COPY = "copy the file again, or give the model's tokenizer.json"
 
 
 class TekkenTokenizer(TiktokenTokenizer):
@@ -30,12 +36,16 @@ class TekkenTokenizer(TiktokenTokenizer):
     first, and a literal ``[INST]`` in a text stays text."""
 
     def read_ranks(self) -> Ranks:
-        content = read_json_object(self.path)
+        content = read_json_object(self.path, limit=LARGEST_TOKENIZER_FILE)
         try:
             ranks = _ranks(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except DataError as error:
+            raise DataError(f"{self.path} {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             got = f"a missing {error}" if isinstance(error, KeyError) else error
             raise self._damaged(got) from error
+        with foreign_reader(self.path, expected="an expression in config pattern", do=COPY):
+            Regex(ranks.split)
         if problem := _problem(ranks):
             raise self._damaged(problem)
         return ranks
@@ -46,25 +56,24 @@ class TekkenTokenizer(TiktokenTokenizer):
 
     def _damaged(self, got: object) -> DataError:
         return DataError(
-            self.path,
-            got=got,
-            expected="a tekken.json as Mistral's models have it",
-            do="copy the file again, or give the model's tokenizer.json",
+            self.path, got=got, expected="a tekken.json as Mistral's models have it", do=COPY
         )
 
 
 def _ranks(content: Mapping[str, Any]) -> Ranks:
     """Raises KeyError, TypeError or ValueError for content that is no tekken.json."""
     config = content["config"]
-    number = int(config["default_num_special_tokens"])
-    count = int(config["default_vocab_size"]) - number
-    entries = content["vocab"][:count]
+    with read_fields(config, "config", do=COPY, error=DataError) as fields:
+        number = fields.integer("default_num_special_tokens", high=LARGEST_VOCABULARY)
+        count = fields.integer("default_vocab_size", high=LARGEST_VOCABULARY) - number
+        split = fields.text("pattern")
+    entries = content["vocab"][: max(count, 0)]
     if [entry["rank"] for entry in entries] != [*range(count)]:
         raise ValueError(f"vocab without some of the ranks up to {count - 1}, or in another order")
     return Ranks(
         tokens=[b64decode(entry["token_bytes"], validate=True) for entry in entries],
         special=_special_tokens(content, number),
-        split=config["pattern"],
+        split=split,
         bos=BOS,
         eos=EOS,
         special_first=True,

@@ -26,7 +26,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer.base import Token
-from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+from megatron_llama.tokenizer.files import (
+    read_json_object,
+    read_tokenizer_file,
+    replace_file,
+    to_json,
+)
 from megatron_llama.tokenizer.library import encode_many
 from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.words import (
@@ -143,15 +148,7 @@ class TiktokenTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            self._content = self.path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                path,
-                got=error,
-                expected="a tokenizer.model",
-                do="give the path of a tokenizer.model",
-            ) from error
+        self._content = read_tokenizer_file(self.path, do="give the path of a tokenizer.model")
         ranks = self.read_ranks()
         self._ranks = ranks
         self.vocab_size: int = len(ranks.tokens) + len(ranks.special)

@@ -316,7 +316,7 @@ BOTH = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type"
         ("qwen2", {"layer_types": MIXED}, "since no window is switched on"),
         ("qwen2", {"layer_types": [FULL]}, "layer_types: got ['full_attention'], expected 3 of full_attention and sliding_attention"),
         ("qwen2", {"layer_types": [FULL, FULL, "chunked"]}, "layer_types: got"),
-        ("qwen2", {"max_window_layers": -1}, "max_window_layers: got -1, expected an integer, 0 or more"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers: got -1, expected an integer of at least 0"),
         ("qwen2", {"mlp_bias": True}, "mlp_bias: got True, expected False"),
         ("qwen2", {"qk_norm": True}, "got qk_norm True"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0; Qwen3ForCausalLM rotates whole heads"),

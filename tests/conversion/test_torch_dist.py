@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     "a thousand million groups": (say(num_query_groups=10**9), "args.num_query_groups: got 1000000000, expected a number"),
     "a wider MLP": (say(ffn_hidden_size=112), "linear_fc2.weight: got shape (4, 64, 96), expected (4, 64, 112)"),
     "a word for a size": (say(num_layers="four"), "args.num_layers: got four, expected a number"),
-    "a window that is none": (say(window_size=3), "common.pt args: got a value that is none (TypeError"),
+    "a window that is none": (say(window_size=3), "common.pt args window_size: got 3, expected an array of 2 integers"),
     "norms of heads that are not there": (
         say(qk_layernorm=True),
         "q_norm.weight: got no tensor, expected decoder.layers.self_attention.q_layernorm.weight",

@@ -221,7 +221,7 @@ def test_a_token_that_a_message_spells_is_refused_wherever_it_is_named(layouts: 
 
 def test_a_token_without_a_text_is_refused(layouts: Path, tmp_path: Path) -> None:
     folder = changed(layouts / "llama3", tmp_path / "made", pad_token=3)
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: pad_token: got 3, expected a token: a text, or an object with its content"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json pad_token: got 3, expected a token: a text, or an object with its content"):
         load_tokenizer(folder)
 
 

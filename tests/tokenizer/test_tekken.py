@@ -127,7 +127,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a byte": (drop_byte, "got no token for the byte 0x41"),
     "ranks": (swap_ranks, "got vocab without some of the ranks up to 749, or in another order"),
     "cut": (lambda content: content.update(vocab=content["vocab"][:500]), "got vocab without some of the ranks up to 749"),
-    "no pattern": (lambda content: content["config"].pop("pattern"), "got a missing 'pattern'"),
+    "no pattern": (lambda content: content["config"].pop("pattern"), "config pattern: got no such field"),
     "no specials": (lambda content: content.pop("special_tokens"), "got no special_tokens, in version v13"),
     "no end": (lambda content: content["special_tokens"][2].update(token_str="<end>"), "got no special token '</s>'"),
     "twice": (lambda content: content["special_tokens"][3].update(token_str="<s>"), "got a token that comes twice"),
@@ -144,4 +144,4 @@ def test_damaged_files(damage: Callable[[dict[str, Any]], object], message: str,
     (tmp_path / "tekken.json").write_text(json.dumps(broken))
     with pytest.raises(DataError) as caught:
         load_tokenizer(tmp_path)
-    assert message in str(caught.value) and str(caught.value).startswith(f"{tmp_path}/tekken.json: ")
+    assert message in str(caught.value) and str(caught.value).startswith(f"{tmp_path}/tekken.json")

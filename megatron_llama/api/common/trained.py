@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.carried import GENERATION, end_tokens
+from megatron_llama.checkpoint.listed_files import ListedFilesCheck
 from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.hf import carried_config
 from megatron_llama.config.json_file import read_json_object
@@ -119,7 +120,10 @@ def load_stage(source: ModelReader, dtype: torch.dtype, device: torch.device | N
     config = Config(model=source.model)
     mesh = Mesh.single(device or devices.accelerator(0))
     [stage] = build_stages(config, mesh).values()
-    load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
+    # A native checkpoint is compared with its own list where it is read.
+    with ListedFilesCheck(None if source.format == "native" else source.folder) as check:
+        load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
+        check.require()
     return stage
 
 

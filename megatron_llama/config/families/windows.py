@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from megatron_llama.config.families.reader import ConfigReader
+from megatron_llama.config.fields import shown
+from megatron_llama.config.limits import LARGEST_LAYERS
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, LAYER_TYPES, SLIDING, layer_windows, normal_windows
 
@@ -23,17 +25,17 @@ class Windows:
 
 def _types(reader: ConfigReader, derived: Callable[[int], Sequence[str]]) -> tuple[str, ...]:
     """Return the kind of each layer: as listed, or else as transformers derives it."""
-    layers = reader.size("num_hidden_layers")
+    layers = reader.size("num_hidden_layers", high=LARGEST_LAYERS)
     listed = reader.value("layer_types", None)
     if listed is None:
         return tuple(derived(layers))
     if (
         not isinstance(listed, list)
         or len(listed) != layers
-        or not all(kind in LAYER_TYPES for kind in listed)
+        or not all(isinstance(kind, str) and kind in LAYER_TYPES for kind in listed)
     ):
         expected = f"{layers} of {FULL} and {SLIDING}, one for each layer"
-        reader.problem("layer_types", listed, expected, "copy the model's own config.json")
+        reader.problem("layer_types", shown(listed), expected, "copy the model's own config.json")
         return (FULL,) * layers
     return tuple(listed)
 
@@ -64,7 +66,7 @@ def _write_every(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def _read_last(reader: ConfigReader) -> tuple[int, tuple[str, ...]]:
-    first = reader.count("max_window_layers")
+    first = reader.integer("max_window_layers", default=0)
     window = reader.size("sliding_window", default=0)
     if not reader.switch("use_sliding_window"):
         window = 0

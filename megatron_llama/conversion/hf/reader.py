@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.json_file import read_weight_map
+from megatron_llama.config.model_files import SUMS, read_sums, require_model_file
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.model_fields import read_config
 from megatron_llama.conversion.safetensors_file import DTYPES, row_blocks
@@ -78,6 +78,11 @@ class HFWeights:
             names = ", ".join(path.name for path in others)
             note = f"{named}: the weights are read from it, not from {names} beside it"
             self.notes = (f"{note}, as in transformers",)
+        _, unread = read_sums(self.folder)
+        if unread:
+            lines = counted(unread, "line")
+            note = f"{self.folder / SUMS}: {lines} not as sha256sum writes them: nothing is checked"
+            self.notes += (f"{note} by those",)
         refuse(f"{self.folder} stores tensors twice:", list(self._open_files(named)))
         refuse(f"{self.folder} does not hold the model:", list(self._problems()))
 
@@ -251,6 +256,7 @@ def _is_equal(one: Any, other: Any, name: str) -> bool:
 
 
 def _open(path: Path) -> Any:
+    require_model_file(path, do=DOWNLOAD)
     if path.suffix == ".bin":
         return TorchWeights(TorchFile(path))
     try:

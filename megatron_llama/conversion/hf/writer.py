@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.carried import NO_FILES, Carried, derived_generation, save_tokenizer
-from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.folders import new_folder, require_replaceable, sync, write_synced
+from megatron_llama.checkpoint.listed_files import seal_files
 from megatron_llama.config.hf import carried_config
+from megatron_llama.config.model_files import SUMS
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.hf.reader import INDEX, SINGLE
 from megatron_llama.conversion.safetensors_file import is_exported, write_safetensors
@@ -121,6 +122,7 @@ def export_hf(
         save_tokenizer(tokenizer, fresh, carried.generation)
         for path in fresh.rglob("*"):
             sync(path)
+        seal_files(fresh)
     return target
 
 

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from megatron_llama.config.families.reader import LARGEST
+from megatron_llama.config.fields import read_fields, shown
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
+from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING, layer_windows
 from megatron_llama.conversion.megatron.names import LEGACY
@@ -79,6 +82,30 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Arguments that change what is computed, with the values that every model here has. A checkpoint
 holds some hundred arguments, most of them of the run and other ones in each version, so these are
 named rather than those that are harmless."""
+COUNTS = (
+    *SIZES,
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+)
+REALS = (
+    "norm_epsilon",
+    "layernorm_epsilon",
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+)
+SWITCHES = (
+    "group_query_attention",
+    "use_rope_scaling",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+"""Arguments that are positive integers, positive numbers, and true or false."""
 MEGATRON_LLAMA_ONLY = ("causal_lm", "RMSNorm")
 MEGATRON_ONLY = ("normalization", "group_query_attention", "rotary_base")
 """Arguments that one of the families has and the other does not."""
@@ -90,7 +117,9 @@ def read_args(
     """Return the model of a file's arguments, its vocabulary still unknown (1). ``config`` is the
     user's or the file's own, which must not contradict them.
 
-    Raises CheckpointError with every argument that is missing, or that no LLaMA has."""
+    Raises CheckpointError with every argument that is missing, of another kind than Megatron's, or
+    that no LLaMA has."""
+    require_kinds(args, where)
     problems = [
         describe(
             f"{where} {name}",
@@ -127,6 +156,30 @@ def read_args(
     if problems:
         raise CheckpointError(listing(f"{where} cannot be used:", problems))
     return model
+
+
+def require_kinds(args: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError for arguments of a model that are no numbers, or none that a model can
+    have."""
+    with read_fields(args, where, do=GIVE_CONFIG) as fields:
+        for name in COUNTS:
+            fields.integer(name, low=1, high=LARGEST, default=None, null=True)
+        for name in ("vocab_size", "orig_vocab_size", "padded_vocab_size"):
+            fields.integer(name, high=LARGEST, default=None, null=True)
+        for name in REALS:
+            fields.number(name, low=SMALLEST_REAL, high=LARGEST_REAL, default=None, null=True)
+        fields.number("init_method_std", low=0, high=LARGEST_REAL, default=None, null=True)
+        for name in SWITCHES:
+            if args.get(name) is not None:
+                fields.switch(name)
+        window = fields.sequence("window_size", int, length=2, default=None, null=True)
+        if window and not all(-1 <= size <= LARGEST for size in window):
+            fields.problem("window_size", shown(window), "two numbers of positions, or -1")
+        every = fields.value("window_attn_skip_freq", None)
+        if isinstance(every, list | tuple):
+            fields.sequence("window_attn_skip_freq", int)
+        else:
+            fields.integer("window_attn_skip_freq", low=1, default=None, null=True)
 
 
 def stored_vocab_size(

@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
+from megatron_llama.config.limits import LARGEST_TRACKER
+from megatron_llama.config.model_files import read_model_file
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.tensor_map import TensorMap
 from megatron_llama.errors import CheckpointError
@@ -32,8 +34,6 @@ from megatron_llama.plans.params import (
 )
 
 FILE = "model_optim_rng.pt"
-LARGEST_TRACKER = 100
-"""Bytes that are read of the file that names the newest iteration."""
 CHECKPOINT_VERSION = 3.0
 TE = "transformer_engine"
 LOCAL = "local"
@@ -235,11 +235,8 @@ def find_folder(
     tracker = path / TRACKER
     do = f"give the folder itself: {path}/iter_NNNNNNN or {path}/release"
     try:
-        if not tracker.is_file():
-            raise FileNotFoundError("there is no such file")
-        with tracker.open("rb") as file:
-            named = file.read(LARGEST_TRACKER).decode().strip()
-    except (OSError, ValueError) as error:
+        named = read_model_file(tracker, limit=LARGEST_TRACKER, do=do).decode().strip()
+    except ValueError as error:
         raise CheckpointError(
             tracker, got=f"no readable file ({error})", expected="an iteration", do=do
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_llama.checkpoint.storage import LISTED, refuse
+from megatron_llama.config.fields import finite_number, shown
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.megatron.args import (
     MEGATRON_LLAMA_ONLY,
@@ -217,8 +218,13 @@ class MegatronReader:
         for (tp, pp), each in self._files.items():
             where = f"{each.file.path}"
             ranks = each.args.get("stored_ranks", (tp, pp))
-            if tuple(ranks) != (tp, pp):
-                got = f"the file of tensor rank {ranks[0]}, pipeline rank {ranks[1]}"
+            if not isinstance(ranks, list | tuple) or tuple(ranks) != (tp, pp):
+                pair = isinstance(ranks, list | tuple) and len(ranks) == 2
+                got = (
+                    f"the file of tensor rank {ranks[0]}, pipeline rank {ranks[1]}"
+                    if pair
+                    else shown(ranks)
+                )
                 do = "put the files in their places"
                 yield describe(where, got=got, expected=f"that of {tp} and {pp}", do=do)
             sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
@@ -229,8 +235,13 @@ class MegatronReader:
                     yield describe(
                         f"{where} args.{name}", got=got, expected=expected, do=MATCHING_FILES
                     )
-            version = each.file.content.get("checkpoint_version", 0)
-            if self.format == "megatron" and version < OLDEST_GROUPED:
+            version = finite_number(each.file.content.get("checkpoint_version", 0))
+            if version is None:
+                got = shown(each.file.content["checkpoint_version"])
+                yield describe(
+                    f"{where} checkpoint_version", got=got, expected="a number", do=MATCHING_FILES
+                )
+            elif self.format == "megatron" and version < OLDEST_GROUPED:
                 expected = f"at least {OLDEST_GROUPED}"
                 do = f"load and save it with a Megatron-LM of today (version {CHECKPOINT_VERSION})"
                 yield describe(f"{where} checkpoint_version", got=version, expected=expected, do=do)

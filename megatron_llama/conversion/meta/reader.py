@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.families.reader import LARGEST
+from megatron_llama.config.fields import read_fields
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, read_config_json
+from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.meta.names import (
     EMBEDDING,
@@ -128,11 +131,18 @@ class MetaReader:
             for name, value in params.items()
             if name not in PARAMS_READ and value not in (None, False)
         ]
+        with read_fields(params, where) as known_fields:
+            for name in ("dim", "n_layers", "n_heads", "n_kv_heads"):
+                known_fields.integer(name, low=1, high=LARGEST, default=None, null=True)
+            for name in ("norm_eps", "rope_theta"):
+                low = SMALLEST_REAL
+                known_fields.number(name, low=low, high=LARGEST_REAL, default=None, null=True)
+            # Their own files say -1 where the tokenizer knows it.
+            known_fields.integer("vocab_size", low=-1, high=LARGEST, default=None, null=True)
+            if params.get("use_scaled_rope") is not None:
+                known_fields.switch("use_scaled_rope")
         output = self._tensor(0, OUTPUT).shape[0] * len(self._files)
-        stated = params.get("vocab_size", 0)
-        known = (user.vocab_size if user else 0) or (
-            stated if isinstance(stated, int) and stated > 0 else 0
-        )
+        known = (user.vocab_size if user else 0) or max(params.get("vocab_size") or 0, 0)
         if known not in (0, output):
             got = f"{output} rows in {len(self._files)} files"
             do = "copy the missing files too"
@@ -147,7 +157,7 @@ class MetaReader:
         fields: dict[str, Any] = {
             **{field: params.get(name) for name, field in names.items()},
             "num_key_value_heads": params.get("n_kv_heads") or params.get("n_heads"),
-            "rope_theta": float(params.get("rope_theta", 10000.0)),
+            "rope_theta": float(params.get("rope_theta") or 10000.0),
             "vocab_size": size,
             "intermediate_size": mlp_rows * len(self._files),
         }

@@ -15,12 +15,16 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.adapters import MergedWeights
 from megatron_llama.checkpoint.folders import new_folder, sync, write_synced
+from megatron_llama.checkpoint.listed_files import seal_files
 from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.fields import Fields, shown
 from megatron_llama.config.json_file import read_json_object
+from megatron_llama.config.limits import LARGEST_ADAPTER_RANK, LARGEST_REAL, SMALLEST_REAL
+from megatron_llama.config.model_files import require_model_file
 from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.conversion.formats import ModelReader
 from megatron_llama.conversion.hf.writer import EXPORT_FILES, require_export
-from megatron_llama.conversion.safetensors_file import write_safetensors
+from megatron_llama.conversion.safetensors_file import DTYPES, write_safetensors
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import (
@@ -98,6 +102,7 @@ def write_peft(
             tokenizer.save_hf(fresh)
             for path in fresh.rglob("*"):
                 sync(path)
+        seal_files(fresh)
 
 
 def _config(lora: LoraConfig, base: str | None, whole: Iterable[str]) -> dict[str, Any]:
@@ -134,7 +139,7 @@ class PeftAdapter:
         whole = trained_beside_adapters(model)
         problems = list(_config_problems(self.folder / CONFIG, config, known, whole))
         refuse(f"{self.folder} cannot be merged:", problems)
-        rank = int(config["r"])
+        rank: int = config["r"]
         alpha = float(config["lora_alpha"])
         targets = tuple(name for name in known if name in config["target_modules"])
         self.lora = LoraConfig(lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets)
@@ -142,6 +147,7 @@ class PeftAdapter:
         self.shapes = adapter_shapes(model, self.lora)
         self.whole = whole if config.get("modules_to_save") else {}
         """Weights that take the place of the model's: the score of a reward model."""
+        require_model_file(self.folder / WEIGHTS, do=COPY)
         try:
             self._file = cast(Any, safe_open(self.folder / WEIGHTS, framework="pt"))
         except (SafetensorError, OSError) as error:
@@ -161,6 +167,11 @@ class PeftAdapter:
                 do = "give the model that the adapter was trained on"
                 yield describe(
                     f"{self.folder / WEIGHTS} {name}", got=got, expected=f"shape {shape}", do=do
+                )
+            elif (dtype := self._file.get_slice(name).get_dtype()) not in DTYPES.values():
+                expected = " or ".join(DTYPES.values())
+                yield describe(
+                    f"{self.folder / WEIGHTS} {name}", got=dtype, expected=expected, do=COPY
                 )
         for name in sorted(found - wanted.keys()):
             do = "only low-rank additions to the projections of a model can be merged"
@@ -187,14 +198,20 @@ def _config_problems(
     do = "merge it with PEFT"
     if config.get("peft_type") != "LORA":
         yield describe(f"{path} peft_type", got=config.get("peft_type"), expected="LORA", do=do)
-    for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), int | float) or config[name] <= 0:
-            yield describe(
-                f"{path} {name}", got=config.get(name), expected="a number above 0", do=COPY
-            )
+    fields = Fields(config, path, do=COPY)
+    fields.integer("r", low=1, high=LARGEST_ADAPTER_RANK)
+    fields.number("lora_alpha", low=SMALLEST_REAL, high=LARGEST_REAL)
+    for name in ("use_rslora", "use_dora", "fan_in_fan_out"):
+        if config.get(name) is not None:
+            fields.switch(name)
+    for name in ("rank_pattern", "alpha_pattern"):
+        fields.mapping(name, default=None, null=True)
+    yield from fields.problems
     targets = config.get("target_modules")
     strange = (
-        [name for name in targets if name not in known] if isinstance(targets, list) else [targets]
+        [name for name in targets if not isinstance(name, str) or name not in known]
+        if isinstance(targets, list)
+        else [targets]
     )
     if strange or not targets:
         yield describe(
@@ -203,10 +220,15 @@ def _config_problems(
     if config.get("bias", "none") != "none":
         yield describe(f"{path} bias", got=config["bias"], expected="none", do=do)
     start = config.get("init_lora_weights")
-    if start not in PLAIN_STARTS:
+    if not isinstance(start, str | bool | None) or start not in PLAIN_STARTS:
         expected = "a start that leaves the model's own weights as they are"
         yield describe(f"{path} init_lora_weights", got=start, expected=expected, do=do)
     modules = config.get("modules_to_save")
+    if modules and not (isinstance(modules, list) and all(isinstance(n, str) for n in modules)):
+        yield describe(
+            f"{path} modules_to_save", got=shown(modules), expected="a list of names", do=COPY
+        )
+        modules = None
     replaced = [name.removesuffix(".weight") for name in whole]
     # PEFT names both heads that its classifiers may have.
     if modules and not (replaced and {*replaced} <= {*modules} <= {*replaced, "classifier"}):
@@ -214,7 +236,7 @@ def _config_problems(
         yield describe(f"{path} modules_to_save", got=modules, expected=expected, do=do)
     for name, value in config.items():
         if value and name not in READ and name not in HARMLESS and name != "init_lora_weights":
-            yield describe(f"{path} {name}", got=value, expected="nothing", do=do)
+            yield describe(f"{path} {name}", got=shown(value), expected="nothing", do=do)
 
 
 @dataclass(frozen=True)

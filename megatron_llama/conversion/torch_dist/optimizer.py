@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.fields import shown
+from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_REAL
 from megatron_llama.config.schema import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megatron_llama.conversion.optimizer_state import STATES, OptimizerState
 from megatron_llama.conversion.torch_dist.container import COPY_AGAIN
@@ -127,10 +129,10 @@ def _position_problems(opened: TorchDistFolder) -> Iterator[str]:
         (f"{opened.common_file} args", opened.args, "consumed_train_samples"),
     ):
         found = content.get(name)
-        if not isinstance(found, int) or found < 0:
+        if type(found) is not int or not 0 <= found <= LARGEST_INTEGER:
             yield describe(
                 f"{where} {name}",
-                got=found,
+                got=shown(found),
                 expected="a number, as Megatron-LM saves it",
                 do=WEIGHTS_ALONE,
             )
@@ -160,7 +162,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    return _is_number(value) and int(value) == value
+    return _is_number(value) and int(value) == value and 0 <= value <= LARGEST_INTEGER
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _is_rate(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= LARGEST_REAL
 
 
 def _is_list(value: Any) -> bool:
@@ -168,7 +178,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    return _is_list(value) and len(value) == 2 and all(map(_is_number, value))
+    return _is_list(value) and len(value) == 2 and all(map(_is_share, value))
 
 
 def _is_ramp(value: Any) -> bool:
@@ -176,13 +186,15 @@ def _is_ramp(value: Any) -> bool:
     return _is_list(value) and all(_is_whole(each) or str(each).isdecimal() for each in value)
 
 
-NUMBER = "a number"
-WHOLE = "a whole number"
+WHOLE = "a whole number of 0 or more"
+RATE = "a finite number of 0 or more"
+SHARE = "a number from 0 to 1"
 TYPES: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {
-        NUMBER: _is_number,
         WHOLE: _is_whole,
-        "two numbers": _is_pair,
+        RATE: _is_rate,
+        SHARE: _is_share,
+        "two numbers from 0 to 1": _is_pair,
         "whole numbers": _is_ramp,
         "a list": _is_list,
         "a name": lambda value: isinstance(value, str),
@@ -190,12 +202,13 @@ TYPES: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     }
 )
 GROUP_TYPES: Mapping[str, str] = MappingProxyType(
-    {"betas": "two numbers", "eps": NUMBER, "weight_decay": NUMBER, "lr": NUMBER}
+    {"betas": "two numbers from 0 to 1", "eps": RATE, "weight_decay": RATE, "lr": RATE}
 )
 ARGUMENT_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("lr", "min_lr", "clip_grad", "weight_decay", "adam_eps"), NUMBER),
-        **dict.fromkeys(("adam_beta1", "adam_beta2", "lr_warmup_fraction"), NUMBER),
+        **dict.fromkeys(("lr", "min_lr", "clip_grad", "weight_decay", "adam_eps"), RATE),
+        **dict.fromkeys(("adam_beta1", "adam_beta2"), SHARE),
+        "lr_warmup_fraction": RATE,
         **dict.fromkeys(("lr_decay_style", "lr_wsd_decay_style", "split"), "a name"),
         **dict.fromkeys(("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"), WHOLE),
         **dict.fromkeys(("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"), WHOLE),

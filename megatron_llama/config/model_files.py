@@ -1,0 +1,221 @@
+"""The one way to the files of a folder that came from elsewhere: a model, a tokenizer, an adapter.
+
+A folder may hold names that lead out of it, links to files of the machine that reads it, devices,
+pipes, and files that say they are huge. What is read here ends in exports that are published, so a
+file is opened only if it is a regular one, lies in the folder, and is not larger than its kind can
+be; and it has to be the one that a list of checksums beside it names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST, LARGEST_SMALL_FILE
+from megatron_llama.errors import CheckpointError, UserError
+
+SUMS = "SHA256SUMS"
+META_SUMS = "checklist.chk"
+"""The list of MD5 sums that comes with Meta's downloads."""
+MANIFEST = "integrity.json"
+"""The list of checksums of a folder of torch_dist."""
+KINDS: Mapping[int, str] = MappingProxyType(
+    {
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFDIR: "a folder",
+    }
+)
+"""What may have the name of a file, by its type in the file system."""
+
+
+class ListedSum(NamedTuple):
+    """What a list of checksums says of one file."""
+
+    kind: str
+    """``sha256`` or ``md5``."""
+    digest: str
+    """Hexadecimal, in lower case."""
+    list: Path
+    """The list that says it."""
+
+
+def read_model_file(
+    path: Path,
+    *,
+    limit: int = LARGEST_SMALL_FILE,
+    do: str = "copy the file again",
+    error: type[UserError] = CheckpointError,
+) -> bytes:
+    """Return the content of a file of a folder that came from elsewhere.
+
+    Raises ``error`` with the remedy ``do`` where there is none that can be read, and where it is
+    not a regular file, leads out of its folder, is larger than ``limit`` bytes, or is not the one
+    that a list of checksums in its folder, or in the one above, names."""
+    # An object store has neither links nor devices.
+    on_disk = isinstance(path, Path)
+    if on_disk:
+        require_model_file(path, do=do, error=error)
+        require_within(path, error=error)
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as problem:
+        got = problem.strerror or problem
+        raise error(path, got=got, expected="a readable file", do=do) from problem
+    if len(content) > limit:
+        size = path.stat().st_size
+        got = f"a file of {max(size, len(content)):,} bytes"
+        raise error(
+            path, got=got, expected=f"at most {limit:,}, more than any such file has", do=do
+        )
+    listed = listed_sum(path, error=error) if on_disk else None
+    if listed is not None:
+        digest = hashlib.new(listed.kind, content, usedforsecurity=False).hexdigest()
+        if digest != listed.digest:
+            raise error(sum_problem(path, f"{listed.kind} {digest}", listed))
+    return content
+
+
+def is_there(path: Path, *, error: type[UserError] = CheckpointError) -> bool:
+    """Return whether a folder has a file that it may lack. Raises ``error`` where it lacks one that
+    a list of checksums beside it names: without it the others would mean something else."""
+    if path.is_file():
+        return True
+    if not isinstance(path, Path):
+        return False
+    listed = listed_sum(path, error=error)
+    if listed is not None and not path.exists():
+        raise error(sum_problem(path, "no such file", listed))
+    if path.exists() and not path.is_dir():
+        require_model_file(path, error=error)
+    return False
+
+
+def require_model_file(
+    path: Path, *, do: str = "copy the file again", error: type[UserError] = CheckpointError
+) -> None:
+    """Raise ``error`` unless a path leads to a regular file: a pipe would wait for ever when it is
+    opened, and a device has no end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as problem:
+        got = problem.strerror or problem
+        raise error(path, got=got, expected="a readable file", do=do) from problem
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "no regular file")
+        raise error(path, got=kind, expected="a regular file", do=do)
+
+
+def require_within(path: Path, *, error: type[UserError] = CheckpointError) -> None:
+    """Raise ``error`` where a path is a link that leads out of its folder. A snapshot in the hub's
+    cache links to the blobs of its own repository."""
+    target = path.resolve()
+    folder = path.parent.resolve()
+    if folder in target.parents:
+        return
+    # .../models--org--name/snapshots/COMMIT/file -> .../models--org--name/blobs/DIGEST
+    repository = next((p.parent for p in (folder, *folder.parents) if p.name == "snapshots"), None)
+    if repository is not None and target.parent == repository / "blobs":
+        return
+    raise error(
+        path,
+        got=f"a link to {target}",
+        expected=f"a file in {folder}: what is read there can end in a folder that is published",
+        do="name the file that it leads to, if you mean that one, or copy the folder with what its "
+        f"links lead to: cp -rL {path.parent} COPY",
+    )
+
+
+def is_name_within(name: str) -> bool:
+    """Return whether a name that a file gives stays in the folder of that file."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
+
+
+def read_sums(
+    folder: Path, *, error: type[UserError] = CheckpointError
+) -> tuple[dict[str, ListedSum], int]:
+    """Return what the lists of checksums in a folder say of its files, by their paths in it, and
+    how many of their lines say nothing of a file in it. Raises ``error`` for two sums of one
+    file."""
+    sums: dict[str, ListedSum] = {}
+    others = 0
+    for kind, list_name in (("md5", META_SUMS), ("sha256", SUMS)):
+        path = folder / list_name
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            content = file.read(LARGEST_CHECKSUM_LIST + 1)
+        if len(content) > LARGEST_CHECKSUM_LIST:
+            expected = f"a list of at most {LARGEST_CHECKSUM_LIST:,} bytes"
+            raise error(path, got="a longer one", expected=expected, do="remove it")
+        digits = 32 if kind == "md5" else 64
+        for line in content.decode(errors="replace").splitlines():
+            match = re.fullmatch(rf"([0-9a-fA-F]{{{digits}}}) [ *](?:\./)?(.+)", line.strip())
+            if match is None or not is_name_within(match[2]):
+                others += bool(line.strip())
+                continue
+            listed = ListedSum(kind, match[1].lower(), path)
+            known = sums.setdefault(match[2], listed)
+            if known.list == path and known != listed:
+                got = f"two sums of {match[2]}"
+                raise error(path, got=got, expected="one", do="remove the line that is wrong")
+            sums[match[2]] = listed
+    sums |= _manifest_sums(folder / MANIFEST)
+    return sums, others
+
+
+def _manifest_sums(path: Path) -> dict[str, ListedSum]:
+    """Return what the manifest of a folder of torch_dist says of its files; nothing where it is of
+    another form."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        content = file.read(LARGEST_CHECKSUM_LIST)
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or manifest.get("algorithm") != "sha256":
+        return {}
+    return {
+        name: ListedSum("sha256", digest.lower(), path)
+        for name, digest in files.items()
+        if isinstance(digest, str)
+        and re.fullmatch("[0-9a-fA-F]{64}", digest)
+        and is_name_within(name)
+    }
+
+
+def listed_sum(path: Path, *, error: type[UserError] = CheckpointError) -> ListedSum | None:
+    """Return what a list in the folder of a file, or in the folder above, says of it; None where
+    none does."""
+    folder = path.parent
+    for place, name in ((folder, path.name), (folder.parent, f"{folder.name}/{path.name}")):
+        if any((place / listing).is_file() for listing in (SUMS, META_SUMS, MANIFEST)):
+            sums, _ = read_sums(place, error=error)
+            if name in sums:
+                return sums[name]
+    return None
+
+
+def sum_problem(path: Path, got: str, listed: ListedSum) -> str:
+    """Return the message that a file is not the one that was written, with both remedies."""
+    pattern = f"{path.relative_to(listed.list.parent)}".replace(".", r"\.").replace("/", r"\/")
+    return (
+        f"{path}: got {got}, expected {listed.kind} {listed.digest}, by {listed.list.name}; copy "
+        "the file again from where the model came from; if you changed it yourself, take its line "
+        f"out of the list: sed -i '/ {pattern}$/d' {listed.list}"
+        if listed.list.name != MANIFEST
+        else f"{path}: got {got}, expected {listed.kind} {listed.digest}, by {listed.list.name}; "
+        f"copy the folder again, or remove {listed.list.name} if you changed the file yourself"
+    )
