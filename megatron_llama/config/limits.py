@@ -1,0 +1,11 @@
+"""Bounds on what a file may claim before anything is allocated or repeated by its word, each with
+its reason. A bound is far above what any real file holds, and far below what takes a machine.
+
+What is refused by one of them is refused with what the file claims and what is allowed."""
+
+from __future__ import annotations
+
+LARGEST_INTEGER = 2**63 - 1
+"""Integers of files become int64 in torch."""
+SHOWN_CHARACTERS = 80
+"""An error shows so much of a value."""
