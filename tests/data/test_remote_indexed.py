@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +19,7 @@ from megatron_llama.config.schema import DataConfig
 from megatron_llama.data import block_cache, byte_ranges
 from megatron_llama.data.block_cache import BlockCache, cache_folder
 from megatron_llama.data.byte_ranges import SourceFile, find_file
-from megatron_llama.data.indexed import MAGIC, IndexedDataset, IndexedDatasetWriter
+from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.loader import STEPS_AHEAD, BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.megatron_order import MegatronStream
 from megatron_llama.data.meta import read_meta
@@ -98,19 +97,6 @@ def test_the_samples_are_those_of_the_file(store: str, dataset: IndexedDataset, 
     for index in range(300):
         ordered[0].fetch(index)
         assert np.array_equal(ordered[0].sample(index), ordered[1].sample(index))
-
-
-def test_documents_that_do_not_lie_end_to_end(tmp_path: Path) -> None:
-    """As in a .bin whose index was filtered: pieces are joined as in the file on the disk."""
-    tokens = np.arange(30000, dtype=np.uint16) % VOCAB_SIZE
-    (tmp_path / "gaps.bin").write_bytes(tokens.tobytes())
-    lengths, starts = np.full(90, 300, np.int32), np.arange(90, dtype=np.int64) * 2 * 330
-    header = struct.pack("<9sQBQQ", MAGIC, 1, 8, 90, 91)
-    (tmp_path / "gaps.idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + np.arange(91, dtype=np.int64).tobytes())
-    found, there = remote(f"file://{tmp_path}/gaps", tmp_path / "cache"), IndexedDataset(tmp_path / "gaps")
-    found.fetch(100, 5000)
-    for start, stop in ((0, 0), (0, 27000), (100, 5000), (299, 301), (26000, 27000)):
-        assert np.array_equal(found.tokens(start, stop), there.tokens(start, stop))
 
 
 def test_only_touched_blocks_are_read_and_only_once(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
