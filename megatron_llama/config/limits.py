@@ -16,3 +16,17 @@ LARGEST_VOCABULARY = 2**31 - 1
 DATASET_CHECK_SECONDS = 600.0
 """A run compares its data with their sums in the background for so long. Terabytes would take
 hours, in which the disk belongs to the run."""
+
+# Options.
+OPTION_FILE_CHARACTERS = 512 << 10
+"""Of a YAML file. It is read in Python, which takes seconds for so many; a long one has 10,000."""
+OPTION_FILE_VALUES = 50_000
+"""Of a YAML file, each counted as often as aliases repeat it: ten lines of aliases can stand for
+more than fit into any memory."""
+OPTION_FILE_DEPTH = 20
+"""Of lists and mappings within each other. Options need three."""
+SHOWN_OPTION = 400
+"""Characters of a refused value."""
+LONGEST_WEIGHT = 40
+WEIGHT_EXPONENT_DIGITS = 2
+"""Of a weight of --data-path: 1e999999999 is a number of a billion digits."""
