@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data import block_cache, byte_ranges
-from megatron_llama.data.block_cache import BlockCache, cache_folder
+from megatron_llama.data.block_cache import SLICE_BYTES, BlockCache, cache_folder
 from megatron_llama.data.byte_ranges import SourceFile, find_file
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.loader import STEPS_AHEAD, BatchLoader, BlendedSamples, Samples, StreamSamples
@@ -338,3 +338,44 @@ def test_versions_of_a_file_have_folders_of_their_own(tmp_path: Path) -> None:
         SourceFile("http://a/c", 10, "1"),
     ]
     assert len({cache._folder(file) for file in files}) == 4
+
+
+def test_damage_in_the_cache_is_read_again(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    """A flipped bit of a block, of its checksum, of a whole file; a cut, an append; and blocks of a version without checksums."""
+    file = find_file(f"{server.url}/corpus.bin")
+    assert file is not None
+    content = Path(dataset.prefix + ".bin").read_bytes()
+    block = 5 * SLICE_BYTES // 2
+
+    def damaged(damage: Callable[[bytearray], object], pattern: str) -> None:
+        for path in tmp_path.rglob(pattern):
+            changed = bytearray(path.read_bytes())
+            damage(changed)
+            path.write_bytes(changed)
+
+    def flip(at: int) -> Callable[[bytearray], object]:
+        return lambda changed: changed.__setitem__(at, changed[at] ^ 16)
+
+    cache = BlockCache(tmp_path, 1 << 30, block_bytes=block)
+    assert cache.read(file, 0, len(content)) == content and cache.whole(file).read_bytes() == content
+    assert asked(server)
+    first = f"0-{block}"
+    for damage in (
+        flip(3),
+        flip(block - 1),
+        flip(block),
+        flip(-1),
+        bytearray.pop,
+        lambda c: c.append(0),
+        lambda c: c.__delitem__(slice(block, None)),
+    ):
+        damaged(damage, first)
+        assert cache.read(file, 1, block) == content[1:block]
+        assert asked(server) == [(0, block)], "it is read again, once"
+    damaged(flip(3), first)
+    assert cache.read(file, SLICE_BYTES, SLICE_BYTES + 9) == content[SLICE_BYTES : SLICE_BYTES + 9]
+    assert asked(server) == [], "slices that are whole are used"
+    damaged(flip(77), "whole-*")
+    assert cache.whole(file).read_bytes() == content and asked(server)
+    assert cache.whole(file).read_bytes() == content and not asked(server)
+    assert len(list(tmp_path.rglob("whole*"))) == 1
