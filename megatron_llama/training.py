@@ -18,7 +18,11 @@ from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.export import FinalExport
 from megatron_llama.data.text_stream import seek
-from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import (
+    on_rank0,
+    raise_error_on_all_ranks,
+    raise_on_all_ranks,
+)
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.lr import learning_rate
@@ -28,6 +32,7 @@ from megatron_llama.loop.banner import already_finished, banner
 from megatron_llama.loop.build import (
     Validation,
     build_loader,
+    check_datasets,
     find_not_finite_at_start,
     load_or_init,
     open_log,
@@ -226,6 +231,7 @@ def train(
         if first is not None:
             evaluations[state.iteration] = first
         called.evaluation(first)
+        data_check = stack.enter_context(check_datasets(config, mesh, log.say))
         profiling = stack.enter_context(
             Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
         )
@@ -235,6 +241,7 @@ def train(
             interrupts,
             first_sample=bad_steps.first_sample(state),
             device=mesh.device,
+            check=data_check,
         )
 
         def go_back() -> TrainState:
@@ -342,6 +349,8 @@ def train(
         with mesh.recorder.outside_steps("saving"):
             saver.finish(log)
         called.saves(saver.take_written())
+        # Damage that was found during the last step has not reached the other ranks yet.
+        raise_error_on_all_ranks(data_check.problem, mesh.world)
         exported = None
         if early_stop_reason or bad_steps.is_last(state):
             with mesh.recorder.outside_steps("exporting"):

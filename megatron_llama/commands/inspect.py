@@ -29,8 +29,8 @@ OF_A_RUN = (
 
 
 def inspect(words: list[str]) -> None:
-    """Run ``inspect KIND PATH``. With ``inspect checkpoint PATH --verify`` all files are read and
-    compared with their checksums. Raises UserError."""
+    """Run ``inspect KIND PATH``. With ``--verify`` all files of a checkpoint or a dataset are read
+    and compared with their checksums. Raises UserError."""
     if not words or words[0] not in KINDS:
         found = words[0] if words else "nothing"
         raise ConfigError(
@@ -42,7 +42,7 @@ def inspect(words: list[str]) -> None:
             )
         )
     kind, *paths = words
-    if verify := kind == "checkpoint" and "--verify" in paths:
+    if verify := kind in VERIFIED and "--verify" in paths:
         paths.remove("--verify")
     flags = [word for word in paths if word.startswith("--")]
     if flags:
@@ -50,7 +50,7 @@ def inspect(words: list[str]) -> None:
             describe(
                 f"inspect {kind}",
                 got=" ".join(flags),
-                expected="--verify at most, with a checkpoint",
+                expected="--verify at most, with a checkpoint or a dataset",
                 do="leave it out",
             )
         )
@@ -69,7 +69,7 @@ def inspect(words: list[str]) -> None:
             )
         )
     if verify:
-        _verify(*paths)
+        VERIFIED[kind](*paths)
     KINDS[kind](*paths)
 
 
@@ -176,12 +176,10 @@ def _verify(path: str) -> None:
 
 def _dataset(path: str) -> None:
     from megatron_llama.config.schema import DataConfig
-    from megatron_llama.data.meta import read_meta
+    from megatron_llama.data.meta import SUMS, read_meta
     from megatron_llama.data.remote_indexed import open_dataset
 
-    # A shell completes the name of a file, not the prefix of two.
-    if path.endswith((".bin", ".idx")) and not Path(f"{path}.idx").exists():
-        path = path[:-4]
+    path = _prefix(path)
     dataset = open_dataset(path, DataConfig())
     lengths = dataset.lengths
     _rows(
@@ -192,10 +190,25 @@ def _dataset(path: str) -> None:
             **{
                 name: value
                 for name, value in (read_meta(path) or {}).items()
-                if name not in ("documents", "tokens", "fingerprint")
+                if name not in ("documents", "tokens", "fingerprint", SUMS)
             },
         }
     )
+
+
+def _prefix(path: str) -> str:
+    """Return the prefix of a dataset. A shell completes the name of a file, not the prefix of
+    two."""
+    named = path.endswith((".bin", ".idx")) and not Path(f"{path}.idx").exists()
+    return path[:-4] if named else path
+
+
+def _verify_dataset(path: str) -> None:
+    from megatron_llama.data.verification import verify_dataset
+
+    sums = verify_dataset(_prefix(path))
+    size = sum(file.size for file in sums.by_suffix().values())
+    print(f"verified: {size:,} bytes of {_prefix(path)}.bin and .idx are as they were written")
 
 
 def _presets() -> None:
@@ -214,3 +227,7 @@ def _presets() -> None:
 KINDS: Mapping[str, Callable[..., None]] = MappingProxyType(
     {"config": _config, "checkpoint": _checkpoint, "dataset": _dataset, "presets": _presets}
 )
+VERIFIED: Mapping[str, Callable[[str], None]] = MappingProxyType(
+    {"checkpoint": _verify, "dataset": _verify_dataset}
+)
+"""What ``--verify`` does, by kind."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megatron_llama.config.limits import LONGEST_WEIGHT, WEIGHT_EXPONENT_DIGITS
 from megatron_llama.errors import ConfigError, describe
 
 _FORMS = "PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
@@ -59,7 +60,11 @@ def read_blend(words: Sequence[str]) -> Blend:
 
 
 def is_number(word: str) -> bool:
-    """Whether a word is a weight."""
+    """Whether a word is a weight. One with an exponent beyond any weight is a name: as a whole
+    number it would fill the memory."""
+    _, _, exponent = word.lower().partition("e")
+    if len(word) > LONGEST_WEIGHT or len(exponent.lstrip("+-0")) > WEIGHT_EXPONENT_DIGITS:
+        return False
     try:
         Fraction(word)
     except (ValueError, ZeroDivisionError):

@@ -17,6 +17,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_llama.config.foreign_names import remedy_for
+from megatron_llama.config.limits import LARGEST_INTEGER, OPTION_FILE_CHARACTERS, SHOWN_OPTION
 from megatron_llama.config.megatron_names import Alias
 from megatron_llama.errors import ConfigError, describe, listing
 
@@ -242,7 +243,10 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 
 def _read_int(text: str) -> int:
     if "e" not in text.lower():
-        return int(text)
+        number = int(text)
+        if abs(number) > LARGEST_INTEGER:
+            raise ValueError(text)
+        return number
     value = float(text)
     # Beyond 2^53 a float no longer names one integer.
     if not value.is_integer() or abs(value) > 2**53:
@@ -282,7 +286,10 @@ def _read_mapping(raw: Any) -> dict[str, Any]:
     if isinstance(raw, str):
         import json
 
-        raw = json.loads(raw, object_pairs_hook=without_repeats)
+        try:
+            raw = json.loads(raw, object_pairs_hook=without_repeats)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
     if not isinstance(raw, dict):
         raise ValueError(raw)
     return raw
@@ -385,11 +392,20 @@ class _Reader:
     def read_yaml(self, path: str) -> list[_Given]:
         """The keys of a YAML file, flat or one level down under a section's name."""
         try:
+            # A link may lead to a device that has no end.
             with open(path, encoding="utf-8") as file:
-                text = file.read()
+                text = file.read(OPTION_FILE_CHARACTERS + 1)
         except (OSError, UnicodeDecodeError) as error:
             self.problem(
                 f"--config {path}", got=error, expected="a readable YAML file", do="check the path"
+            )
+            return []
+        if len(text) > OPTION_FILE_CHARACTERS:
+            self.problem(
+                f"--config {path}",
+                got=f"more than {OPTION_FILE_CHARACTERS:,} characters",
+                expected="a file of options",
+                do="check the path",
             )
             return []
         return list(self._yaml_keys(path, text))
@@ -397,8 +413,10 @@ class _Reader:
     def _yaml_keys(self, path: str, text: str) -> Iterator[_Given]:
         import yaml
 
-        loader = yaml.SafeLoader(text)
+        from megatron_llama.config.bounded_yaml import BoundedLoader
+
         try:
+            loader = BoundedLoader(text)
             root = loader.get_single_node()
             if root is None:
                 return
@@ -419,10 +437,13 @@ class _Reader:
                         yield self._with_section_name(item)
                 elif name not in self.groups or node.tag != "tag:yaml.org,2002:null":
                     yield self._yaml_given(loader, path, key, node, None)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # a date of month 13, a number of many digits
             mark = getattr(error, "problem_mark", None)
-            where = path if mark is None else f"{path}:{mark.line + 1}"
-            cause = getattr(error, "problem", None) or str(error)
+            line = None if mark is None else mark.line
+            if isinstance(error, yaml.reader.ReaderError):
+                line = text.count("\n", 0, error.position)
+            where = path if line is None else f"{path}:{line + 1}"
+            cause = getattr(error, "problem", None) or " ".join(str(error).split())
             self.problem(where, got=cause, expected="valid YAML", do="mend that line")
 
     def _yaml_given(self, loader: Any, path: str, key: Any, node: Any, group: str | None) -> _Given:
@@ -541,7 +562,7 @@ class _Reader:
                 )
             self.problem(
                 item.where,
-                got=_show(raw) if raw != [] else "nothing",
+                got=_cut(_show(raw)) if raw != [] else "nothing",
                 expected=expected(option.kind),
                 do=remedy,
             )
@@ -714,6 +735,11 @@ def _as_text(value: object) -> Any:
     if isinstance(value, Sequence):
         return [_as_text(item) for item in value]
     return str(value)  # numbers (a float's text names the same float) and paths
+
+
+def _cut(text: str) -> str:
+    """Return a text as a message shows it."""
+    return text if len(text) <= SHOWN_OPTION else f"{text[:SHOWN_OPTION]}..."
 
 
 def _show(value: Any) -> str:

@@ -1,9 +1,12 @@
 """A folder on this machine that keeps blocks of remote files, for all processes that share it.
 
 A block is a file of its own, which is written under another name and then renamed: whatever is
-killed at any moment leaves no half a block behind. The folder of a file's blocks is named by its
-URL, size and version, so that blocks of an older version are never read again. What was not used
-for longest is removed when the folder has grown beyond its bound.
+killed at any moment leaves no half a block behind. A CRC-32 stands behind each 16 KiB of it, and
+one in the name of a whole file: what the disk has changed is read again from the server.
+
+The folder of a file's blocks is named by its URL, size and version, so that blocks of an older
+version are never read again. What was not used for longest is removed when the folder has grown
+beyond its bound.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import fcntl
 import hashlib
 import os
 import queue
+import struct
 import threading
 import time
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -34,12 +39,17 @@ WHOLE_BYTES = 8 << 20
 """Bytes of one request for a file that is read whole."""
 THREADS = 8
 """Requests at a time."""
+SLICE_BYTES = 16 << 10
+"""Bytes of a block with a checksum of their own: a sample reads one or two of them, not the
+block."""
+_SUM = struct.Struct("<I")
 _LOCKS = 64
 _SCANNED_AFTER = 64 << 20
 """The folder is looked through after each process has written so many bytes."""
 _ABANDONED = 3600.0
 """Seconds after which a file that nobody has renamed belongs to a process that was killed."""
 _TEMPORARY = ".tmp-"
+_WHOLE = "whole"
 
 
 def cache_folder(path: str | None) -> Path:
@@ -107,17 +117,16 @@ class BlockCache:
     def whole(self, file: SourceFile) -> Path:
         """Return a copy of a whole file on the disk. Raises DataError if it cannot be read. The
         copy may be removed later on: it has to be opened at once."""
-        path = self._folder(file) / "whole"
         with self._claimed(file, 0):
-            with suppress(OSError):
-                if path.stat().st_size == file.size:
-                    _mark_used(path)
-                    return path
+            for path in self._folder(file).glob(f"{_WHOLE}-*"):
+                with suppress(OSError):
+                    if path.name == _whole_name(_content_sum(path)):
+                        _mark_used(path)
+                        return path
+                    path.unlink()  # the disk has changed it, or somebody else
             starts = range(0, file.size, WHOLE_BYTES)
-            self._write(
-                path, (read_range(file, at, min(at + WHOLE_BYTES, file.size)) for at in starts)
-            )
-        return path
+            pieces = (read_range(file, at, min(at + WHOLE_BYTES, file.size)) for at in starts)
+            return self._write(self._folder(file) / _WHOLE, pieces, name_by_sum=True)
 
     def _numbers(self, start: int, stop: int) -> range:
         return range(start // self._block_bytes, -(-stop // self._block_bytes))
@@ -140,15 +149,16 @@ class BlockCache:
         path = self._path(file, number)
         try:
             with open(path, "rb", buffering=0) as block:
-                if os.fstat(block.fileno()).st_size != stop - start:
+                slices = -(-(stop - start) // SLICE_BYTES)
+                if os.fstat(block.fileno()).st_size != stop - start + slices * _SUM.size:
                     return None  # a disk that was full, or that lost power
-                content = os.pread(block.fileno(), last - first, first)
+                content = _checked_bytes(block.fileno(), first, last, stop - start)
             _mark_used(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise _unusable(path, error) from error
-        return content if len(content) == last - first else None
+        return content
 
     def _ask(self, file: SourceFile, number: int) -> Future[bytes]:
         """Have a thread read a block, unless one does already."""
@@ -180,7 +190,7 @@ class BlockCache:
             found = self._stored(file, number, 0, stop - start)
             if found is None:
                 found = read_range(file, start, stop)
-                self._write(self._path(file, number), iter((found,)))
+                self._write(self._path(file, number), iter((found, _slice_sums(found))))
         return found
 
     @contextmanager
@@ -201,7 +211,9 @@ class BlockCache:
         finally:
             os.close(lock)
 
-    def _write(self, path: Path, pieces: Iterator[bytes]) -> None:
+    def _write(self, path: Path, pieces: Iterator[bytes], *, name_by_sum: bool = False) -> Path:
+        """Write a file, and return its path. With ``name_by_sum`` that is its checksum's."""
+        content_sum = 0
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex}")
         size = 0
         try:
@@ -210,6 +222,9 @@ class BlockCache:
                 with open(temporary, "xb") as file:
                     for piece in pieces:
                         size += file.write(piece)
+                        content_sum = zlib.crc32(piece, content_sum)
+                if name_by_sum:
+                    path = path.with_name(_whole_name(content_sum))
                 _mark_used(temporary)
                 os.replace(temporary, path)
         except BaseException:
@@ -218,11 +233,13 @@ class BlockCache:
             raise
         with self._lock:
             self._unscanned += size
-            if self._unscanned < self._interval:
-                return
-            self._unscanned = 0
-        with _writing(self.folder):
-            self._make_room()
+            scans = self._unscanned >= self._interval
+            if scans:
+                self._unscanned = 0
+        if scans:
+            with _writing(self.folder):
+                self._make_room()
+        return path
 
     def _make_room(self) -> None:
         """Remove what was not used for longest, if there is more than the bound."""
@@ -246,6 +263,40 @@ class BlockCache:
                 with suppress(OSError):
                     os.unlink(path)
                 held -= size
+
+
+def _whole_name(content_sum: int) -> str:
+    """Return the name of the copy of a whole file. That of an earlier version has none."""
+    return f"{_WHOLE}-{content_sum:08x}"
+
+
+def _content_sum(path: Path) -> int:
+    content_sum = 0
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(WHOLE_BYTES):
+            content_sum = zlib.crc32(piece, content_sum)
+    return content_sum
+
+
+def _slice_sums(content: bytes) -> bytes:
+    """Return the checksums of a block, which stand behind its content."""
+    view = memoryview(content)
+    starts = range(0, len(content), SLICE_BYTES)
+    return b"".join(_SUM.pack(zlib.crc32(view[at : at + SLICE_BYTES])) for at in starts)
+
+
+def _checked_bytes(block: int, first: int, last: int, size: int) -> bytes | None:
+    """Return the bytes [first, last) of a block of ``size``; None if they are not as they were
+    written. Whole slices are read."""
+    begin = first // SLICE_BYTES
+    end = -(-last // SLICE_BYTES)
+    start = begin * SLICE_BYTES
+    stop = min(end * SLICE_BYTES, size)
+    content = os.pread(block, stop - start, start)
+    sums = os.pread(block, (end - begin) * _SUM.size, size + begin * _SUM.size)
+    if len(content) != stop - start or _slice_sums(content) != sums:
+        return None
+    return content[first - start : last - start]
 
 
 def _mark_used(path: Path) -> None:

@@ -4,15 +4,21 @@ begins.
 The layout of the index, little endian, is: ``MMIDIDX\\0\\0``, version u64 = 1, dtype code u8,
 number of sequences n u64, number of document indices d u64, int32[n] sequence lengths in tokens,
 int64[n] byte offsets into the .bin, int64[d] first sequence of each document and n at the end.
-Files are interchangeable with ``megatron.core.datasets.indexed_dataset``.
+Multimodal datasets append int8[n], a mode for each sequence, which is not read. Files are
+interchangeable with ``megatron.core.datasets.indexed_dataset``.
+
+Megatron writes sequences end to end, so the lengths say every other number of the index, and the
+size of the .bin. An index that says anything else is refused: a bit that has flipped in a length
+would leave out tokens, or read them twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -21,6 +27,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron_llama.data.sums import DatasetSums, FileSums, RunningSums
 from megatron_llama.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -39,6 +46,11 @@ _CODES: Mapping[int, str] = MappingProxyType(
     }
 )
 _RESTORE = "preprocess the corpus again or copy both files again"
+_CHECKED = 1 << 20
+"""Sequences that are looked at together: what numpy computes of them stays in the cache of a core,
+whatever the size of the index."""
+_LARGEST_PLACE = 1 << 62
+"""No file is as large, and so many bytes more than another block has still fit int64."""
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -62,6 +74,8 @@ class IndexedDatasetWriter:
         self._code = next(code for code, name in _CODES.items() if name == self.dtype.name)
         self.num_documents = self.num_tokens = 0
         self._lengths: list[NDArray[np.int32]] = []
+        self._bin_sums = RunningSums()
+        self._idx_sums: FileSums | None = None
         self._temporary = {
             suffix: Path(f"{self.prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx")
         }
@@ -121,7 +135,9 @@ class IndexedDatasetWriter:
                     expected=f"ids that fit {self.dtype}",
                     do="use a wider dtype",
                 )
-        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        content = np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B")
+        self._bin.write(content)
+        self._bin_sums.add(content)
 
     def _end_documents(self, lengths: NDArray[np.integer[Any]]) -> None:
         """Note the documents whose tokens have been written."""
@@ -136,6 +152,12 @@ class IndexedDatasetWriter:
         self._lengths.append(lengths.astype(np.int32))
         self.num_documents += lengths.size
         self.num_tokens += int(lengths.sum())
+
+    @property
+    def sums(self) -> DatasetSums:
+        """The sums of both files, which are known when they are finished."""
+        assert self._idx_sums is not None, "the files are not finished"
+        return DatasetSums(self._bin_sums.result(), self._idx_sums)
 
     def finish(self) -> None:
         """Write the index and put both files in place. Nothing may be called after it."""
@@ -161,11 +183,15 @@ class IndexedDatasetWriter:
     def _write_index(self) -> None:
         lengths = np.concatenate(self._lengths) if self._lengths else np.zeros(0, np.int32)
         sizes = lengths.astype(np.int64) * self.dtype.itemsize
+        offsets = np.cumsum(sizes) - sizes
+        documents = np.arange(lengths.size + 1, dtype=np.int64)
+        header = _HEADER.pack(MAGIC, VERSION, self._code, lengths.size, lengths.size + 1)
+        sums = RunningSums()
         with open(self._temporary[".idx"], "wb") as idx:
-            idx.write(_HEADER.pack(MAGIC, VERSION, self._code, lengths.size, lengths.size + 1))
-            idx.write(lengths.data)
-            idx.write((np.cumsum(sizes) - sizes).data)
-            idx.write(np.arange(lengths.size + 1, dtype=np.int64).data)
+            for content in (header, *(part.tobytes() for part in (lengths, offsets, documents))):
+                idx.write(content)
+                sums.add(memoryview(content))
+        self._idx_sums = sums.result()
 
 
 class IndexedDataset:
@@ -198,23 +224,29 @@ class IndexedDataset:
         idx = self.prefix + ".idx"
         bin = self.prefix + ".bin"
         self.dtype, sequences, documents = _read_header(path, idx)
-        raw = np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)
+        raw = self._index = np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)
         at = _HEADER.size
         self._lengths = raw[at : (at := at + 4 * sequences)].view(np.int32)
         self._pointers = raw[at : (at := at + 8 * sequences)].view(np.int64)
         self._documents = raw[at : at + 8 * documents].view(np.int64)
-        self.num_tokens = int(self._lengths.sum(dtype=np.int64))
         self.num_documents = documents - 1
-        self._check(idx, bin, bin_size)
-        steps = np.multiply(self._lengths[:-1], self.dtype.itemsize, dtype=np.int64)
-        self._contiguous = bool(
-            self._pointers[0] == 0 and np.array_equal(np.diff(self._pointers), steps)
-        )
+        self._check_documents(idx)
+        self.num_tokens = self._check_sequences(idx, bin, bin_size)
 
     @property
     def found(self) -> str:
         """What tells these files from others, as far as that is known without reading them."""
         return f"{self.num_documents} documents with {self.num_tokens} tokens"
+
+    def require_sums(self, sums: DatasetSums) -> None:
+        """Raise DataError unless the files have the sizes with which they were written, and unless
+        an index of one piece is what was written. What is larger takes too long at the start of a
+        run (``verification.py``)."""
+        idx = self.prefix + ".idx"
+        sums.bin.require_size(self.prefix + ".bin", self.num_tokens * self.dtype.itemsize)
+        sums.idx.require_size(idx, self._index.nbytes)
+        if len(sums.idx.pieces) == 1:
+            sums.idx.require_piece(idx, 0, hashlib.sha256(self._index.data))
 
     @cached_property
     def sequences_are_documents(self) -> bool:
@@ -226,11 +258,7 @@ class IndexedDataset:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens in each document, int64 [num_documents]."""
-        starts = (
-            np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
-            if self._contiguous
-            else self._starts
-        )
+        starts = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(starts[self._documents])
 
     def document_start(self, document: int) -> int:
@@ -239,11 +267,7 @@ class IndexedDataset:
         sequence = int(self._documents[document])
         if sequence == self._lengths.size:
             return self.num_tokens
-        return (
-            int(self._pointers[sequence]) // self.dtype.itemsize
-            if self._contiguous
-            else int(self._starts[sequence])
-        )
+        return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def document_at(self, position: int) -> int:
         """Return the document that holds a stream position."""
@@ -251,15 +275,11 @@ class IndexedDataset:
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Return tokens [start, stop) of the stream in the file's dtype. Where the .bin is on the
-        disk and contiguous they are read-only and not copied. Raises DataError if a remote .bin
-        cannot be read."""
+        disk they are read-only and not copied. Raises DataError if a remote .bin cannot be read."""
         assert 0 <= start <= stop <= self.num_tokens, (
             f"[{start}, {stop}) is outside the stream of {self.num_tokens} tokens"
         )
-        if self._contiguous:
-            return self._read(start, stop)
-        pieces = [self._read(first, last) for first, last in self._pieces(start, stop)]
-        return np.concatenate(pieces) if pieces else self._read(0, 0)
+        return self._read(start, stop)
 
     def fetch(self, start: int, stop: int) -> None:
         """Begin to read tokens that ``tokens`` is about to be asked for."""
@@ -268,69 +288,73 @@ class IndexedDataset:
         """Return the tokens at the places [start, stop) of the .bin."""
         return self._tokens[start:stop]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the places (first, last) in the .bin of the tokens [start, stop) of the stream."""
-        if self._contiguous:
-            yield start, stop
-            return
-        sequence = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < stop:
-            end = min(stop, int(self._starts[sequence + 1]))
-            first = (
-                int(self._pointers[sequence]) // self.dtype.itemsize
-                + start
-                - int(self._starts[sequence])
-            )
-            yield first, first + end - start
-            start = end
-            sequence = sequence + 1
-
-    @cached_property
-    def _starts(self) -> NDArray[np.int64]:
-        """Stream position of each sequence, and the end, int64 [n + 1]. It takes eight bytes a
-        sequence, so it is only made where the file's offsets do not say the same."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths, dtype=np.int64)])
-
-    def _check(self, idx: str, bin: str, bin_size: int) -> None:
-        """Raise DataError for an index that contradicts itself or the .bin, and for a dataset
-        without tokens."""
-        n = self._lengths.size
-        item = self.dtype.itemsize
+    def _check_documents(self, idx: str) -> None:
+        """Raise DataError unless documents begin at the first sequence, rise, and end with the
+        last."""
         documents = self._documents
-        if documents[0] != 0 or documents[-1] != n or np.any(np.diff(documents) < 0):
-            raise DataError(
-                idx,
-                got="document indices that do not rise",
-                expected=f"indices from 0 to {n}",
-                do=_RESTORE,
-            )
-        if np.any(self._lengths < 0):
-            raise DataError(
-                idx, got="a negative length", expected="lengths of at least 0", do=_RESTORE
-            )
-        if self.num_tokens == 0:
+        sequences = self._lengths.size
+        wrong = None if documents[0] == 0 else 0
+        for first in range(0, documents.size, _CHECKED):
+            block = documents[first : first + _CHECKED + 1]
+            if wrong is None and (falls := block[1:] < block[:-1]).any():
+                wrong = first + 1 + int(falls.argmax())
+        if wrong is None and documents[-1] != sequences:
+            wrong = documents.size - 1
+        if wrong is not None:
+            got = f"document indices that do not rise: number {wrong} is {documents[wrong]}"
+            raise DataError(idx, got=got, expected=f"indices from 0 to {sequences}", do=_RESTORE)
+
+    def _check_sequences(self, idx: str, bin: str, bin_size: int) -> int:
+        """Return the number of tokens. Raise DataError for lengths that are negative, for sequences
+        that do not lie end to end, and for a .bin that has fewer or more bytes than they take."""
+        item = self.dtype.itemsize
+        place = 0
+        for first in range(0, self._lengths.size, _CHECKED):
+            lengths = self._lengths[first : first + _CHECKED]
+            if (lengths < 0).any():
+                at = int((lengths < 0).argmax())
+                raise DataError(
+                    idx,
+                    got=f"a negative length, {lengths[at]}, of sequence {first + at}",
+                    expected="lengths of at least 0",
+                    do=_RESTORE,
+                )
+            ends = np.cumsum(lengths, dtype=np.int64) * item
+            expected = ends - lengths.astype(np.int64) * item + place
+            wrong = self._pointers[first : first + _CHECKED] != expected
+            if wrong.any():
+                at = int(wrong.argmax())
+                self._refuse_offset(idx, first + at, int(expected[at]), bin_size)
+            place += int(ends[-1])
+            if place > _LARGEST_PLACE:
+                break
+        if place == 0:
             raise DataError(
                 bin,
                 got="no tokens",
                 expected="at least one document with text",
                 do="preprocess a corpus that has text",
             )
-        if (
-            self._pointers[0] < 0
-            or np.any(np.diff(self._pointers) < 0)
-            or np.any(self._pointers % item)
-        ):
+        if place != bin_size:
             raise DataError(
-                idx,
-                got="offsets that do not rise",
-                expected=f"rising multiples of {item} bytes",
-                do=_RESTORE,
+                bin, got=f"{bin_size} bytes", expected=f"{place} bytes, as {idx} says", do=_RESTORE
             )
-        needed = int(np.max(self._pointers + np.multiply(self._lengths, item, dtype=np.int64)))
-        if bin_size < needed:
-            raise DataError(
-                bin, got=f"{bin_size} bytes", expected=f"{needed} bytes, as {idx} says", do=_RESTORE
-            )
+        return place // item
+
+    def _refuse_offset(self, idx: str, sequence: int, expected: int, bin_size: int) -> None:
+        offset = int(self._pointers[sequence])
+        if not 0 <= offset <= bin_size:
+            words = f"outside the .bin of {bin_size} bytes"
+        elif offset < expected:
+            words = "inside the sequence before it"
+        else:
+            words = f"behind a gap of {offset - expected} bytes"
+        raise DataError(
+            idx,
+            got=f"an offset of {offset} for sequence {sequence}, {words}",
+            expected=f"{expected}, since sequences lie end to end",
+            do=_RESTORE,
+        )
 
 
 def _read_header(path: Path, idx: str) -> tuple[np.dtype[Any], int, int]:
@@ -361,12 +385,13 @@ def _read_header(path: Path, idx: str) -> tuple[np.dtype[Any], int, int]:
         )
         raise DataError(idx, got=f"dtype code {code}", expected=expected, do=_RESTORE)
     needed = _HEADER.size + 12 * sequences + 8 * documents
-    # Multimodal datasets append one mode byte per sequence; it is not read.
-    if size < needed:
+    # Multimodal datasets append a byte for each sequence.
+    if size not in (needed, needed + sequences):
         raise DataError(
             idx,
             got=f"{size} bytes",
-            expected=f"{needed} bytes for its {sequences} sequences",
+            expected=f"{needed} bytes for its {sequences} sequences and {documents} document "
+            "indices",
             do=_RESTORE,
         )
     if documents == 0:

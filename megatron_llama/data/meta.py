@@ -1,16 +1,25 @@
 """``PREFIX.meta.json`` says how a dataset was made, so that training finds its tokenizer and
-vocabulary."""
+vocabulary, and what its files were when they were written."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.fields import Fields, read_fields, shown
 from megatron_llama.config.json_file import parse_json_object
+from megatron_llama.config.limits import LARGEST_SIZE
 from megatron_llama.data.byte_ranges import find_file, is_url, read_range
+from megatron_llama.data.sums import DatasetSums
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
-from megatron_llama.tokenizer.fingerprint import Fingerprint
+from megatron_llama.tokenizer.fingerprint import VERSION, Fingerprint
+
+SUMS = "sums"
+_RESTORE = "restore the file, or preprocess the text again"
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 def write_meta(
@@ -22,6 +31,7 @@ def write_meta(
     eod: int | None,
     documents: int,
     tokens: int,
+    sums: DatasetSums,
 ) -> None:
     """Write PREFIX.meta.json. A tokenizer in the dataset's folder, or below it, is named relative
     to that folder, so that both can be moved together."""
@@ -35,20 +45,22 @@ def write_meta(
         "eod": eod,
         "documents": documents,
         "tokens": tokens,
+        SUMS: sums.entry(),
     }
     replace_file(Path(prefix + ".meta.json"), to_json(values))
 
 
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
-    """Return tokenizer (an absolute path, or a URL), fingerprint, vocab_size, eod, documents and
-    tokens of a dataset, or None if it has no such file, as Megatron's datasets. Raises DataError if
-    the file is damaged, or cannot be read from its server."""
+    """Return tokenizer (an absolute path, or a URL), fingerprint, vocab_size, eod, documents,
+    tokens and sums (``DatasetSums``) of a dataset, as far as the file has them, or None if the
+    dataset has no such file, as Megatron's datasets. Raises DataError with every field that is of
+    another kind, and if the file is damaged or cannot be read from its server."""
     if is_url(str(prefix)):
         return _remote_meta(str(prefix))
     path = Path(f"{prefix}.meta.json")
     if not path.exists():
         return None
-    values = read_json_object(path)
+    values = _checked(read_json_object(path), path)
     if "tokenizer" in values:
         values["tokenizer"] = str(path.absolute().parent / values["tokenizer"])
     return values
@@ -59,7 +71,41 @@ def _remote_meta(prefix: str) -> dict[str, Any] | None:
     if file is None:
         return None
     data = read_range(file, 0, file.size)
-    values = parse_json_object(data, file.path, do="restore the file", error=DataError)
+    content = parse_json_object(data, file.path, do="restore the file", error=DataError)
+    values = _checked(content, file.path)
     if not Path(values.get("tokenizer", "/")).is_absolute():
         values["tokenizer"] = f"{prefix.rpartition('/')[0]}/{values['tokenizer']}"
     return values
+
+
+def _checked(content: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
+    """Return the fields of a file, with its sums read. Raises DataError with all that are of
+    another kind."""
+    values = dict(content)
+    with read_fields(content, where, do=_RESTORE, error=DataError) as fields:
+        if "tokenizer" in content:
+            fields.text("tokenizer")
+        size = LARGEST_SIZE
+        if "vocab_size" in content:
+            size = fields.integer("vocab_size", low=1, high=LARGEST_SIZE)
+        fields.integer("eod", high=size - 1, default=None, null=True)
+        fields.integer("documents", default=0)
+        fields.integer("tokens", default=0)
+        _check_fingerprint(fields)
+        if SUMS in content:
+            values[SUMS] = DatasetSums.read(fields.inner(SUMS))
+    return values
+
+
+def _check_fingerprint(fields: Fields) -> None:
+    """Add the problems of a fingerprint of this version; one of another version says nothing."""
+    entry = fields.mapping("fingerprint", default=None, null=True)
+    if entry is None:
+        return
+    inner = fields.inner("fingerprint")
+    if inner.integer("version") != VERSION:
+        return
+    for name in ("tokens", "probe"):
+        value = inner.text(name)
+        if not _HASH.fullmatch(value):
+            inner.problem(name, shown(value), "a hash of 64 hexadecimal digits")

@@ -174,14 +174,15 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
     if not options.train_tokenizer:
         copy_tokenizer(staged, _tokenizer_folder(options))
     for writer in writers.values():
-        counts = {"documents": writer.num_documents, "tokens": writer.num_tokens}
         write_meta(
             writer.prefix,
             tokenizer=final,
             fingerprint=fingerprint,
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eos_id,
-            **counts,
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            sums=writer.sums,
         )
     return PreprocessReport(
         outputs=tuple(prefixes.values()),

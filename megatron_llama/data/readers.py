@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, cast
 
+from megatron_llama.config.limits import LARGEST_RECORD
 from megatron_llama.errors import DataError, describe, listing
 
 CHUNK_BYTES = 1 << 20
@@ -92,7 +93,7 @@ def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
                 yield from _lines(file)
             else:
                 yield from _text(file)
-        except (OSError, EOFError, zlib.error, library_error(file)) as error:
+        except (OSError, EOFError, UnicodeError, zlib.error, library_error(file)) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             problem = describe(file, got=reason, expected="a readable file", do=_RESTORE)
             yield Chunk(str(file), None, 0, problem=problem)
@@ -163,7 +164,7 @@ def _lines(file: Path) -> Iterator[Chunk]:
         stream, raw = _open(file, stack)
         line = 1
         before = 0
-        while lines := stream.readlines(CHUNK_BYTES):
+        while lines := _next_lines(stream):
             size = raw.tell() - before
             before = raw.tell()
             # ``readlines`` ends with the line that fills the chunk: only the last one can be long.
@@ -175,10 +176,31 @@ def _lines(file: Path) -> Iterator[Chunk]:
             line = line + len(lines)
 
 
+def _next_lines(stream: IO[bytes]) -> list[bytes]:
+    """Return lines of ``CHUNK_BYTES`` or a little more; none at the end. Raises EOFError for one
+    that is longer than any."""
+    lines = []
+    size = 0
+    while size < CHUNK_BYTES and (line := stream.readline(LARGEST_RECORD + 1)):
+        refuse_long(line)
+        lines.append(line)
+        size += len(line)
+    return lines
+
+
+def refuse_long(line: bytes) -> None:
+    """Raise EOFError, as for a file that cannot be read to its end, for a line that is longer than
+    any."""
+    if len(line) > LARGEST_RECORD:
+        raise EOFError(f"a line or a text of more than {LARGEST_RECORD:,} bytes")
+
+
 def _text(file: Path) -> Iterator[Chunk]:
     with ExitStack() as stack:
         stream, raw = _open(file, stack)
-        yield Chunk(str(file), None, lines=[stream.read()], size=raw.tell())
+        text = stream.read(LARGEST_RECORD + 1)
+        refuse_long(text)
+        yield Chunk(str(file), None, lines=[text], size=raw.tell())
 
 
 def _parquet(file: Path, keys: Sequence[str]) -> Iterator[Chunk]:

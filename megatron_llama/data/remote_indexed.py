@@ -9,6 +9,7 @@ from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.block_cache import BlockCache, cache_folder
 from megatron_llama.data.byte_ranges import SourceFile, find_file, is_url
 from megatron_llama.data.indexed import IndexedDataset, Tokens
+from megatron_llama.data.meta import SUMS, read_meta
 from megatron_llama.errors import ConfigError, DataError
 
 
@@ -21,8 +22,8 @@ class RemoteIndexedDataset(IndexedDataset):
         """Raises DataError if a file is missing or damaged, or cannot be read."""
         self.prefix = prefix
         self._cache = cache
-        self._idx = _required(f"{prefix}.idx")
-        self._bin = _required(f"{prefix}.bin")
+        self._idx = required_file(f"{prefix}.idx")
+        self._bin = required_file(f"{prefix}.bin")
         self._open_index(cache.whole(self._idx), self._bin.size)
 
     @property
@@ -40,11 +41,12 @@ class RemoteIndexedDataset(IndexedDataset):
 
     def fetch(self, start: int, stop: int) -> None:
         item = self.dtype.itemsize
-        for first, last in self._pieces(start, stop):
-            self._cache.fetch(self._bin, first * item, last * item)
+        self._cache.fetch(self._bin, start * item, stop * item)
 
 
-def _required(url: str) -> SourceFile:
+def required_file(url: str) -> SourceFile:
+    """Return a file of a remote dataset. Raises DataError if it is not there, or if the server does
+    not say which version of it there is."""
     found = find_file(url)
     if found is None:
         raise DataError(
@@ -67,7 +69,7 @@ def open_dataset(prefix: str, data: DataConfig) -> IndexedDataset:
     """Open an indexed dataset, on the disk or behind a URL. Raises DataError if it cannot be used,
     ConfigError for options of the cache that cannot."""
     if not is_url(prefix):
-        return IndexedDataset(prefix)
+        return _as_written(IndexedDataset(prefix))
     if not data.data_cache_gib > 0:
         raise ConfigError(
             "--data-cache-gib",
@@ -76,4 +78,14 @@ def open_dataset(prefix: str, data: DataConfig) -> IndexedDataset:
             do="change it",
         )
     folder = cache_folder(data.data_cache_path) / "blocks"
-    return RemoteIndexedDataset(prefix, BlockCache(folder, int(data.data_cache_gib * 2**30)))
+    cache = BlockCache(folder, int(data.data_cache_gib * 2**30))
+    return _as_written(RemoteIndexedDataset(prefix, cache))
+
+
+def _as_written(dataset: IndexedDataset) -> IndexedDataset:
+    """Return a dataset. Raises DataError if it is at once to be seen that it is not the one of
+    which its meta.json has the sums."""
+    sums = (read_meta(dataset.prefix) or {}).get(SUMS)
+    if sums is not None:
+        dataset.require_sums(sums)
+    return dataset

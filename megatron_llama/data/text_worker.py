@@ -15,6 +15,7 @@ from typing import IO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_llama.config.limits import LARGEST_RECORD
 from megatron_llama.data.byte_ranges import SourceFile, newlines_before, open_source
 from megatron_llama.data.documents import Problems, texts
 from megatron_llama.data.readers import (
@@ -25,6 +26,7 @@ from megatron_llama.data.readers import (
     column_problems,
     kind,
     library_error,
+    refuse_long,
 )
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer.load import load_tokenizer
@@ -156,7 +158,7 @@ def read_documents(file: SourceFile, start: int, stop: int, place: int, key: str
     for the first that cannot be used, with its line or row, and for a file that cannot be read."""
     name = _name(file)
     reads = _rows if kind(name) == PARQUET else _lines
-    errors = (OSError, EOFError, zlib.error, library_error(name))
+    errors = (OSError, EOFError, UnicodeError, zlib.error, library_error(name))
     try:
         yield from reads(file, start, stop, place, key)
     except errors as error:
@@ -189,9 +191,10 @@ def _lines(file: SourceFile, start: int, stop: int, place: int, key: str) -> Doc
         else:
             stream.seek(place)
         while stop < 0 or place < stop:
-            line = stream.readline()
+            line = stream.readline(LARGEST_RECORD + 1)
             if not line:
                 return
+            refuse_long(line)
             behind = place + len(line)
             for text in _texts(file, place, line, key):
                 yield place, behind, text

@@ -4,7 +4,7 @@ and validation."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,16 +23,18 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import WARN, Saver
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.text_stream import text_streams
+from megatron_llama.data.verification import DatasetCheck
 from megatron_llama.distributed.comm.object_collectives import (
     all_gather_object,
     broadcast_object,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Axis, Mesh
+from megatron_llama.distributed.mesh import Axis, Mesh, this_place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.errors import CheckpointError, TrainingError
 from megatron_llama.loop.callbacks import Evaluation
@@ -71,6 +73,14 @@ def build_loader(
         dp_rank=data_rank,
         dp_size=data_size,
     )
+
+
+def check_datasets(config: Config, mesh: Mesh, say: Callable[[str], None]) -> DatasetCheck:
+    """Begin to compare the files of --data-path with their sums, on one rank of each machine. The
+    others have a check that finds nothing."""
+    reads = this_place().local_rank == 0
+    prefixes = read_blend(config.data.data_path).prefixes if reads else ()
+    return DatasetCheck(prefixes, share=(mesh.rank, mesh.world.size), say=say)
 
 
 class ValidationBatches:

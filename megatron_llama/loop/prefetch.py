@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.data.upload import Upload
+from megatron_llama.data.verification import DatasetCheck
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.object_collectives import (
     all_reduce_max,
@@ -158,7 +159,10 @@ class Prefetcher:
         *,
         first_sample: int,
         device: torch.device,
+        check: DatasetCheck | None = None,
     ) -> None:
+        """``check``: a file in which it finds damage is one that cannot be read."""
+        self._check = check
         self._loader = loader
         self._world = world
         self._interrupts = interrupts
@@ -176,6 +180,8 @@ class Prefetcher:
             self._batches = self._upload.send(self._loader.microbatches(sample))
         except DataError as error:
             self._error = error
+        if self._check is not None and self._check.problem is not None:
+            self._error = self._check.problem
         request = self._interrupts.request()
         self._all_reduce = all_reduce_max(FAILED if self._error else request, self._world)
         self._request = None

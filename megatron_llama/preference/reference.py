@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from megatron_llama.config.limits import LARGEST_SCORES_HEADER
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.comm.object_collectives import sum_over_ranks
 from megatron_llama.distributed.mesh import Mesh
@@ -188,6 +189,14 @@ def read_scores(path: Path, scored: Scored) -> Scores:
     no file of scores, and, with everything that differs, for the scores of something else."""
     expected = "reference scores, as align writes them"
     try:
+        if not path.is_file() and path.exists():
+            got = "something that is no file"
+            raise DataError(path, got=got, expected=expected, do=REMEDY)
+        largest = LARGEST_SCORES_HEADER + 2 * np.float64().nbytes * scored.completions
+        if (size := path.stat().st_size) > largest:
+            got = f"{size:,} bytes"
+            do = REMEDY
+            raise DataError(path, got=got, expected=f"{largest:,} at most, {expected}", do=do)
         content = path.read_bytes()
         arrays = load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -196,7 +205,9 @@ def read_scores(path: Path, scored: Scored) -> Scores:
     except OSError as error:
         do = "mend the file, or give --reference-scores another one"
         raise DataError(path, got=error.strerror, expected=expected, do=do) from error
-    except (SafetensorError, ValueError, LookupError, TypeError) as error:
+    except DataError:
+        raise
+    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
         got = f"a file that is damaged, or another one ({type(error).__name__}: {error})"
         raise DataError(path, got=got, expected=expected, do=REMEDY) from error
     if version != VERSION:

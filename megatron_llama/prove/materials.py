@@ -380,6 +380,7 @@ class _Writer:
                 eod=self._eod,
                 documents=len(documents),
                 tokens=sum(map(len, documents)),
+                sums=writer.sums,
             )
             found[prefix] = tuple(documents)
         return found

@@ -28,6 +28,9 @@ streams, which ``save_to_disk`` of ``datasets`` writes."""
 _EXTENSION = b"ARROW:extension:name"
 _JSON = "arrow.json"
 """Text that is JSON: how ``datasets`` keeps objects whose fields have no common type."""
+_DAMAGES = (OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError)
+"""What a damaged file raises beside pyarrow's own errors: of dates and numbers that Python does
+not have, and of types within each other."""
 Reader = Callable[[Any], Any]
 """Makes JSON of a value that is not null."""
 
@@ -61,6 +64,8 @@ def table_rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | UnusableEr
                 )
             readers = [_reader(field) for field in schema]
             for batch in batches:
+                # An Arrow file says where its texts begin and end, and pyarrow believes it.
+                batch.validate(full=True)
                 for first in range(0, batch.num_rows, ROWS):
                     columns = [column.to_pylist() for column in batch.slice(first, ROWS).columns]
                     for cells in zip(*columns, strict=True):
@@ -68,7 +73,7 @@ def table_rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | UnusableEr
                         yield row, _row(names, readers, cells)
     except UnusableError as problem:
         yield row + 1, problem
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (*_DAMAGES, pyarrow.ArrowException) as error:
         kind = "parquet" if file.suffix == PARQUET else "Arrow"
         yield (
             row + 1,

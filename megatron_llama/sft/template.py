@@ -25,10 +25,11 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from megatron_llama.config.limits import TEMPLATE_INDENT, TEMPLATE_SOURCE_CHARACTERS
 from megatron_llama.errors import DataError, describe
+from megatron_llama.sft.bounded_jinja import BoundedEnvironment
 from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.fields import REASONING
 from megatron_llama.sft.formats import MARKS
@@ -92,12 +93,19 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self.tool_use = tool_use
-        environment = ImmutableSandboxedEnvironment(
+        if len(source) > TEMPLATE_SOURCE_CHARACTERS:
+            raise DataError(
+                name,
+                got=f"{len(source):,} characters",
+                expected=f"a template of {TEMPLATE_SOURCE_CHARACTERS:,} at most",
+                do="give another --chat-template",
+            )
+        environment = self._environment = BoundedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
-        environment.filters["tojson"] = _tojson
+        environment.bound("tojson", _tojson)
         environment.globals.update(
             raise_exception=_raise,
             strftime_now=partial(_formatted, now),
@@ -115,6 +123,10 @@ class ChatTemplate:
                     f"{name}:{error.lineno}", got=error.message, expected="a jinja template", do=do
                 )
             ) from error
+        except Exception as error:  # of Python's own compiler, or what a constant computes
+            got = f"{type(error).__name__}: {error}"
+            do = "mend the template or give another --chat-template"
+            raise DataError(name, got=got, expected="a jinja template", do=do) from error
         self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
         """Whether it marks answers by ``{% generation %}``."""
         self.tells_time = any("strftime_now" in each for each in self.sources)
@@ -178,6 +190,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
         try:
+            self._environment.begin([shown, tools, dict(variables)])
             marked = self._template.render(
                 messages=shown,
                 **{"documents": None, **variables},
@@ -287,10 +300,12 @@ def _fields_of(tree: nodes.Template) -> Iterator[str]:
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
+    if (len(indent) if isinstance(indent, str) else indent or 0) > TEMPLATE_INDENT:
+        raise jinja2.TemplateError(f"an indentation of more than {TEMPLATE_INDENT} characters")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

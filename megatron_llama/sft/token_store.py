@@ -31,6 +31,8 @@ FORMAT_VERSION = 1
 META = "meta.json"
 BLOCK_BYTES = 1 << 24
 _TEMPORARY = ".tmp-"
+_DAMAGES = (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a damaged entry raises."""
 _ABANDONED = 24 * 3600.0
 """Seconds after which a folder that nobody writes any more belongs to a process that was killed."""
 
@@ -73,11 +75,13 @@ class TokenStore:
             try:
                 meta = json.loads((path / META).read_bytes())
                 columns = meta["columns"]
+                # The digest of the columns first: it vouches for the names of the files.
                 if meta["digest"] == text_digest(columns, meta["about"]) and all(
-                    _digest(path / name) == one["digest"] for name, one in columns.items()
+                    (path / name).is_file() and _digest(path / name) == one["digest"]
+                    for name, one in columns.items()
                 ):
                     return True
-            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            except _DAMAGES:
                 pass  # as damaged as one whose digests differ
             # A rename first: another process must not find half of it.
             aside = self._temporary(key)
@@ -193,7 +197,7 @@ def _digest(path: Path) -> str:
 def _usable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, *_DAMAGES) as error:
         words = error.strerror if isinstance(error, OSError) else None
         raise DataError(
             describe(

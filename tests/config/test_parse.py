@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.foreign_names import FAMILIES, INSTEAD, NOT_NEEDED
 from megatron_llama.config.help import config_sections, field_docs, help_text, main, options_markdown
 from megatron_llama.config.megatron_names import MEGATRON
@@ -628,3 +629,42 @@ def test_reading_options_loads_nothing_slow() -> None:
 def test_literals_are_held_by_annotations() -> None:
     # A reader of the manual sees the choices; they come from the annotation, not from a second list.
     assert options_of([ParallelConfig])["pipeline_schedule"].kind == Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\nlr: \0\n", r"run\.yaml:2: got unacceptable character #x0000: special characters are not allowed"),
+        (
+            "a: &a [x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)),
+            "values, those of aliases counted",
+        ),
+        ("a: &a [x, *a]\n", r"run\.yaml:1: got a value that contains itself"),
+        (f"a: {'[' * 5000}\n", r"run\.yaml:1: got lists within each other, more than 20"),
+        ("rope_scaling: {a: 2020-99-99}\n", r"run\.yaml: got month must be in 1\.\.12"),
+        (f"rope_scaling: {{a: {'9' * 5000}}}\n", r"run\.yaml: got Exceeds the limit"),
+        ("? [seed, lr]\n: 1\n", r"run\.yaml:1"),
+        ("x" * 600_000, r"--config .*run\.yaml: got more than 524,288 characters"),
+        (f"seed: {'9' * 5000}\n", r"run\.yaml:1 seed: got 9{400}\.\.\., expected an integer"),
+        ("seed: 9223372036854775808\n", r"run\.yaml:1 seed: got 9223372036854775808, expected an integer"),
+        (f"rope_scaling: '{'[' * 100_000}'\n", r"run\.yaml:1 rope_scaling: got \[{400}\.\.\."),
+        ("data_path: [1e999999999, x, 1, y]\n", "got 1e999999999 x 1 y, expected PREFIX"),
+    ],
+    ids=["nul", "aliases", "itself", "depth", "date", "digits", "strange key", "size", "long number", "int64", "deep json", "weight"],
+)
+def test_a_file_that_would_take_the_machine_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        run("--config", yaml_file(tmp_path, text))
+        raise ConfigError("; ".join(blend_problems(["1e999999999", "x", "1", "y"])))
+    assert len(str(refused.value)) < 3000
+
+
+def test_an_endless_file_is_not_read_to_its_end() -> None:
+    with pytest.raises(ConfigError, match="--config /dev/zero: got more than 524,288 characters"):
+        run("--config", "/dev/zero")
+
+
+def test_aliases_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "train_data: &files [a.jsonl, b.jsonl]\nvalid_data: *files\n")
+    parsed = run("--config", path, sections=[*SECTIONS, SFTConfig]).get(SFTConfig)
+    assert parsed.train_data == parsed.valid_data == ("a.jsonl", "b.jsonl")

@@ -64,19 +64,23 @@ def test_stream_is_the_documents_end_to_end(dataset: IndexedDataset, documents: 
     assert np.shares_memory(dataset.tokens(10, 20), dataset.tokens(0, 30))
 
 
-def test_offsets_with_gaps_are_gathered(tmp_path: Path) -> None:
-    """Megatron never writes gaps, but the format allows them."""
-    np.array([9, 1, 2, 3, 9, 9, 4, 5, 9, 6], np.uint16).tofile(tmp_path / "gaps.bin")
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 4, 5)
-    lengths, offsets, documents = (np.array([3, 2, 0, 1], np.int32), np.array([2, 12, 16, 18], np.int64), np.arange(5))
-    (tmp_path / "gaps.idx").write_bytes(header + lengths.tobytes() + offsets.tobytes() + documents.tobytes())
-    dataset = IndexedDataset(tmp_path / "gaps")
-    for start in range(7):
-        for stop in range(start, 7):
-            assert dataset.tokens(start, stop).tolist() == [1, 2, 3, 4, 5, 6][start:stop]
-    assert dataset.lengths.tolist() == [3, 2, 0, 1]
-    assert [dataset.document_start(d) for d in range(5)] == [0, 3, 5, 5, 6]
-    assert dataset.document_at(5) == 3
+def test_what_megatron_merges_is_read(documents: list[np.ndarray], tmp_path: Path) -> None:
+    """Two datasets in one, with documents of several sequences, of an empty one, and of none."""
+    for name, chosen in (("first", documents[:5]), ("second", documents[5:9])):
+        builder = megatron.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), np.uint16, multimodal=True)
+        for document in chosen:
+            tokens = torch.from_numpy(document.astype(np.int64))
+            builder.add_document(tokens, [3, 0, len(document) - 3], [0, 1, 0])
+        builder.end_document()
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+    merged = megatron.IndexedDatasetBuilder(str(tmp_path / "all.bin"), np.uint16, multimodal=True)
+    for name in ("first", "second"):
+        merged.add_index(str(tmp_path / name))
+    merged.finalize(str(tmp_path / "all.idx"))
+    dataset = IndexedDataset(tmp_path / "all")
+    sizes = [document.size for document in documents[:9]]
+    assert dataset.lengths.tolist() == [*sizes[:5], 0, *sizes[5:], 0]
+    assert np.array_equal(dataset.tokens(0, dataset.num_tokens), np.concatenate(documents[:9]))
 
 
 def test_dtype_follows_megatron() -> None:
@@ -142,14 +146,34 @@ def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
             bin.write_bytes(bin.read_bytes()[:-2])
         case "negative length":
             overwrite(idx, HEADER, struct.pack("<i", -1))
-        case "falling offset":
-            overwrite(idx, offsets + 8, struct.pack("<q", 10**6))
-        case "odd offset":
-            overwrite(idx, offsets, struct.pack("<q", 1))
+        case "appended idx":
+            idx.write_bytes(idx.read_bytes() + b"\0")
+        case "appended bin":
+            bin.write_bytes(bin.read_bytes() + b"\0\0")
+        case "count of sequences":
+            overwrite(idx, 18, struct.pack("<Q", 2**60))
+        case "count of documents":
+            overwrite(idx, 26, struct.pack("<Q", 2**64 - 1))
+        case "offset beyond the bin":
+            overwrite(idx, offsets + 8, struct.pack("<q", 10**9))
+        case "offset that overflows":
+            overwrite(idx, offsets + 8 * (n - 1), struct.pack("<q", 2**63 - 2))
+        case "negative offset":
+            overwrite(idx, offsets + 8, struct.pack("<q", -2))
+        case "overlap":
+            overwrite(idx, offsets + 8, struct.pack("<q", 0))
+        case "gap":
+            (length,) = struct.unpack_from("<i", idx.read_bytes(), HEADER)
+            overwrite(idx, HEADER, struct.pack("<i", length - 1))
+        case "long":
+            (length,) = struct.unpack_from("<i", idx.read_bytes(), HEADER + 4 * (n - 1))
+            overwrite(idx, HEADER + 4 * (n - 1), struct.pack("<i", length + 1))
         case "falling document index":
             overwrite(idx, documents + 8, struct.pack("<q", 5))
-        case "document indices":
+        case "first document":
             overwrite(idx, documents, struct.pack("<q", 3))
+        case "last document":
+            overwrite(idx, documents + 8 * n, struct.pack("<q", n + 1))
 
 
 @pytest.mark.parametrize(
@@ -165,18 +189,29 @@ def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
         ("empty idx", r"c\.idx: got 0 bytes, expected a header of 34 bytes"),
         ("truncated idx", r"c\.idx: got (\d+) bytes, expected (\d+) bytes for its 76 sequences"),
         ("truncated bin", r"c\.bin: got (\d+) bytes, expected (\d+) bytes, as .*c\.idx says"),
-        ("negative length", r"c\.idx: got a negative length"),
-        ("falling offset", r"c\.idx: got offsets that do not rise, expected rising multiples of 2 bytes"),
-        ("odd offset", r"c\.idx: got offsets that do not rise"),
-        ("falling document index", r"c\.idx: got document indices that do not rise"),
-        ("document indices", r"c\.idx: got document indices that do not rise, expected indices from 0 to 76"),
+        ("appended idx", r"c\.idx: got (\d+) bytes, expected (\d+) bytes for its 76 sequences"),
+        ("appended bin", r"c\.bin: got (\d+) bytes, expected (\d+) bytes, as .*c\.idx says"),
+        ("count of sequences", r"c\.idx: got (\d+) bytes, expected (\d+) bytes for its 1152921504606846\d+ sequences"),
+        ("count of documents", r"c\.idx: got (\d+) bytes, .* and 18446744073709551615 document indices"),
+        ("negative length", r"c\.idx: got a negative length, -1, of sequence 0"),
+        ("offset beyond the bin", r"c\.idx: got an offset of 1000000000 for sequence 1, outside the \.bin of \d+ bytes"),
+        ("offset that overflows", r"c\.idx: got an offset of 9223372036854775806 for sequence LAST, outside the \.bin"),
+        ("negative offset", r"c\.idx: got an offset of -2 for sequence 1, outside the \.bin"),
+        ("overlap", r"c\.idx: got an offset of 0 for sequence 1, inside the sequence before it, expected \d+, since sequences lie"),
+        ("gap", r"c\.idx: got an offset of \d+ for sequence 1, behind a gap of 2 bytes"),
+        ("long", r"c\.bin: got (\d+) bytes, expected (\d+) bytes, as .*c\.idx says"),
+        ("falling document index", r"c\.idx: got document indices that do not rise: number 2 is 2, expected indices from 0 to 76"),
+        ("first document", r"c\.idx: got document indices that do not rise: number 0 is 3"),
+        ("last document", r"c\.idx: got document indices that do not rise: number 76 is NEXT"),
     ],
 )
 def test_each_damage_is_named(kind: str, message: str, dataset: IndexedDataset, tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         shutil.copy(dataset.prefix + suffix, tmp_path / f"c{suffix}")
     damage(kind, tmp_path / "c.idx", tmp_path / "c.bin", dataset.num_documents)
-    with pytest.raises(DataError, match=message.replace("76", str(dataset.num_documents))):
+    count = dataset.num_documents
+    words = message.replace("76", str(count)).replace("LAST", str(count - 1)).replace("NEXT", str(count + 1))
+    with pytest.raises(DataError, match=words):
         IndexedDataset(tmp_path / "c")
 
 

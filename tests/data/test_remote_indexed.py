@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty
 
@@ -18,9 +17,9 @@ import numpy as np
 import pytest
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data import block_cache, byte_ranges
-from megatron_llama.data.block_cache import BlockCache, cache_folder
+from megatron_llama.data.block_cache import SLICE_BYTES, BlockCache, cache_folder
 from megatron_llama.data.byte_ranges import SourceFile, find_file
-from megatron_llama.data.indexed import MAGIC, IndexedDataset, IndexedDatasetWriter
+from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.loader import STEPS_AHEAD, BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.megatron_order import MegatronStream
 from megatron_llama.data.meta import read_meta
@@ -98,19 +97,6 @@ def test_the_samples_are_those_of_the_file(store: str, dataset: IndexedDataset, 
     for index in range(300):
         ordered[0].fetch(index)
         assert np.array_equal(ordered[0].sample(index), ordered[1].sample(index))
-
-
-def test_documents_that_do_not_lie_end_to_end(tmp_path: Path) -> None:
-    """As in a .bin whose index was filtered: pieces are joined as in the file on the disk."""
-    tokens = np.arange(30000, dtype=np.uint16) % VOCAB_SIZE
-    (tmp_path / "gaps.bin").write_bytes(tokens.tobytes())
-    lengths, starts = np.full(90, 300, np.int32), np.arange(90, dtype=np.int64) * 2 * 330
-    header = struct.pack("<9sQBQQ", MAGIC, 1, 8, 90, 91)
-    (tmp_path / "gaps.idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + np.arange(91, dtype=np.int64).tobytes())
-    found, there = remote(f"file://{tmp_path}/gaps", tmp_path / "cache"), IndexedDataset(tmp_path / "gaps")
-    found.fetch(100, 5000)
-    for start, stop in ((0, 0), (0, 27000), (100, 5000), (299, 301), (26000, 27000)):
-        assert np.array_equal(found.tokens(start, stop), there.tokens(start, stop))
 
 
 def test_only_touched_blocks_are_read_and_only_once(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
@@ -352,3 +338,44 @@ def test_versions_of_a_file_have_folders_of_their_own(tmp_path: Path) -> None:
         SourceFile("http://a/c", 10, "1"),
     ]
     assert len({cache._folder(file) for file in files}) == 4
+
+
+def test_damage_in_the_cache_is_read_again(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    """A flipped bit of a block, of its checksum, of a whole file; a cut, an append; and blocks of a version without checksums."""
+    file = find_file(f"{server.url}/corpus.bin")
+    assert file is not None
+    content = Path(dataset.prefix + ".bin").read_bytes()
+    block = 5 * SLICE_BYTES // 2
+
+    def damaged(damage: Callable[[bytearray], object], pattern: str) -> None:
+        for path in tmp_path.rglob(pattern):
+            changed = bytearray(path.read_bytes())
+            damage(changed)
+            path.write_bytes(changed)
+
+    def flip(at: int) -> Callable[[bytearray], object]:
+        return lambda changed: changed.__setitem__(at, changed[at] ^ 16)
+
+    cache = BlockCache(tmp_path, 1 << 30, block_bytes=block)
+    assert cache.read(file, 0, len(content)) == content and cache.whole(file).read_bytes() == content
+    assert asked(server)
+    first = f"0-{block}"
+    for damage in (
+        flip(3),
+        flip(block - 1),
+        flip(block),
+        flip(-1),
+        bytearray.pop,
+        lambda c: c.append(0),
+        lambda c: c.__delitem__(slice(block, None)),
+    ):
+        damaged(damage, first)
+        assert cache.read(file, 1, block) == content[1:block]
+        assert asked(server) == [(0, block)], "it is read again, once"
+    damaged(flip(3), first)
+    assert cache.read(file, SLICE_BYTES, SLICE_BYTES + 9) == content[SLICE_BYTES : SLICE_BYTES + 9]
+    assert asked(server) == [], "slices that are whole are used"
+    damaged(flip(77), "whole-*")
+    assert cache.whole(file).read_bytes() == content and asked(server)
+    assert cache.whole(file).read_bytes() == content and not asked(server)
+    assert len(list(tmp_path.rglob("whole*"))) == 1

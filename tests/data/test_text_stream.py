@@ -17,10 +17,13 @@ import pyarrow
 import pytest
 import zstandard
 from megatron_llama.config.schema import DataConfig
-from megatron_llama.data import byte_ranges
+from megatron_llama.data import byte_ranges, readers, text_worker
+from megatron_llama.data.byte_ranges import local_file
 from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples
+from megatron_llama.data.readers import chunks
 from megatron_llama.data.shards import find_shards, is_stream, shards_of
 from megatron_llama.data.text_stream import ENDLESS, StreamedSamples, StreamSettings, TextStream, furthest, places, seek, text_streams
+from megatron_llama.data.text_worker import read_documents
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from pyarrow import parquet
@@ -394,3 +397,40 @@ def test_the_identity_tells_streams_apart(folder: Path, settings: StreamSettings
     others = [open_stream(folder, replace(settings, **change)).identity() for change in changes]
     assert this not in others and len({json.dumps(each) for each in others}) == len(changes)
     assert re.fullmatch("[0-9a-f]{32}", str(this["stream"]))
+
+
+@pytest.mark.parametrize(
+    "row", [7, None, "abcd", [0, 0, 0], [0, 0, 0, -1], [0, 1.0, 0, 0], [True, 0, 0, 0], [0, 0, 1 << 64, 0], [1 << 60, 0, 0, 0]]
+)
+def test_places_of_another_kind_are_refused(row: object, folder: Path, settings: StreamSettings) -> None:
+    samples = open_stream(folder, settings)
+    kept = json.loads(json.dumps(places(samples, 0)))
+    seek(samples, kept)
+    kept[0][1] = row
+    with pytest.raises(DataError, match=r"stream_places of the checkpoint: stream 0, lane 1: got .*, expected four integers"):
+        seek(samples, kept)
+
+
+def test_a_row_that_is_no_text_is_one_error(tmp_path: Path) -> None:
+    """parquet does not look whether its texts are UTF-8."""
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"text": ["aaaa", "bbbb"]}), path, compression="none", use_dictionary=False, write_statistics=False)
+    path.write_bytes(path.read_bytes().replace(b"bbbb", b"b\xffbb"))
+    with pytest.raises(DataError, match=r"x\.parquet: got .*, expected a readable file"):
+        list(read_documents(local_file(path), 0, path.stat().st_size, 0, "text"))
+    (chunk,) = chunks([path], ["text"])
+    assert chunk.problem is not None and "expected a readable file" in chunk.problem
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".txt"])
+def test_a_line_longer_than_any_is_one_error(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (readers, text_worker):
+        monkeypatch.setattr(module, "LARGEST_RECORD", 5000)
+    path = tmp_path / f"x{suffix}"
+    content = b'{"text": "' + b"a" * 6000 + b'"}\n'
+    path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    *_, chunk = chunks([path], ["text"])
+    assert chunk.problem is not None and "a line or a text of more than 5,000 bytes" in chunk.problem
+    if suffix != ".txt":
+        with pytest.raises(DataError, match="a line or a text of more than 5,000 bytes"):
+            list(read_documents(local_file(path), 0, path.stat().st_size, 0, "text"))

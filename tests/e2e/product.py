@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,16 @@ class Product:
     def run(self, *argv: object) -> Finished:
         """Any other command, in one process."""
         return self.launcher.run(argv)
+
+
+def copy_dataset(source: Path | str, prefix: Path) -> Path:
+    """Copy the files of a dataset without its tokenizer and its sums, so that tokens can be changed on purpose."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{source}{suffix}", f"{prefix}{suffix}")
+    meta = json.loads(Path(f"{source}.meta.json").read_text())
+    meta.pop("sums", None)
+    Path(f"{prefix}.meta.json").write_text(json.dumps(meta))
+    return prefix
 
 
 def log(folder: Path) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from tests.e2e.product import (
     Refuse,
     assert_same_curve,
     contents,
+    copy_dataset,
     exact_curve,
     words,
 )
@@ -210,9 +211,7 @@ def test_all_problems_are_said_at_once(product: Product, refuse: Refuse) -> None
 
 def copied(product: Product, prefix: Path) -> Path:
     """The dataset without its tokenizer, to damage."""
-    for suffix in (".bin", ".idx", ".meta.json"):
-        shutil.copy(f"{product.data}{suffix}", f"{prefix}{suffix}")
-    return prefix
+    return copy_dataset(product.data, prefix)
 
 
 def cut(path: Path, keep: int) -> None:
@@ -278,6 +277,22 @@ def test_a_wrong_token_that_one_rank_meets_in_the_middle(rank: int, product: Pro
     assert says in complaint(ended) and ended.err.count(says) == 1
     assert " iteration 3/" in ended.out and " iteration 4/" not in ended.out
     assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_one_flipped_bit_in_the_data_ends_every_rank(product: Product, tmp_path: Path) -> None:
+    """A rank that reads beside the steps finds it, whether a sample has the token or not. No step is slow enough to wait for:
+    the run is longer than the reading."""
+    prefix = tmp_path / "docs"
+    for suffix in (".bin", ".idx", ".meta.json"):
+        shutil.copy(f"{product.data}{suffix}", f"{prefix}{suffix}")
+    stream = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r+")
+    stream[-5] ^= 1
+    stream.flush()
+    ended = product.launcher.run(product.command(data_path=prefix, train_iters=500, save=tmp_path / "run", **DP2.options), 2)
+    assert ended.codes == (1, 1)
+    says = f"rank 0: {prefix}.bin: bytes 0 to {2 * len(stream)}: got the SHA-256 "
+    assert says in complaint(ended) and ended.err.count(says) == 1
+    assert " iteration 500/" not in ended.out
 
 
 PREPROCESS: Mapping[str, tuple[str, int, list[str], str]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from tests.e2e.product import (
     Refuse,
     assert_same_state,
     column,
+    copy_dataset,
     exact_curve,
     steps,
 )
@@ -55,8 +55,7 @@ SHAPE = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_at
 
 def changed(product: Product, prefix: Path, step: int, samples: slice, tokens: Any) -> Path:
     """The dataset, with other tokens in some samples of a step that reads in file order."""
-    for suffix in (".bin", ".idx", ".meta.json"):
-        shutil.copy(f"{product.data}{suffix}", f"{prefix}{suffix}")
+    copy_dataset(product.data, prefix)
     stream = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r+")
     start = (step - 1) * GLOBAL_BATCH_SIZE
     stream[(start + samples.start) * SEQ_LENGTH + 7 : (start + samples.stop) * SEQ_LENGTH] = tokens
@@ -169,8 +168,7 @@ def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product,
     """The run is that on data without them: nothing of the bad step, nor of the ones behind it, is pending or has been chosen by."""
     first, behind = 24 * SEQ_LENGTH, 32 * SEQ_LENGTH
     for name in ("with", "without"):
-        for suffix in (".bin", ".idx", ".meta.json"):
-            shutil.copy(f"{poisoned['data_path']}{suffix}", tmp_path / f"{name}{suffix}")
+        copy_dataset(poisoned["data_path"], tmp_path / name)
         stream = np.memmap(tmp_path / f"{name}.bin", dtype=np.uint16, mode="r+")
         if name == "without":
             stream[first : first - behind] = stream[behind:].copy()

@@ -15,7 +15,7 @@ import pytest
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from wandb.proto import wandb_internal_pb2
 
-from tests.e2e.product import DP2, EVALUATED, ONE, PP2, Product, assert_same_curve, column, exact_curve, log, words
+from tests.e2e.product import DP2, EVALUATED, ONE, PP2, Product, assert_same_curve, column, copy_dataset, exact_curve, log, words
 
 RAMP = {"rampup_batch_size": (4, 4, 16), "global_batch_size": 12, "micro_batch_size": 2}
 
@@ -26,10 +26,10 @@ def halves(product: Product, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folder, whole = tmp_path_factory.mktemp("halves"), IndexedDataset(product.data)
     middle = whole.num_documents // 2
     for name, documents in (("a", range(middle)), ("b", range(middle, whole.num_documents))):
+        copy_dataset(product.data, folder / name)
         with IndexedDatasetWriter(folder / name, whole.dtype) as writer:
             for document in documents:
                 writer.add(whole.tokens(whole.document_start(document), whole.document_start(document + 1)))
-        shutil.copy(f"{product.data}.meta.json", folder / f"{name}.meta.json")
     shutil.copytree(f"{product.data}-tokenizer", folder / "docs-tokenizer")
     return folder / "a", folder / "b"
 

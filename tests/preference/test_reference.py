@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -475,3 +476,18 @@ def test_the_digest_knows_what_changes_the_scores(change: dict[str, Any], matter
     config, world = Layout().config(), Mesh.single().world
     changed = replace(config, model=replace(config.model, **change))
     assert (digest_of(changed, initial_weights(), world) != digest_of(config, initial_weights(), world)) is matters
+
+
+def test_files_that_are_no_scores_are_not_read_to_their_end(tmp_path: Path) -> None:
+    scored = Scored("m", "t", "s", "float32", 3, mismatched=False)
+    with pytest.raises(DataError, match="/dev/zero: got something that is no file"):
+        read_scores(Path("/dev/zero"), scored)
+    large = tmp_path / "x"
+    with open(large, "wb") as file:
+        file.truncate(1 << 33)
+    with pytest.raises(DataError, match=r"got 8,589,934,592 bytes, expected 1,048,624 at most"):
+        read_scores(large, scored)
+    header = json.dumps({"__metadata__": {"reference_scores": "[" * 100_000}}).encode()
+    large.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(DataError, match="a file that is damaged, or another one"):
+        read_scores(large, scored)

@@ -70,7 +70,11 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     ),
     "a part that is no object": (chat(turn("user", ["x"])), "content is no text", "'messages[0].content[0]': got a JSON string"),
     "broken tool calls": (chat(USER, {"role": "assistant", "tool_calls": "f"}), "broken tool calls", "'messages[1].tool_calls': got f"),
-    "a user's calls": (chat({"role": "user", "content": None, "tool_calls": [{"function": {}}]}), "broken tool calls", "'messages[0].tool_calls': got calls in a message of role user"),
+    "a user's calls": (
+        chat({"role": "user", "content": None, "tool_calls": [{"function": {}}]}),
+        "broken tool calls",
+        "'messages[0].tool_calls': got calls in a message of role user",
+    ),
     "broken tools": (chat(USER, ANSWER, tools="f"), "tools are no array", "field 'tools': got a text that is no JSON (Expecting value)"),
     "half a pair": (chat(USER, turn("assistant", "\ud83d")), "half a surrogate pair", "'messages[1].content': got half a surrogate pair"),
     "a noncharacter": (chat(turn("user", "\ufdd0"), ANSWER), "noncharacter", "'messages[0].content': got the noncharacter U+FDD0"),

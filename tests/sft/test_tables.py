@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -20,8 +21,10 @@ from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.dataset import read_pairs
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import read_examples
+from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.records import example_files, records
 from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.sft.tables import table_rows
 from megatron_llama.tokenizer.hf import HFTokenizer
 from transformers import AutoTokenizer
 
@@ -297,3 +300,16 @@ def test_a_damaged_list_of_data_files_is_refused(listed: Any, tmp_path: Path) ->
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
     with pytest.raises(DataError, match=re.escape(f"{tmp_path}/state.json: _data_files: got ")):
         example_files([str(tmp_path)])
+
+
+def test_an_arrow_file_whose_texts_end_nowhere_is_damaged(tmp_path: Path) -> None:
+    """pyarrow believes the offsets of a file: reading there ends the process."""
+    path = tmp_path / "x.arrow"
+    table = pyarrow.table({"text": ["hello", "world"]})
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    offsets = struct.pack("<3i", 0, 5, 10)
+    assert path.read_bytes().count(offsets) == 1
+    path.write_bytes(path.read_bytes().replace(offsets, struct.pack("<3i", 0, 1 << 30, 10)))
+    ((row, problem),) = table_rows(path)
+    assert row == 1 and isinstance(problem, UnusableError) and problem.reason == "damaged Arrow"

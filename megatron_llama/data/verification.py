@@ -1,0 +1,233 @@
+"""Compares the files of datasets with their sums: all of a dataset for ``inspect``, or in the
+background of a run, without taking from the run what it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+
+from megatron_llama.config.limits import DATASET_CHECK_SECONDS
+from megatron_llama.data import page_cache
+from megatron_llama.data.byte_ranges import SourceFile, is_url, read_range
+from megatron_llama.data.meta import SUMS, read_meta
+from megatron_llama.data.remote_indexed import required_file
+from megatron_llama.data.sums import DatasetSums, FileSums
+from megatron_llama.distributed import device as devices
+from megatron_llama.errors import DataError, listing
+
+BLOCK_BYTES = 4 << 20
+"""Bytes that are read at a time: long enough that the interpreter is rarely asked for, and short
+enough that a run which ends need not wait."""
+_LEAST_PRIORITY = 19
+
+
+def dataset_sums(prefix: str) -> DatasetSums | None:
+    """Return the sums of a dataset; None for one of Megatron, or of an older version. Raises
+    DataError for a meta.json that is damaged."""
+    sums = (read_meta(prefix) or {}).get(SUMS)
+    assert sums is None or isinstance(sums, DatasetSums)
+    return sums
+
+
+def verify_dataset(prefix: str) -> DatasetSums:
+    """Read the files of a dataset, on the disk or behind a URL, and return their sums. Raises
+    DataError with each file that is not what was written, and for a dataset without sums."""
+    sums = dataset_sums(prefix)
+    if sums is None:
+        raise DataError(
+            f"{prefix}.meta.json",
+            got="no sums, as of a dataset of Megatron or of an older version",
+            expected="sums of the files",
+            do="preprocess the text again to have them",
+        )
+    problems = []
+    for suffix, file_sums in sums.by_suffix().items():
+        name = prefix + suffix
+        try:
+            if is_url(name):
+                _verify_remote(name, file_sums)
+            else:
+                _verify_local(name, file_sums)
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError(
+            problems[0] if len(problems) == 1 else listing(f"{prefix} is damaged:", problems)
+        )
+    return sums
+
+
+def _verify_local(name: str, sums: FileSums) -> None:
+    with PieceReader(name, sums) as reader:
+        for piece in range(len(sums.pieces)):
+            reader.require(piece)
+
+
+def _verify_remote(name: str, sums: FileSums) -> None:
+    file = required_file(name)
+    sums.require_size(name, file.size)
+    for piece in range(len(sums.pieces)):
+        digest = hashlib.sha256()
+        for content in _remote_blocks(file, *sums.ends(piece)):
+            digest.update(content)
+        sums.require_piece(name, piece, digest)
+
+
+def _remote_blocks(file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
+    for first in range(start, stop, 2 * BLOCK_BYTES):
+        yield read_range(file, first, min(first + 2 * BLOCK_BYTES, stop))
+
+
+class PieceReader:
+    """Reads the pieces of one file on the disk. What the kernel did not have in its memory is not
+    left there: a run's own pages must not go for bytes that are read once."""
+
+    def __init__(self, name: str, sums: FileSums) -> None:
+        """Raises DataError if the file cannot be opened, or has another size."""
+        self._name = name
+        self._sums = sums
+        self._buffer = memoryview(bytearray(BLOCK_BYTES))
+        try:
+            self._file = os.open(name, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(name, error) from error
+        try:
+            sums.require_size(name, os.fstat(self._file).st_size)
+        except DataError:
+            os.close(self._file)
+            raise
+        page_cache.read_nothing_ahead(self._file)
+
+    def __enter__(self) -> PieceReader:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        os.close(self._file)
+
+    def require(self, piece: int, pause: Callable[[float], bool] = lambda _: False) -> bool:
+        """Raise DataError unless a piece is what was written. ``pause`` is called with the seconds
+        of each block, and says whether to end here; return False then."""
+        digest = hashlib.sha256()
+        start, stop = self._sums.ends(piece)
+        while start < stop:
+            began = time.monotonic()
+            try:
+                content = self._read(start, min(stop - start, BLOCK_BYTES))
+            except OSError as error:
+                raise _unreadable(self._name, error) from error
+            if not content:
+                self._sums.require_size(self._name, start)  # it has become shorter
+            digest.update(content)
+            start += len(content)
+            if pause(time.monotonic() - began):
+                return False
+        self._sums.require_piece(self._name, piece, digest)
+        return True
+
+    def _read(self, start: int, count: int) -> memoryview:
+        """Return some bytes from ``start`` on, ``count`` at most; none at the end of the file."""
+        absent = page_cache.absent_ranges(self._file, start, count)
+        wanted = self._buffer[:count]
+        content = wanted[: os.preadv(self._file, [wanted], start)]
+        page_cache.forget(self._file, absent)
+        return content
+
+
+class DatasetCheck:
+    """A thread that compares datasets on the disk with their sums while a run trains. It has the
+    least priority, rests as long as it reads, and ends after some minutes, whatever is left."""
+
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        *,
+        share: tuple[int, int] = (0, 1),
+        say: Callable[[str], None],
+        seconds: float = DATASET_CHECK_SECONDS,
+    ) -> None:
+        """``share`` (r, n): of each file the pieces are read from its r-th n-th part on, so that
+        machines which share a disk begin at different places. ``say`` prints a line, from any
+        thread."""
+        self.problem: DataError | None = None
+        """What is wrong with a file, as soon as it is known."""
+        self._share = share
+        self._say = say
+        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self._end = threading.Event()
+        local = [prefix for prefix in dict.fromkeys(prefixes) if not is_url(prefix)]
+        self._thread = (
+            devices.start_thread(self._run, local, name="check of the data") if local else None
+        )
+
+    def __enter__(self) -> DatasetCheck:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)  # a server of files may not answer
+
+    def finish(self) -> None:
+        """Wait until everything is compared, or the time is up."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, prefixes: Sequence[str]) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        try:
+            files = [
+                (prefix + suffix, sums)
+                for prefix in prefixes
+                for suffix, sums in _sums_of_files(prefix).items()
+            ]
+            read = 0
+            for name, sums in files:
+                with PieceReader(name, sums) as reader:
+                    for piece in self._in_turn(len(sums.pieces)):
+                        if not reader.require(piece, self._pause):
+                            if not self._end.is_set():
+                                size = sum(sums.size for _, sums in files)
+                                self._say(_unfinished(read, size, self._seconds))
+                            return
+                        start, stop = sums.ends(piece)
+                        read += stop - start
+        except DataError as error:
+            self.problem = error
+
+    def _in_turn(self, pieces: int) -> Iterator[int]:
+        rank, count = self._share
+        first = pieces * rank // count
+        yield from range(first, pieces)
+        yield from range(first)
+
+    def _pause(self, seconds: float) -> bool:
+        """Rest as long as a block has taken. Return whether to end."""
+        return self._end.wait(seconds) or time.monotonic() > self._deadline
+
+
+def _sums_of_files(prefix: str) -> Mapping[str, FileSums]:
+    """Return the sums of the files of a dataset, the index first; none of one without sums."""
+    sums = dataset_sums(prefix)
+    return MappingProxyType({}) if sums is None else dict(reversed(sums.by_suffix().items()))
+
+
+def _unfinished(read: int, size: int, seconds: float) -> str:
+    return (
+        f" after {seconds / 60:g} minutes {read / 2**30:,.1f} of the {size / 2**30:,.1f} GiB of "
+        "--data-path are compared with their sums, and are as they were written; "
+        "inspect dataset PREFIX --verify reads all"
+    )
+
+
+def _unreadable(name: str, error: OSError) -> DataError:
+    do = "mend the disk or its permissions, or copy the dataset again"
+    return DataError(name, got=error.strerror or error, expected="a readable file", do=do)

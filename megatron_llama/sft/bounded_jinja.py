@@ -1,0 +1,342 @@
+"""jinja's sandbox with bounds: a template that loops, or makes a text of texts of texts, ends with
+an error and not with the machine.
+
+What repeats something (loops, calls, filters) counts its steps and looks at the clock. What makes a
+text or a list counts its characters before it makes them, since one operation of Python cannot be
+interrupted: ``'a' * 10**10`` is one.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from types import BuiltinMethodType, MappingProxyType
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateRuntimeError
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megatron_llama.config.limits import (
+    TEMPLATE_CHARACTERS,
+    TEMPLATE_CHARACTERS_OF_INPUT,
+    TEMPLATE_INTEGER_BITS,
+    TEMPLATE_SECONDS,
+    TEMPLATE_SECONDS_OF_A_CHARACTER,
+    TEMPLATE_STEPS,
+)
+
+_LOOP = "bounded loop"
+_JOIN = "bounded join"
+"""Filters that no template can name: they stand in the place of loops and of ``~``."""
+_CLOCK_STEPS = 64
+"""The clock is asked once in so many steps."""
+_OF_AN_ENTRY = 256
+"""Characters for which an entry of a list counts, beside its own."""
+_WIDTHS = re.compile(r"\d+|\*|:[^{}]*\{")
+"""What in a format may ask for a width: digits, and a place for a number."""
+
+
+class Budget:
+    """What may still be done for one conversation."""
+
+    def __init__(self, characters: int = 0) -> None:
+        """``characters``: those of the conversation."""
+        self._steps = 0
+        self._characters = 0
+        self._most = TEMPLATE_CHARACTERS + TEMPLATE_CHARACTERS_OF_INPUT * characters
+        self._seconds = TEMPLATE_SECONDS + TEMPLATE_SECONDS_OF_A_CHARACTER * characters
+        self._end = time.thread_time() + self._seconds
+
+    def step(self) -> None:
+        """Count one pass of a loop, or one call. Raises TemplateRuntimeError beyond the bounds."""
+        self._steps += 1
+        if self._steps > TEMPLATE_STEPS:
+            raise TemplateRuntimeError(f"more than {TEMPLATE_STEPS:,} passes of loops and calls")
+        if self._steps % _CLOCK_STEPS == 0 and time.thread_time() > self._end:
+            raise TemplateRuntimeError(f"more than {self._seconds:.3g} s of the processor")
+
+    def take(self, characters: int) -> None:
+        """Count characters that are about to be made. Raises TemplateRuntimeError beyond the
+        bounds."""
+        self._characters += characters
+        if self._characters > self._most:
+            raise TemplateRuntimeError(f"texts of more than {self._most:,} characters together")
+
+    def size(self, value: Any) -> int:
+        """Return about how many characters a value takes as text. Raises TemplateRuntimeError for
+        one that takes more than the budget has: lists that hold each other can stand for more
+        entries than there are atoms."""
+        total = 0
+        open_values = [value]
+        while open_values:
+            value = open_values.pop()
+            if isinstance(value, str):
+                total += len(value)
+            elif isinstance(value, Mapping):
+                total += _OF_AN_ENTRY * len(value)
+                open_values += [*value.keys(), *value.values()]
+            elif isinstance(value, list | tuple | set | frozenset):
+                total += _OF_AN_ENTRY * len(value)
+                open_values += value
+            if total > self._most:
+                self.take(total)
+        return total
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox in which chat templates run."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=self._output, **options)
+        self._local = threading.local()
+        # It makes paragraphs of random words, as many as it is asked for.
+        del self.globals["lipsum"]
+        for name, function in [*self.filters.items()]:
+            self.filters[name] = self._bounded_filter(name, function)
+        self.filters[_LOOP] = self._loop
+        self.filters[_JOIN] = self._join
+
+    def bound(self, name: str, function: Callable[..., Any]) -> None:
+        """Add a filter, whose results are counted."""
+        self.filters[name] = self._bounded_filter(name, function)
+
+    def begin(self, conversation: object) -> None:
+        """Begin to render a conversation in this thread."""
+        self._local.budget = Budget()
+        self._local.budget = Budget(self._local.budget.size(conversation))
+
+    @property
+    def _budget(self) -> Budget:
+        """The budget of this thread. jinja computes constants when it compiles a template: that
+        counts, too."""
+        if not hasattr(self._local, "budget"):
+            self._local.budget = Budget()
+        budget: Budget = self._local.budget
+        return budget
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, _LOOP, [], [], None, None).set_lineno(loop.lineno)
+        return _with_bounded_joins(tree)
+
+    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+        """Join what a template, a macro or a block has put out."""
+        kept = []
+        for part in parts:
+            self._budget.take(len(part))
+            kept.append(part)
+        return "".join(kept)
+
+    def _output(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            self._budget.take(self._budget.size(value))
+        return value
+
+    def _join(self, parts: Sequence[Any]) -> str:
+        budget = self._budget
+        budget.step()
+        budget.take(sum(map(budget.size, parts)))
+        return "".join(map(str, parts))
+
+    def _loop(self, iterable: Any) -> Any:
+        # Undefined and the like are for the loop itself to refuse.
+        return _Counted(iterable, self._budget) if isinstance(iterable, Iterable) else iterable
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = self._budget
+        budget.step()
+        if isinstance(left, int) and isinstance(right, int):
+            bits = {
+                "*": left.bit_length() + right.bit_length(),
+                "**": left.bit_length() * max(right, 0),
+            }
+            if bits.get(operator, 0) > TEMPLATE_INTEGER_BITS:
+                raise TemplateRuntimeError(f"a number of more than {TEMPLATE_INTEGER_BITS} bits")
+        elif operator == "*":
+            thing, times = (right, left) if isinstance(left, int) else (left, right)
+            if isinstance(times, int) and isinstance(thing, str | list | tuple):
+                budget.take(_length(thing) * max(times, 0))
+        elif operator == "+" and isinstance(left, str | list | tuple):
+            budget.take(_length(left) + _length(right))
+        elif operator == "%" and isinstance(left, str):
+            budget.take(_formatted(budget, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = __self._budget
+        budget.step()
+        if isinstance(__obj, LoopContext) and args:  # a recursive loop begins another one
+            args = (__self._loop(args[0]), *args[1:])
+        owner = getattr(__obj, "__self__", None)
+        # format is no method of the text any more: the sandbox has put its own in the place.
+        wrapped = getattr(getattr(__obj, "__wrapped__", None), "__self__", None)
+        if isinstance(wrapped, str):
+            budget.take(_formatted(budget, wrapped, (args, kwargs)))
+        elif isinstance(__obj, BuiltinMethodType) and isinstance(owner, str | bytes | int):
+            budget.take(_method_size(budget, __obj.__name__, owner, [*args, *kwargs.values()]))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that counts what it is about to make."""
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            budget = self._budget
+            budget.step()
+            value, *others = args[first:] or (None,)
+            others += kwargs.values()
+            if name in _REPEATING:
+                budget.take(_REPEATING[name](budget, value, others))
+            elif name in _WHOLE and not isinstance(value, str):
+                budget.take(budget.size(value))
+            return function(*args, **kwargs)
+
+        return bounded
+
+
+class _Counted:
+    """An iterable whose entries are steps."""
+
+    def __init__(self, iterable: Iterable[Any], budget: Budget) -> None:
+        self._iterable = iterable
+        self._budget = budget
+
+    def __len__(self) -> int:
+        return len(self._iterable)  # type: ignore[arg-type]  jinja asks what has no length, too
+
+    def __iter__(self) -> Iterator[Any]:
+        for entry in self._iterable:
+            self._budget.step()
+            yield entry
+
+
+def _with_bounded_joins(node: Any) -> Any:
+    """Return a tree in which ``~`` is a filter."""
+    for name, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            setattr(node, name, _with_bounded_joins(value))
+        elif isinstance(value, list):
+            entries = [
+                _with_bounded_joins(entry) if isinstance(entry, nodes.Node) else entry
+                for entry in value
+            ]
+            setattr(node, name, entries)
+    if not isinstance(node, nodes.Concat):
+        return node
+    listed = nodes.List(node.nodes).set_lineno(node.lineno)
+    joined = nodes.Filter(listed, _JOIN, [], [], None, None).set_lineno(node.lineno)
+    joined.set_environment(node.environment)
+    return joined
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return _OF_AN_ENTRY * len(value) if isinstance(value, list | tuple) else 0
+
+
+def _largest(values: Iterable[Any]) -> int:
+    return max((value for value in values if isinstance(value, int)), default=0)
+
+
+def _formatted(budget: Budget, form: str, values: Any) -> int:
+    """Return how many characters a format may make of values, at most about."""
+    widths = _WIDTHS.findall(form)
+    widest = max((int(width[:12]) for width in widths if width.isdecimal()), default=0)
+    if any(not width.isdecimal() for width in widths):
+        widest = max(widest, _largest(_numbers(values)))
+    places = form.count("{") + form.count("%")
+    return len(form) + places * (budget.size(values) + widest)
+
+
+def _numbers(values: Any) -> Iterator[int]:
+    for value in values if isinstance(values, list | tuple) else [values]:
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _numbers(value)
+        elif isinstance(value, Mapping):
+            yield from _numbers(list(value.values()))
+
+
+def _replaced(budget: Budget, text: Any, others: Sequence[Any]) -> int:
+    if len(others) < 2:
+        return 0
+    text, old, new = str(text), str(others[0]), str(others[1])
+    places = text.count(old) if old else len(text) + 1
+    return len(text) + places * len(new)
+
+
+def _joined(budget: Budget, values: Any, others: Sequence[Any]) -> int:
+    between = max((len(other) for other in others if isinstance(other, str)), default=0)
+    count = len(values) if isinstance(values, list | tuple | set | Mapping) else 0
+    return budget.size(values) + count * between
+
+
+def _widened(budget: Budget, text: Any, others: Sequence[Any]) -> int:
+    return budget.size(text) + _largest(others)
+
+
+def _indented(budget: Budget, text: Any, others: Sequence[Any]) -> int:
+    width = max([_largest(others), *(len(other) for other in others if isinstance(other, str))])
+    return budget.size(text) + (str(text).count("\n") + 1) * width
+
+
+def _wrapped(budget: Budget, text: Any, others: Sequence[Any]) -> int:
+    between = max((len(other) for other in others if isinstance(other, str)), default=1)
+    return budget.size(text) * (1 + between)
+
+
+def _filled(budget: Budget, values: Any, others: Sequence[Any]) -> int:
+    return _OF_AN_ENTRY * _largest(others)
+
+
+def _percent(budget: Budget, form: Any, others: Sequence[Any]) -> int:
+    return _formatted(budget, str(form), tuple(others))
+
+
+_REPEATING: Mapping[str, Callable[[Budget, Any, Sequence[Any]], int]] = MappingProxyType(
+    {
+        "replace": _replaced,
+        "join": _joined,
+        "center": _widened,
+        "indent": _indented,
+        "wordwrap": _wrapped,
+        "batch": _filled,
+        "slice": _filled,
+        "format": _percent,
+    }
+)
+"""Filters that can make more than they are given, and about how many characters."""
+_WHOLE = frozenset(
+    {"string", "tojson", "pprint", "e", "escape", "forceescape", "trim", "upper", "lower", "title"}
+    | {"capitalize", "striptags", "urlencode", "urlize", "xmlattr", "truncate", "wordcount"}
+    | {"replace", "list", "sort", "unique", "dictsort", "groupby", "sum", "min", "max"}
+)
+"""Filters that write or walk all of a value."""
+
+
+def _method_size(budget: Budget, name: str, owner: Any, others: Sequence[Any]) -> int:
+    """Return how many characters a method of a text or a number may make."""
+    if name == "replace":
+        return _replaced(budget, owner, others)
+    if name == "join" and others:
+        values = others[0]
+        count = len(values) if isinstance(values, list | tuple | set | Mapping) else 0
+        return budget.size(values) + count * len(owner)
+    if name in ("center", "ljust", "rjust", "zfill", "to_bytes"):
+        return _largest(others)
+    if name == "expandtabs":
+        return len(owner) * (1 + _largest(others))
+    if name == "translate" and others and isinstance(owner, str):
+        return len(owner) * (1 + budget.size(others[0]))
+    return len(owner) if isinstance(owner, str | bytes) else 0

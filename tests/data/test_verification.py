@@ -1,0 +1,250 @@
+"""What is not what preprocess wrote is found: at the opening, in the background, or when asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_llama.commands.inspect import inspect
+from megatron_llama.config.schema import DataConfig
+from megatron_llama.data import sums as sums_module
+from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_llama.data.meta import read_meta, write_meta
+from megatron_llama.data.page_cache import absent_ranges
+from megatron_llama.data.remote_indexed import open_dataset
+from megatron_llama.data.sums import DatasetSums, FileSums, RunningSums
+from megatron_llama.data.verification import BLOCK_BYTES, DatasetCheck, PieceReader, verify_dataset
+from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.fingerprint import Fingerprint
+
+PIECE = 1 << 12
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums_module, "PIECE_BYTES", PIECE)
+
+
+def write_dataset(prefix: Path, documents: int = 300) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for document in range(documents):
+            writer.add(np.arange(40) + document % 100)
+    write_meta(
+        str(prefix),
+        tokenizer=prefix.parent / "tokenizer.model",
+        fingerprint=Fingerprint("0" * 64, "1" * 64),
+        vocab_size=500,
+        eod=2,
+        documents=writer.num_documents,
+        tokens=writer.num_tokens,
+        sums=writer.sums,
+    )
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+def test_sums_are_those_of_the_pieces(size: int, small_pieces: None) -> None:
+    content = bytes(range(256)) * (size // 256 + 1)
+    content = content[:size]
+    running = RunningSums()
+    for start in range(0, size, 1000):
+        running.add(memoryview(content[start : start + 1000]))
+    pieces = [content[start : start + PIECE] for start in range(0, size, PIECE)]
+    assert running.result() == FileSums(size, tuple(hashlib.sha256(piece).hexdigest() for piece in pieces))
+
+
+def test_a_small_file_has_the_sum_that_others_compute(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "c")
+    entry = json.loads((tmp_path / "c.meta.json").read_text())["sums"]
+    for suffix in (".bin", ".idx"):
+        content = (tmp_path / f"c{suffix}").read_bytes()
+        assert entry[suffix] == {"bytes": len(content), "sha256": [hashlib.sha256(content).hexdigest()]}
+
+
+def test_what_was_written_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str], small_pieces: None) -> None:
+    write_dataset(tmp_path / "c")
+    assert len(verify_dataset(str(tmp_path / "c")).bin.pieces) == 6
+    verify_dataset(f"file://{tmp_path}/c")
+    inspect(["dataset", str(tmp_path / "c"), "--verify"])
+    assert "verified: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["disk", "server"])
+def test_every_damaged_piece_is_named(place: str, tmp_path: Path, small_pieces: None) -> None:
+    write_dataset(tmp_path / "c")
+    flip(tmp_path / "c.bin", 2 * PIECE + 1)
+    prefix = str(tmp_path / "c") if place == "disk" else f"file://{tmp_path}/c"
+    with pytest.raises(DataError, match=rf"c\.bin: bytes {2 * PIECE} to {3 * PIECE}: got the SHA-256 \w+, expected \w+, as they were"):
+        verify_dataset(prefix)
+    (tmp_path / "c.idx").write_bytes((tmp_path / "c.idx").read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"c is damaged:\n  - .*c\.bin: bytes(.|\n)*c\.idx: got \d+ bytes, expected \d+ bytes, as it was"):
+        verify_dataset(prefix)
+
+
+def test_without_sums_nothing_is_verified(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "c")
+    (tmp_path / "c.meta.json").unlink()
+    with pytest.raises(DataError, match=r"c\.meta\.json: got no sums"):
+        inspect(["dataset", str(tmp_path / "c"), "--verify"])
+    open_dataset(str(tmp_path / "c"), DataConfig())
+
+
+def exchange(folder: Path) -> None:
+    write_dataset(folder / "other", 299)
+    for suffix in (".bin", ".idx"):
+        shutil.copy(folder / f"other{suffix}", folder / f"c{suffix}")
+
+
+@pytest.mark.parametrize("place", ["disk", "server"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: flip(folder / "c.idx", 34 + 4 * 7), r"c\.idx: got an offset of 640 for sequence 8"),
+        (exchange, r"c\.bin: got 23920 bytes, expected 24000 bytes, as it was written; copy the dataset again"),
+    ],
+    ids=["flip", "exchange"],
+)
+def test_damage_is_found_at_the_opening(damage: Callable[[Path], None], words: str, place: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "c")
+    damage(tmp_path)
+    data = DataConfig(data_cache_path=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=words):
+        open_dataset(str(tmp_path / "c") if place == "disk" else f"file://{tmp_path}/c", data)
+
+
+def test_an_index_that_another_dataset_might_have_is_found_by_its_sum(tmp_path: Path) -> None:
+    """Lengths and offsets agree with each other and with the .bin, and are not what was written."""
+    write_dataset(tmp_path / "c")
+    with IndexedDatasetWriter(tmp_path / "c2", np.uint16) as writer:
+        for document in range(300):
+            writer.add(np.arange(40 + (document == 7) - (document == 8)))
+    shutil.copy(tmp_path / "c2.idx", tmp_path / "c.idx")
+    IndexedDataset(tmp_path / "c")
+    with pytest.raises(DataError, match=r"c\.idx: bytes 0 to \d+: got the SHA-256"):
+        open_dataset(str(tmp_path / "c"), DataConfig())
+
+
+def test_the_check_beside_a_run_names_the_file(tmp_path: Path, small_pieces: None) -> None:
+    for name in ("a", "b"):
+        write_dataset(tmp_path / name)
+    prefixes = [str(tmp_path / name) for name in ("a", "b", "absent")]
+    said: list[str] = []
+    with DatasetCheck([*prefixes, "https://nowhere/c"], say=said.append) as check:
+        check.finish()
+    assert check.problem is None
+    flip(tmp_path / "b.bin", 23000)
+    for share in ((0, 1), (3, 4)):
+        with DatasetCheck(prefixes, share=share, say=said.append) as check:
+            check.finish()
+        assert str(check.problem).startswith(f"{tmp_path}/b.bin: bytes 20480 to 24000: got the SHA-256 ")
+    (tmp_path / "a.bin").unlink()
+    with DatasetCheck(prefixes, say=said.append) as check:
+        check.finish()
+    assert "a.bin: got No such file or directory, expected a readable file" in str(check.problem)
+    assert said == []
+
+
+def test_the_check_ends_when_its_time_is_up_and_says_so(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "c")
+    flip(tmp_path / "c.bin", 100)
+    said: list[str] = []
+    with DatasetCheck([str(tmp_path / "c")], say=said.append, seconds=0.0) as check:
+        check.finish()
+    assert check.problem is None
+    (line,) = said
+    assert line.startswith(" after 0 minutes 0.0 of the 0.0 GiB of --data-path are compared with their sums")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is in its memory")
+def test_the_check_leaves_in_memory_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "c.bin"
+    with open(path, "w+b") as file:
+        file.write(os.urandom(4 * BLOCK_BYTES))
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if absent_ranges(file.fileno(), 0, 4 * BLOCK_BYTES) != [(0, 4 * BLOCK_BYTES)]:
+            pytest.skip("this file system keeps what it is told to forget")
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(file.fileno(), BLOCK_BYTES, BLOCK_BYTES + 8192)
+        before = absent_ranges(file.fileno(), 0, 4 * BLOCK_BYTES)
+        assert before == [(0, BLOCK_BYTES + 8192), (2 * BLOCK_BYTES + 8192, 4 * BLOCK_BYTES)]
+        running = RunningSums()
+        running.add(memoryview(path.read_bytes()))
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.pread(file.fileno(), BLOCK_BYTES, BLOCK_BYTES + 8192)
+        with PieceReader(str(path), running.result()) as reader:
+            assert reader.require(0)
+        assert absent_ranges(file.fileno(), 0, 4 * BLOCK_BYTES) == before
+
+
+META: dict[str, Any] = {"tokenizer": "t", "vocab_size": 500, "eod": 2, "documents": 3, "tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer": 7}, "tokenizer: got 7, expected a string"),
+        ({"vocab_size": "abc"}, "vocab_size: got 'abc', expected an integer from 1 to 2147483647"),
+        ({"vocab_size": -5}, "vocab_size: got -5"),
+        ({"vocab_size": 1e400}, "vocab_size: got inf"),
+        ({"eod": 2.5}, "eod: got 2.5, expected an integer from 0 to 499"),
+        ({"eod": 500}, "eod: got 500, expected an integer from 0 to 499"),
+        ({"eod": True}, "eod: got True"),
+        ({"documents": float("nan")}, "documents: got nan, expected an integer of at least 0"),
+        ({"tokens": 10**30}, "tokens: got 1000000"),
+        ({"fingerprint": "x"}, "fingerprint: got 'x', expected an object"),
+        ({"fingerprint": {"version": 1, "tokens": 3, "probe": "0" * 64}}, "fingerprint tokens: got 3, expected a string"),
+        ({"fingerprint": {"version": 1, "tokens": "0" * 63, "probe": "0" * 64}}, "fingerprint tokens: got '0000"),
+        ({"sums": []}, r"sums: got \[\], expected an object"),
+        ({"sums": {"piece_bytes": 3}}, "sums piece_bytes: got 3, expected an integer from 67108864 to 67108864"),
+    ],
+)
+def test_fields_of_another_kind_are_named(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "c.meta.json").write_text(json.dumps(META | changes))
+    with pytest.raises(DataError, match=rf"c\.meta\.json {words}"):
+        read_meta(tmp_path / "c")
+
+
+def test_all_fields_of_another_kind_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "c.meta.json").write_text(json.dumps({"tokenizer": None, "vocab_size": "x", "eod": -1}))
+    with pytest.raises(DataError, match=r"cannot be used:\n  - .*tokenizer.*\n  - .*vocab_size.*\n  - .*eod"):
+        read_meta(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda file: file.pop("bytes"), r"sums \.bin bytes: got no such field"),
+        (lambda file: file.update(bytes=10**12), r"sums \.bin sha256: got 1 sums, expected 14902, a sum for each"),
+        (lambda file: file.update(sha256=["x"]), r"sums \.bin sha256: got 'x', expected sums of 64 hexadecimal digits"),
+        (lambda file: file.update(sha256=[1]), r"sums \.bin sha256: got \[1\], expected an array of strings"),
+        (lambda file: file.update(sha256=[]), r"sums \.bin sha256: got 0 sums, expected 1"),
+    ],
+)
+def test_damaged_sums_are_named(change: Callable[[dict[str, Any]], object], words: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "c")
+    content = json.loads((tmp_path / "c.meta.json").read_text())
+    change(content["sums"][".bin"])
+    (tmp_path / "c.meta.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=words):
+        verify_dataset(str(tmp_path / "c"))
+
+
+def test_sums_are_read_as_they_were_written(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "c")
+    found = (read_meta(tmp_path / "c") or {})["sums"]
+    assert isinstance(found, DatasetSums)
+    assert found.bin.size == (tmp_path / "c.bin").stat().st_size
