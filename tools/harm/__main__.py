@@ -1,0 +1,68 @@
+"""Harm files, processes and options on purpose, and say what the program makes of it.
+
+    python -m tools.harm corrupt [--formats NAME ...] [--count N] [--seed N] [--case N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
+
+import torch
+
+from tools.harm import corrupting
+from tools.harm.formats import FORMATS
+from tools.harm.judging import BAD, Journal, Result, table
+from tools.harm.materials import Workshop
+
+PARTS = ("corrupt",)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run parts, print their table, and return 1 if anything is not as it must be."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.harm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--formats", nargs="+", metavar="NAME", help="by default all")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--case", type=int, help="do this case of one format again and show it")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after this time")
+    parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "harm"))
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    names = given.formats or list(FORMATS)
+    shop = Workshop(given.output / "materials")
+    if given.case is not None:
+        corruptor = corrupting.Corruptor(FORMATS[names[0]], shop, given.output / "case", given.seed)
+        result = corruptor.result(given.case)
+        print(result.line())
+        print((given.output / "case" / "said.txt").read_text())
+        return 0
+    deadline = time.monotonic() + given.seconds
+    given.output.mkdir(parents=True, exist_ok=True)
+    journal = Journal(given.output / f"journal-{given.seed}.jsonl")
+    for result in corrupting.corrupt(names, given.count, shop, journal, given.seed, deadline):
+        if not isinstance(result, Result):
+            print(result, flush=True)
+        elif result.verdict in BAD:
+            print(result.line(), flush=True)
+    results = list(journal.results.values())
+    print(*table(results), sep="\n")
+    return int(any(result.verdict in BAD for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
