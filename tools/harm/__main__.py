@@ -10,6 +10,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, a
 
 import torch
 
-from tools.harm import corrupting
+from tools.harm import corrupting, hostiling
 from tools.harm.formats import FORMATS
 from tools.harm.judging import BAD, Journal, Result, table
 from tools.harm.materials import Workshop
 
-PARTS = ("corrupt",)
+PARTS = ("corrupt", "hostile")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,15 +48,27 @@ def main(argv: list[str] | None = None) -> int:
     names = given.formats or list(FORMATS)
     shop = Workshop(given.output / "materials")
     if given.case is not None:
-        corruptor = corrupting.Corruptor(FORMATS[names[0]], shop, given.output / "case", given.seed)
-        result = corruptor.result(given.case)
+        scratch = given.output / "case"
+        if given.parts == ["hostile"]:
+            result = hostiling.Attacker(shop, scratch).result(given.case)
+        else:
+            format = FORMATS[names[0]]
+            result = corrupting.Corruptor(format, shop, scratch, given.seed).result(given.case)
         print(result.line())
         print((given.output / "case" / "said.txt").read_text())
         return 0
     deadline = time.monotonic() + given.seconds
     given.output.mkdir(parents=True, exist_ok=True)
     journal = Journal(given.output / f"journal-{given.seed}.jsonl")
-    for result in corrupting.corrupt(names, given.count, shop, journal, given.seed, deadline):
+    parts = given.parts or list(PARTS)
+    streams: list[Iterator[Result | str]] = []
+    if "corrupt" in parts:
+        streams.append(
+            corrupting.corrupt(names, given.count, shop, journal, given.seed, deadline)
+        )
+    if "hostile" in parts:
+        streams.append(hostiling.attack(names, given.count, shop, journal, deadline))
+    for result in chain.from_iterable(streams):
         if not isinstance(result, Result):
             print(result, flush=True)
         elif result.verdict in BAD:

@@ -45,7 +45,7 @@ class Corruptor:
         self._harmed = {
             name: content
             for name, content in self._files.items()
-            if not name.endswith(format.left_alone or ("\0",))
+            if not name.endswith(format.left_alone)
         }
         # The first reading imports modules in its child; from the second on it costs what the
         # harmed readings cost.

@@ -23,6 +23,7 @@ from tools.harm.materials import (
     Workshop,
     align_words,
     data_of,
+    records,
     sft_words,
     texts,
     write_records,
@@ -182,6 +183,14 @@ ODD_TEXTS = (
 )
 
 
+def render(_: Workshop) -> Values:
+    """Show a conversation with the template of a tokenizer."""
+    write_records(Path("data.jsonl"), records(4))
+    words = ("preview", "data.jsonl", "--tokenizer-model", READ, "--loss-on", "all")
+    command("data", *words)
+    return {"said": Path("said.txt").read_text()}
+
+
 def tune(shop: Workshop) -> Values:
     """Tune on all conversations of a file."""
     (data,) = READ.iterdir()
@@ -240,6 +249,8 @@ def read_options(shop: Workshop) -> Values:
     return {"said": Path("said.txt").read_text()}
 
 
+CHATTING = ("llama2", "mistral", "llama3", "gemma", "qwen", "smollm2")
+"""Tokenizers with a chat template."""
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         format.name: format
@@ -259,7 +270,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("megatron-llama", "megatron-llama", partial(convert, "hf"), False),
             Format("meta", "meta", partial(convert, "hf"), False),
             Format("peft", "peft", merge, False),
-            *(Format(f"tokenizer/{name}", f"tokenizer/{name}", tokenize, False) for name in LAYOUTS),
+            *(Format(f"tokenizer/{name}", f"tokenizer/{name}", tokenize, False) for name in LAYOUTS if name != "wordpiece"),
+            *(Format(f"chat/{name}", f"tokenizer/{name}", render, False) for name in CHATTING),
             *(Format(f"records/{kind}", f"records/{kind}", tune, False) for kind in ("jsonl", "parquet", "arrow")),
             Format("token-store", "token-store", tune_with_store, True),
             Format("scores", "scores", align, True),

@@ -32,6 +32,8 @@ is the resident memory, which is measured."""
 PATIENCE = 6
 """A child is ended after so many times the limit, since others may use the processors. Processor
 time above the limit itself, or no end at all, is too long."""
+IDLE = 5.0
+"""Seconds without any processor time after which a child is taken to wait for ever."""
 _OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "MemoryError")
 
 
@@ -100,7 +102,7 @@ def run_forked(task: Task, folder: Path, limits: Limits) -> Outcome:
     child = os.fork()
     if child == 0:
         _be_child(task, folder, said, result)
-    status, used = _await(child, begin + limits.seconds * PATIENCE)
+    status, used = _await(child, limits.seconds)
     seconds = time.monotonic() - begin
     words = said.read_text(errors="replace") if said.exists() else ""
     if status is None:
@@ -162,22 +164,38 @@ def _be_child(task: Task, folder: Path, said: Path, result: Path) -> None:
         os._exit(0)
 
 
-def _await(child: int, deadline: float) -> tuple[int | None, float]:
+def _await(child: int, allowed: float) -> tuple[int | None, float]:
     """Wait for a child and return its status, None if it had to be ended, and the processor time
     of it and of its children."""
     pause = 0.001
+    begin = worked = time.monotonic()
+    ticks = -1
     while True:
         ended, status, usage = os.wait4(child, os.WNOHANG)
         if ended:
-            break
-        if time.monotonic() > deadline:
+            _end_session(child)
+            return status, usage.ru_utime + usage.ru_stime
+        now = time.monotonic()
+        if pause > 0.01:
+            used = _processor_ticks(child)
+            if used != ticks:
+                ticks, worked = used, now
+        spent = ticks / os.sysconf("SC_CLK_TCK")
+        if spent > allowed * 1.2 or now - begin > allowed * PATIENCE or now - worked > IDLE:
             _end_session(child)
             _, _, usage = os.wait4(child, 0)
             return None, usage.ru_utime + usage.ru_stime
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
-    _end_session(child)
-    return status, usage.ru_utime + usage.ru_stime
+
+
+def _processor_ticks(child: int) -> int:
+    """Processor time of a process and of its children, as the kernel counts it."""
+    try:
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it ends in this moment
+        return -1
+    return sum(map(int, fields[11:15]))
 
 
 def _end_session(child: int) -> None:
