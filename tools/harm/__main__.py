@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, a
 
 import torch
 
-from tools.harm import corrupting, hostiling
+from tools.harm import corrupting, hostiling, kills, option_lines
 from tools.harm.formats import FORMATS
 from tools.harm.judging import BAD, Journal, Result, table
 from tools.harm.materials import Workshop
 
-PARTS = ("corrupt", "hostile")
+PARTS = ("corrupt", "hostile", "kills", "options")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,6 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         )
     if "hostile" in parts:
         streams.append(hostiling.attack(names, given.count, shop, journal, deadline))
+    if "kills" in parts:
+        streams.append(kills.strike(given.count, shop, journal, given.seed, deadline))
+    if "options" in parts:
+        streams.append(option_lines.try_lines(given.count, shop, journal, given.seed, deadline))
     for result in chain.from_iterable(streams):
         if not isinstance(result, Result):
             print(result, flush=True)

@@ -71,7 +71,9 @@ NOT_COMPUTED = ("torch_version", "hf_config.", "validation_loss", "config.checkp
 
 def saved_values(run: Path) -> Values:
     """Everything of a run's newest checkpoint, and its curve."""
-    newest = max(run.glob("iter_*"))
+    newest = max(run.glob("iter_*"), default=None)
+    if newest is None:  # it took itself for done
+        return {"saved": "nothing"}
     values = {f"tensor {name}": digest(tensor.numpy().tobytes()) for name, tensor in state(newest).items()}
     for name, value in flattened(json.loads((newest / "meta.json").read_text())):
         values[f"{CARRIED * name.startswith(NOT_COMPUTED)}meta {name}"] = value

@@ -101,6 +101,29 @@ OTHERS: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
 OF_OTHERS = ("word", "list", "object", "true", "negative", "nan", "surrogate")
 
 
+_REAL = ("fraction", "huge", "immense")
+POSSIBLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rms_norm_eps": _REAL,
+        "norm_eps": _REAL,
+        "lora_alpha": _REAL,
+        "rope_theta": (*_REAL, "null"),
+        "max_position_embeddings": ("huge", "null"),
+        "bos_token_id": ("null",),
+        "eos_token_id": ("null", "list"),
+        "tie_word_embeddings": ("true",),
+        "add_bos_token": ("true",),
+        "use_rslora": ("true",),
+        "torch_version": ("word",),
+        "tokenizer_model": ("word",),
+        "eos_token": ("word",),
+        "chat_template": ("word",),
+        "architectures": ("word", "list"),
+    }
+)
+"""Values that are possible all the same; for other fields, one that is merely large."""
+
+
 def cases() -> Iterator[Hostile]:
     """Yield a case for each field and wrong value, and for each file of another kind."""
     for table, values in ((NUMBERS, tuple(WRONG)), (OTHERS, OF_OTHERS)):
@@ -109,7 +132,8 @@ def cases() -> Iterator[Hostile]:
                 for value in values:
                     name = f"{file} {field} {value}"
                     change = _set(file, field, WRONG[value])
-                    yield Hostile(name, format, change, may_be_taken=value == "huge")
+                    possible = value in POSSIBLE.get(field.rpartition(".")[2], ("huge",))
+                    yield Hostile(name, format, change, may_be_taken=possible)
     for format, file in {**NUMBERS, **OTHERS}:
         for value in ("word", "list", "null", "nan"):
             yield Hostile(f"{file} is {value}", format, _instead(file, WRONG[value]))
