@@ -1,6 +1,6 @@
 """Harm files, processes and options on purpose, and say what the program makes of it.
 
-    python -m tools.harm corrupt [--formats NAME ...] [--count N] [--seed N] [--case N]
+python -m tools.harm corrupt [--formats NAME ...] [--count N] [--seed N] [--case N]
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, a
 
 import torch
 
-from tools.harm import corrupting, hostiling, kills, option_lines
+from tools.harm import contenders, corrupting, hostiling, kills, option_lines
 from tools.harm.formats import FORMATS
 from tools.harm.judging import BAD, Journal, Result, table
 from tools.harm.materials import Workshop
 
-PARTS = ("corrupt", "hostile", "kills", "options")
+PARTS = ("corrupt", "hostile", "kills", "options", "contenders")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,22 +63,24 @@ def main(argv: list[str] | None = None) -> int:
     parts = given.parts or list(PARTS)
     streams: list[Iterator[Result | str]] = []
     if "corrupt" in parts:
-        streams.append(
-            corrupting.corrupt(names, given.count, shop, journal, given.seed, deadline)
-        )
+        streams.append(corrupting.corrupt(names, given.count, shop, journal, given.seed, deadline))
     if "hostile" in parts:
         streams.append(hostiling.attack(names, given.count, shop, journal, deadline))
     if "kills" in parts:
         streams.append(kills.strike(given.count, shop, journal, given.seed, deadline))
     if "options" in parts:
         streams.append(option_lines.try_lines(given.count, shop, journal, given.seed, deadline))
-    for result in chain.from_iterable(streams):
-        if not isinstance(result, Result):
-            print(result, flush=True)
-        elif result.verdict in BAD:
-            print(result.line(), flush=True)
-    results = list(journal.results.values())
-    print(*table(results), sep="\n")
+    if "contenders" in parts:
+        streams.append(contenders.compete(given.count, shop, journal, given.seed, deadline))
+    for news in chain.from_iterable(streams):
+        if not isinstance(news, Result):
+            print(news, flush=True)
+        elif news.verdict in BAD and news.part != contenders.PART:
+            print(news.line(), flush=True)
+    # Another program's results say nothing of this one.
+    results = [result for result in journal.results.values() if result.part != contenders.PART]
+    for line in (*table(results), "", *contenders.comparison(journal)):
+        print(line)
     return int(any(result.verdict in BAD for result in results))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.harm.corruptions import Corruption, Files, draw
@@ -34,7 +34,16 @@ def limits(size: int) -> Limits:
 class Corruptor:
     """One format, made and read once, and then harmed."""
 
-    def __init__(self, format: Format, shop: Workshop, scratch: Path, seed: int) -> None:
+    def __init__(
+        self,
+        format: Format,
+        shop: Workshop,
+        scratch: Path,
+        seed: int,
+        *,
+        only: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """``only`` says of a file's name whether it may be harmed."""
         self._format = format
         self._shop = shop
         self._folder = scratch
@@ -42,11 +51,7 @@ class Corruptor:
         pristine, *siblings = shop.make(format.material)
         self._files = contents(pristine)
         self._siblings = [contents(sibling) for sibling in siblings]
-        self._harmed = {
-            name: content
-            for name, content in self._files.items()
-            if not name.endswith(format.left_alone)
-        }
+        self._harmed = {name: self._files[name] for name in self._files if only(name)}
         # The first reading imports modules in its child; from the second on it costs what the
         # harmed readings cost.
         warm(self._read(self._files, PATIENT))
@@ -56,7 +61,7 @@ class Corruptor:
 
     def corruption(self, case: int) -> Corruption:
         """What is done in a case, always the same for a seed."""
-        chance = random.Random(f"{self._seed}/{self._format.name}/{case}")
+        chance = random.Random(f"{self._seed}/{self._format.drawn_as or self._format.name}/{case}")
         return draw(chance, self._harmed, self._siblings)
 
     def outcome(self, case: int) -> Outcome:
@@ -89,7 +94,7 @@ class Corruptor:
 def corrupt(
     names: list[str], count: int, shop: Workshop, journal: Journal, seed: int, deadline: float
 ) -> Iterator[Result | str]:
-    """Yield the results of the cases that the journal lacks, and why a format could not be tried."""
+    """Yield the results of the cases that the journal lacks, and why a format was not tried."""
     scratch = shop.root.parent / "scratch"
     for name in names:
         missing = [case for case in range(count) if (PART, name, case) not in journal]

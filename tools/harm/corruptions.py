@@ -74,7 +74,9 @@ def digit(chance: random.Random, name: str, files: Files, _: Sequence[Files]) ->
     at = chance.choice(places)
     other = chance.choice([byte for byte in b"0123456789" if byte != content[at]])
     changed = content[:at] + bytes([other]) + content[at + 1 :]
-    words = f"byte {at} of {len(content)}, {chr(content[at])} to {chr(other)} in {_around(content, at)}"
+    words = (
+        f"byte {at} of {len(content)}, {chr(content[at])} to {chr(other)} in {_around(content, at)}"
+    )
     return Corruption("digit", name, words, changed)
 
 
@@ -115,7 +117,9 @@ def exchange(
     if not numbers:
         return None
     number = chance.choice(numbers)
-    return Corruption("exchange", name, f"with that of sibling {number}", siblings[number - 1][name])
+    return Corruption(
+        "exchange", name, f"with that of sibling {number}", siblings[number - 1][name]
+    )
 
 
 def drop(chance: random.Random, name: str, files: Files, _: Sequence[Files]) -> Corruption | None:
@@ -143,4 +147,6 @@ def _around(content: bytes, at: int) -> str:
     """The text around a position, as one word."""
     begin = max(content.rfind(b"\n", 0, at) + 1, at - 30)
     end = content.find(b"\n", at)
-    return repr(content[begin : min(len(content) if end < 0 else end, at + 20)].decode(errors="replace"))
+    return repr(
+        content[begin : min(len(content) if end < 0 else end, at + 20)].decode(errors="replace")
+    )

@@ -47,8 +47,9 @@ class Format:
     """Reads ``in`` of the working folder through a command, and returns the result."""
     sealed: bool
     """It has checksums, so that no other result may come out of a damaged one."""
-    left_alone: tuple[str, ...] = ()
-    """Endings of files that are not read, and not harmed."""
+    drawn_as: str = ""
+    """The name from which its damage is drawn, so that several readers get the same; its own if
+    empty."""
 
 
 def digest(content: bytes) -> str:
@@ -69,12 +70,17 @@ NOT_COMPUTED = ("torch_version", "hf_config.", "validation_loss", "config.checkp
 """Beginnings of the fields of ``meta.json`` with which no later step computes."""
 
 
+def tensor_values(checkpoint: Path) -> Values:
+    """Every tensor of a native checkpoint."""
+    return {name: digest(tensor.numpy().tobytes()) for name, tensor in state(checkpoint).items()}
+
+
 def saved_values(run: Path) -> Values:
     """Everything of a run's newest checkpoint, and its curve."""
     newest = max(run.glob("iter_*"), default=None)
     if newest is None:  # it took itself for done
         return {"saved": "nothing"}
-    values = {f"tensor {name}": digest(tensor.numpy().tobytes()) for name, tensor in state(newest).items()}
+    values = {f"tensor {name}": text for name, text in tensor_values(newest).items()}
     for name, value in flattened(json.loads((newest / "meta.json").read_text())):
         values[f"{CARRIED * name.startswith(NOT_COMPUTED)}meta {name}"] = value
     values["curve"] = str(exact_curve(run))
@@ -83,14 +89,15 @@ def saved_values(run: Path) -> Values:
 
 def file_values(folder: Path, carried: tuple[str, ...] = ()) -> Values:
     """Every file of a folder; JSON by its fields."""
-    values = {}
+    values: Values = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
         if path.name in ("SHA256SUMS", "events.jsonl"):  # sums of what is compared; times
             continue
         if path.suffix == ".json" and path.name != "tokenizer.json":
             fields = flattened(json.loads(path.read_text()))
-            values |= {f"{CARRIED * field.startswith(carried)}{name} {field}": text for field, text in fields}
+            for field, text in fields:
+                values[f"{CARRIED * field.startswith(carried)}{name} {field}"] = text
         else:
             values[name] = digest(path.read_bytes())
     return values
@@ -132,7 +139,7 @@ def convert(to: str, _: Workshop) -> Values:
     command("convert", READ, WRITTEN, "--to", to)
     if to == "native":
         newest = max(WRITTEN.glob("iter_*"))
-        tensors = {name: digest(t.numpy().tobytes()) for name, t in state(newest).items()}
+        tensors = tensor_values(newest)
         return tensors | dict(flattened(json.loads((newest / "meta.json").read_text())))
     return file_values(WRITTEN, HF_CARRIED)
 
@@ -146,7 +153,16 @@ def generate(_: Workshop) -> Values:
 
 def train_on_dataset(shop: Workshop) -> Values:
     """Train on all samples of a dataset once."""
-    words = ("--data-path", READ / "d", "--split", "100,0,0", "--train-iters", 40, "--save", WRITTEN)
+    words = (
+        "--data-path",
+        READ / "d",
+        "--split",
+        "100,0,0",
+        "--train-iters",
+        40,
+        "--save",
+        WRITTEN,
+    )
     tokenizer = ("--tokenizer-model", shop.make("dataset")[0].parent / "tokenizer")
     command("pretrain", *TINY, *tokenizer, *words)
     return {"curve": str(exact_curve(WRITTEN))}
@@ -159,8 +175,8 @@ def inspect_dataset(_: Workshop) -> Values:
 
     command("inspect", "dataset", READ / "d", "--verify")
     dataset = open_dataset(str(READ / "d"), DataConfig())
-    documents = [dataset.document(index) for index in range(dataset.num_documents)]
-    return {"documents": digest(b"|".join(document.tobytes() for document in documents))}
+    tokens = dataset.tokens(0, dataset.num_tokens)
+    return {"tokens": digest(tokens.tobytes()), "lengths": digest(dataset.lengths.tobytes())}
 
 
 def merge(shop: Workshop) -> Values:
@@ -253,6 +269,9 @@ def read_options(shop: Workshop) -> Values:
 
 CHATTING = ("llama2", "mistral", "llama3", "gemma", "qwen", "smollm2")
 """Tokenizers with a chat template."""
+ENDING = (*(name for name in LAYOUTS if name != "wordpiece"), "ranks", "tekken-json")
+"""Tokenizers with an end token, as the datasets of runs need it."""
+KINDS = ("jsonl", "parquet", "arrow")
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         format.name: format
@@ -272,9 +291,9 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("megatron-llama", "megatron-llama", partial(convert, "hf"), False),
             Format("meta", "meta", partial(convert, "hf"), False),
             Format("peft", "peft", merge, False),
-            *(Format(f"tokenizer/{name}", f"tokenizer/{name}", tokenize, False) for name in LAYOUTS if name != "wordpiece"),
+            *(Format(f"tokenizer/{name}", f"tokenizer/{name}", tokenize, False) for name in ENDING),
             *(Format(f"chat/{name}", f"tokenizer/{name}", render, False) for name in CHATTING),
-            *(Format(f"records/{kind}", f"records/{kind}", tune, False) for kind in ("jsonl", "parquet", "arrow")),
+            *(Format(f"records/{kind}", f"records/{kind}", tune, False) for kind in KINDS),
             Format("token-store", "token-store", tune_with_store, True),
             Format("scores", "scores", align, True),
             Format("report", "run-logs", report, False),

@@ -1,4 +1,4 @@
-"""The part ``hostile``: small inputs that try to take the machine, to lie, or to reach elsewhere."""
+"""The part ``hostile``: small inputs that take the machine, lie, or reach elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.harm.corrupting import SECONDS, limits
 from tools.harm.formats import FORMATS, READ
 from tools.harm.hostile_inputs import binaries, fields, places, texts
 from tools.harm.hostile_inputs.case import Hostile
-from tools.harm.judging import Journal, Result, Verdict, emptied, judge
+from tools.harm.judging import Journal, Result, emptied, judge
 from tools.harm.materials import PATIENT, Workshop
 from tools.harm.sandbox import Limits, Outcome, run_forked, warm
 

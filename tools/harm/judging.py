@@ -106,7 +106,7 @@ class Journal:
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """Yield the table of verdicts: a row for each part and format, then their sum."""
-    rows: dict[tuple[str, str], dict[str, int]] = {}
+    rows: dict[tuple[str, str], dict[Verdict, int]] = {}
     for result in results:
         row = rows.setdefault((result.part, result.format), dict.fromkeys(VERDICTS, 0))
         row[result.verdict] += 1
@@ -119,7 +119,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     yield f"| all | | {_numbers(total)} |"
 
 
-def _numbers(row: Mapping[str, int]) -> str:
+def _numbers(row: Mapping[Verdict, int]) -> str:
     return " | ".join(map(str, (sum(row.values()), *(row[verdict] for verdict in VERDICTS))))
 
 

@@ -163,7 +163,9 @@ class Killer:
         ours, theirs = state(folder / last), state(straight / last)
         different = [n for n in theirs if n not in ours or not ours[n].equal(theirs[n])]
         if different or ours.keys() != theirs.keys():
-            return _Ended("silent", f"{len(different)} tensors are others, the first {different[:1]}")
+            return _Ended(
+                "silent", f"{len(different)} tensors are others, the first {different[:1]}"
+            )
         half = sorted(path.name for path in folder.rglob("*") if "incomplete" in path.name)
         if half:
             return _Ended("silent", f"half files are left: {half}")

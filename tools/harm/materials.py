@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.tokenizer.layouts import LAYOUTS
-from tools.harm.sandbox import GIB, Limits, command, run_forked, warm
+from tests.tokenizer.layouts import LAYOUTS, TEKKEN_SPLIT
+from tools.harm.sandbox import GIB, Limits, run_forked, valueless, warm
 
 MODEL = (
     *("--hidden-size", "32", "--intermediate-size", "64", "--num-layers", "2"),
@@ -56,7 +55,7 @@ class Workshop:
 
     def run(self, folder: Path, *words: object) -> None:
         """Run a command in a child, which has to succeed."""
-        outcome = run_forked(lambda: (command(*words), {})[1], folder, PATIENT)
+        outcome = run_forked(valueless(*words), folder, PATIENT)
         (folder / "said.txt").unlink(missing_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
         if outcome.end != "done":
@@ -92,7 +91,14 @@ def data_of(shop: Workshop) -> tuple[str, ...]:
     """The options that name a dataset and its tokenizer."""
     made = shop.make("dataset")[0]
     tokenizer = made.parent / "tokenizer"
-    return ("--data-path", str(made / "d"), "--split", "90,10,0", "--tokenizer-model", str(tokenizer))
+    return (
+        "--data-path",
+        str(made / "d"),
+        "--split",
+        "90,10,0",
+        "--tokenizer-model",
+        str(tokenizer),
+    )
 
 
 def _native(shop: Workshop, folder: Path) -> None:
@@ -175,6 +181,42 @@ def _tokenizer(name: str) -> Callable[[Workshop, Path], None]:
     return make
 
 
+def _ranks(_: Workshop, folder: Path) -> None:
+    """Ranks of tiktoken alone, as Meta ships LLaMA 3."""
+    (folder / "0").mkdir()
+    whole = folder / "whole"
+    whole.mkdir()
+    LAYOUTS["llama3"](whole)
+    for name in ("tokenizer.model", "params.json"):
+        shutil.copy(whole / "original" / name, folder / "0")
+
+
+def _tekken(shop: Workshop, folder: Path) -> None:
+    """Mistral's tekken.json, with the tokens of the ranks."""
+    ranks = shop.make("tokenizer/ranks")[0] / "tokenizer.model"
+    tokens = [line.split()[0] for line in ranks.read_text().splitlines()]
+    special = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+    content = {
+        "config": {
+            "pattern": TEKKEN_SPLIT,
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": len(tokens) + 10,
+            "default_num_special_tokens": 10,
+            "version": "v13",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": token, "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": text, "is_control": True}
+            for rank, text in enumerate(special)
+        ],
+    }
+    (folder / "0").mkdir()
+    (folder / "0" / "tekken.json").write_text(json.dumps(content))
+
+
 SIBLINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {"llama2": ("gemma",), "qwen": ("smollm2",), "smollm2": ("qwen",), "mistral": ("llama2",)}
 )
@@ -230,13 +272,19 @@ def write_records(path: Path, content: Sequence[Mapping[str, object]]) -> None:
 CHAT = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token + '\n' }}{% endfor %}"
 
 
+def chat_template(shop: Workshop) -> Path:
+    """A file with a template."""
+    path = shop.root / "chat.jinja"
+    path.write_text(CHAT)
+    return path
+
+
 def sft_words(shop: Workshop) -> tuple[object, ...]:
     """The options of a tuning run, but for its data."""
-    template = shop.root / "chat.jinja"
-    template.write_text(CHAT)
     base = shop.make("base")[0]
     steps = ("--seq-length", 256, *STEPS[2:])
-    return (*steps, "--init-from-hf", base, "--chat-template", template, "--loss-on", "all")
+    template = ("--chat-template", chat_template(shop), "--loss-on", "all")
+    return (*steps, "--init-from-hf", base, *template)
 
 
 def _token_store(shop: Workshop, folder: Path) -> None:
@@ -259,7 +307,7 @@ def _scores(shop: Workshop, folder: Path) -> None:
 
 def align_words(shop: Workshop, data: Path, scores: object) -> tuple[object, ...]:
     """The command that tunes on pairs with the scores of a file."""
-    template = ("--chat-template", sft_words(shop)[list(sft_words(shop)).index("--chat-template") + 1])
+    template = ("--chat-template", chat_template(shop))
     steps = ("--seq-length", 256, *STEPS[2:], "--init-from-hf", shop.make("base")[0])
     words = ("--train-data", data, "--reference-scores", scores, "--train-iters", 2)
     return ("align", *steps, *template, *words)
@@ -334,6 +382,8 @@ MATERIALS: Mapping[str, Callable[[Workshop, Path], None]] = MappingProxyType(
         "base": _base,
         "peft": _peft,
         **{f"tokenizer/{name}": _tokenizer(name) for name in LAYOUTS},
+        "tokenizer/ranks": _ranks,
+        "tokenizer/tekken-json": _tekken,
         "records/jsonl": _records(".jsonl"),
         "records/parquet": _records(".parquet"),
         "records/arrow": _records(".arrow"),

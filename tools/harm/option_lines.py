@@ -10,8 +10,9 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_llama.config.parse import options_of
 from megatron_llama.prove.case import Case
@@ -21,8 +22,8 @@ from tests.e2e.product import words as command_words
 from tests.launch import Finished, Launcher
 from tests.refusals import UNKNOWABLE, first_line
 from tools.harm.judging import Journal, Result, Verdict, emptied
-from tools.harm.materials import Workshop, records, write_records
-from tools.harm.sandbox import GIB, Limits, Outcome, command, run_forked, warm
+from tools.harm.materials import CHAT, Workshop, records, write_records
+from tools.harm.sandbox import GIB, Limits, Outcome, run_forked, valueless, warm
 
 PART = "options"
 MOST_PROCESSES = 4
@@ -42,6 +43,14 @@ VALUES = (
     *("100000", "4 4", "1,2", "-", "--", "=", "1 ", "../x", "\ud83d", "\x00"),
 )
 
+FITTING: Mapping[type, Sequence[str]] = MappingProxyType(
+    {
+        int: ("-1", "0", "1", "2", "3", "5", "8", "16", "100000"),
+        float: ("-1", "0", "1e-9", "0.1", "0.5", "1", "1.5", "1e9", "1e300", "5e-324"),
+    }
+)
+"""Values of the kind of an option's default."""
+
 
 class Liner:
     """Tries lines, each as a dry run and as a run of its processes."""
@@ -52,9 +61,7 @@ class Liner:
         self._folder = scratch
         self._seed = seed
         self._names = sorted(
-            name
-            for name in options_of(SECTIONS)
-            if not any(outside in name for outside in OUTSIDE)
+            name for name in options_of(SECTIONS) if not any(outside in name for outside in OUTSIDE)
         )
         self._drawn: list[Case] = []
 
@@ -65,7 +72,7 @@ class Liner:
         folder = emptied(self._folder)
         self._write_data(folder)
         dry = ("--dry-run=yes", f"--world-size={processes}")
-        planned = run_forked(lambda: (command(*words, *dry), {})[1], folder, Limits(60.0, 8 * GIB))
+        planned = run_forked(valueless(*words, *dry), folder, Limits(60.0, 8 * GIB))
         warm(planned)
         verdict, details = self._tried(words, processes, planned, folder)
         line = json.dumps([str(word) for word in words]) + f" on {processes}"
@@ -80,7 +87,8 @@ class Liner:
             self._drawn += [case for case in cases if case.world_size <= MOST_PROCESSES]
         case = self._drawn[number]
         # Whole numbers with which a small run ends in seconds.
-        sized = {**case.options, "vocab_size": None, "train_iters": STEPS, "lr_decay_iters": None}
+        own = dict.fromkeys(("vocab_size", "lr_decay_iters", "data_format"))
+        sized = {**case.options, **own, "train_iters": STEPS, "save": "out", "save_interval": 1}
         line = command_words({name: _word(value) for name, value in sized.items()})
         if case.sft:
             line = ["sft", *line, "--train-data", "data.jsonl", "--chat-template", "chat.jinja"]
@@ -93,8 +101,13 @@ class Liner:
         return line, case.world_size
 
     def _mutation(self, chance: random.Random) -> list[str]:
-        name = "--" + chance.choice(self._names).replace("_", "-")
-        value = chance.choice(VALUES)
+        field = chance.choice(self._names)
+        name = "--" + field.replace("_", "-")
+        default = options_of(SECTIONS)[field].default
+        if isinstance(default, bool):
+            return [name]
+        fitting = FITTING.get(type(default), VALUES)
+        value = chance.choice(fitting if chance.random() < 0.7 else VALUES)
         form = chance.randrange(10)
         if form == 0:
             return [name]
@@ -108,12 +121,12 @@ class Liner:
 
     def _write_data(self, folder: Path) -> None:
         write_records(folder / "data.jsonl", records(40))
-        (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+        (folder / "chat.jinja").write_text(CHAT)
 
     def _tried(
         self, words: list[str], processes: int, planned: Outcome, folder: Path
     ) -> tuple[Verdict, str]:
-        if planned.end not in ("done", "refused"):
+        if planned.end != "done" and planned.end != "refused":
             return planned.end, f"dry run: {planned.last_line[-300:]}"
         try:
             run = self._launcher.start(words, processes, cwd=folder)

@@ -34,6 +34,7 @@ PATIENCE = 6
 time above the limit itself, or no end at all, is too long."""
 IDLE = 5.0
 """Seconds without any processor time after which a child is taken to wait for ever."""
+TRACEBACK = "Traceback (most recent call last)"
 _OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "MemoryError")
 
 
@@ -80,6 +81,16 @@ def command(*words: object) -> None:
     status = main([str(word) for word in words])
     if status != 0:
         raise RefusedError(f"exit status {status}")
+
+
+def valueless(*words: object) -> Task:
+    """A task that runs a command and compares nothing."""
+
+    def task() -> Mapping[str, str]:
+        command(*words)
+        return {}
+
+    return task
 
 
 def warm(outcome: Outcome) -> None:
@@ -135,6 +146,9 @@ def _be_child(task: Task, folder: Path, said: Path, result: Path) -> None:
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        # The parent's may lead elsewhere, as they do under pytest.
+        sys.stdout = open(1, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
         os.chdir(folder)
         try:
             values = task()
@@ -148,7 +162,9 @@ def _be_child(task: Task, folder: Path, said: Path, result: Path) -> None:
             end = "memory" if memory else "traceback"
         sys.stdout.flush()
         sys.stderr.flush()
-        if end == "refused" and "Traceback (most recent call last)" in said.read_text("utf8", "replace"):
+        if end == "refused" and "Traceback (most recent call last)" in said.read_text(
+            "utf8", "replace"
+        ):
             end = "traceback"
         grown = max(0, _status("VmHWM") - before)
         content: dict[str, Any] = {

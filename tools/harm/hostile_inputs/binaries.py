@@ -9,6 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def _change_first(tree: Any, edit: Callable[[torch.Tensor], Any]) -> bool:
     return False
 
 
-def _retorched(file: str, edit: Callable[[Any], None]) -> Change:
+def _retorched(file: str, edit: Callable[[Any], object]) -> Change:
     def change(folder: Path) -> None:
         path = folder / file
         content = torch.load(path, weights_only=False)
@@ -203,7 +204,7 @@ def _retorched(file: str, edit: Callable[[Any], None]) -> Change:
 def _tensors() -> Iterator[Hostile]:
     for name, edit in TENSORS.items():
         for format, file in ARCHIVES[1:]:
-            change = _retorched(file, lambda c, edit=edit: _change_first(c, edit))
+            change = _retorched(file, partial(_change_first, edit=edit))
             yield Hostile(f"{file} has a weight of {name}", format, change)
 
 
@@ -220,34 +221,65 @@ def _edited_metadata(edit: Callable[[Any], None]) -> Change:
 
 def _first_tensor(metadata: Any) -> Any:
     entries = metadata.state_dict_metadata
-    return next(entries[name] for name in sorted(entries) if len(getattr(entries[name], "size", ())) == 2)
+    return next(
+        entries[name] for name in sorted(entries) if len(getattr(entries[name], "size", ())) == 2
+    )
 
 
 def _first_place(metadata: Any) -> Any:
     return next(iter(metadata.storage_data.values()))
 
 
+def _first_chunk(metadata: Any) -> Any:
+    return _first_tensor(metadata).chunks[0]
+
+
+def _first_properties(metadata: Any) -> Any:
+    return _first_tensor(metadata).properties
+
+
+def _itself(metadata: Any) -> Any:
+    return metadata
+
+
+def _set_attribute(metadata: Any, find: Callable[[Any], Any], field: str, value: object) -> None:
+    # Some of these classes are frozen.
+    object.__setattr__(find(metadata), field, value)
+
+
+def _repeat_chunk(metadata: Any) -> None:
+    chunks = _first_tensor(metadata).chunks
+    chunks.append(chunks[0])
+
+
+PATHS: tuple[object, ...] = (
+    *("../../secret.txt", "/etc/passwd", "", ".", "/dev/zero", None, 7, "a\0b"),
+)
+PLACES: tuple[object, ...] = (-1, 2**40, 2**63, 2.5, None, "a", [1], True)
+CORNERS: tuple[object, ...] = (
+    *((-1, 0), (2**40, 2**40), (2.5, 1), (1,), None, "ab", torch.Size((0, 0)), (True, 1)),
+)
+
+
 def _metadata() -> Iterator[Hostile]:
     """Lies in the index."""
-    edits: dict[str, Callable[[Any], None]] = {}
-    for value in ("../../secret.txt", "/etc/passwd", "", ".", "/dev/zero", None, 7, "a\0b"):
-        edits[f"relative_path {value!r}"] = lambda m, v=value: setattr(_first_place(m), "relative_path", v)
-    for field in ("offset", "length"):
-        for value in (-1, 2**40, 2**63, 2.5, None, "a", [1], True):
-            edits[f"{field} {value!r}"] = lambda m, f=field, v=value: setattr(_first_place(m), f, v)
-    for field in ("offsets", "sizes"):
-        for value in ((-1, 0), (2**40, 2**40), (2.5, 1), (1,), None, "ab", torch.Size((0, 0)), (True, 1)):
-            edits[f"chunk {field} {value!r}"] = lambda m, f=field, v=value: setattr(_first_tensor(m).chunks[0], f, v)
-    for value in (torch.Size((2**20, 2**20)), (1,), None, "ab", (-1, 2), torch.Size(())):
-        edits[f"size {value!r}"] = lambda m, v=value: setattr(_first_tensor(m), "size", v)
-    for value in ([], None, "ab", [1], 7):
-        edits[f"chunks {value!r}"] = lambda m, v=value: setattr(_first_tensor(m), "chunks", v)
-    edits["chunk twice"] = lambda m: _first_tensor(m).chunks.append(_first_tensor(m).chunks[0])
-    for field in ("state_dict_metadata", "storage_data"):
-        for value in (None, [], {}, {"a": 1}, 7):
-            edits[f"{field} {value!r}"] = lambda m, f=field, v=value: setattr(m, f, v)
-    for value in (torch.int64, torch.float64, None, "float32", torch.complex64):
-        edits[f"dtype {value!r}"] = lambda m, v=value: setattr(_first_tensor(m).properties, "dtype", v)
+    lies: tuple[tuple[str, Callable[[Any], Any], str, tuple[object, ...]], ...] = (
+        ("a place", _first_place, "relative_path", PATHS),
+        ("a place", _first_place, "offset", PLACES),
+        ("a place", _first_place, "length", PLACES),
+        ("a chunk", _first_chunk, "offsets", CORNERS),
+        ("a chunk", _first_chunk, "sizes", CORNERS),
+        ("a tensor", _first_tensor, "size", (torch.Size((2**20, 2**20)), torch.Size(()), *CORNERS)),
+        ("a tensor", _first_tensor, "chunks", ([], None, "ab", [1], 7)),
+        ("a tensor", _first_properties, "dtype", (torch.int64, torch.float64, None, "float32")),
+        ("the index", _itself, "state_dict_metadata", (None, [], {}, {"a": 1}, 7)),
+        ("the index", _itself, "storage_data", (None, [], {}, {"a": 1}, 7)),
+    )
+    edits: dict[str, Callable[[Any], None]] = {"a chunk twice": _repeat_chunk}
+    for what, find, field, values in lies:
+        for value in values:
+            name = f"{field} {value!r} of {what}"
+            edits[name] = partial(_set_attribute, find=find, field=field, value=value)
     for name, edit in edits.items():
         for format in ("native", "torch_dist"):
             yield Hostile(f".metadata with {name}", format, _edited_metadata(edit))
@@ -255,21 +287,29 @@ def _metadata() -> Iterator[Hostile]:
 
 def _arguments() -> Iterator[Hostile]:
     """Megatron's arguments of the wrong kind."""
-    wrong = ("word", None, -7, 2.5, float("nan"), 10**9, [1], True)
-    for field in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "norm_epsilon", "iteration"):
+    wrong: tuple[object, ...] = ("word", None, -7, 2.5, float("nan"), 10**9, [1], True)
+    for field in (*ARGUMENTS, "iteration"):
         for value in wrong:
             for format, file in ARCHIVES[:2]:
-                def edit(content: Any, field: str = field, value: object = value) -> None:
-                    if field == "iteration":
-                        content["iteration"] = value
-                    else:
-                        setattr(content["args"], field, value)
-
-                yield Hostile(f"{file} {field} {value!r}", format, _retorched(file, edit))
-    for value in (None, 7, {}, argparse.Namespace(), "word"):
+                change = _retorched(file, partial(_set_argument, field=field, value=value))
+                yield Hostile(f"{file} {field} {value!r}", format, change)
+    instead: tuple[object, ...] = (None, 7, {}, argparse.Namespace(), "word")
+    for value in instead:
         for format, file in ARCHIVES[:2]:
-            change = _retorched(file, lambda c, v=value: c.update(args=v))
+            change = _retorched(file, partial(_set_argument, field="args", value=value))
             yield Hostile(f"{file} args {value!r}", format, change)
+
+
+ARGUMENTS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "norm_epsilon"),
+)
+
+
+def _set_argument(content: Any, field: str, value: object) -> None:
+    if field in ARGUMENTS:
+        setattr(content["args"], field, value)
+    else:
+        content[field] = value
 
 
 HEADER = 34
@@ -305,5 +345,6 @@ def _indices() -> Iterator[Hostile]:
             yield Hostile(f".idx second place {value}", format, patched(place + 8, "<q", value))
             yield Hostile(f".idx last place {value}", format, patched(place + 39 * 8, "<q", value))
             yield Hostile(f".idx last document {value}", format, patched(-8, "<q", value))
-            yield Hostile(f".idx second document {value}", format, patched(place + 41 * 8, "<q", value))
-
+            yield Hostile(
+                f".idx second document {value}", format, patched(place + 41 * 8, "<q", value)
+            )

@@ -54,6 +54,24 @@ def with_json(name: str, edit: Callable[[Any], Any]) -> Change:
     return change
 
 
+def with_field(file: str, field: str, value: object) -> Change:
+    """Set a field of a JSON file. ``file`` may be a pattern; dots lead to inner fields, which are
+    made where they are missing."""
+
+    def change(folder: Path) -> None:
+        path = sorted(folder.glob(file))[0]
+        content = json.loads(path.read_text())
+        *outer, last = field.split(".")
+        inner = content
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+        path.write_text(json.dumps(content))
+        reseal(folder)
+
+    return change
+
+
 def with_text(name: str, edit: Callable[[str], str]) -> Change:
     """Change the text of a file."""
 
@@ -75,6 +93,11 @@ def with_bytes(name: str, edit: Callable[[bytes], bytes]) -> Change:
         reseal(folder)
 
     return change
+
+
+def extended(name: str, more: bytes) -> Change:
+    """Put more bytes behind a content."""
+    return with_bytes(name, lambda before: before + more)
 
 
 def replaced(name: str, content: bytes) -> Change:

@@ -10,7 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tools.harm.hostile_inputs.case import CHECKPOINT, Change, Hostile, reseal, with_json
+from tools.harm.hostile_inputs.case import (
+    CHECKPOINT,
+    Change,
+    Hostile,
+    reseal,
+    with_field,
+    with_json,
+)
 
 WRONG: Mapping[str, object] = MappingProxyType(
     {
@@ -131,40 +138,22 @@ def cases() -> Iterator[Hostile]:
             for field in fields:
                 for value in values:
                     name = f"{file} {field} {value}"
-                    change = _set(file, field, WRONG[value])
+                    change = with_field(file, field, WRONG[value])
                     possible = value in POSSIBLE.get(field.rpartition(".")[2], ("huge",))
                     yield Hostile(name, format, change, may_be_taken=possible)
     for format, file in {**NUMBERS, **OTHERS}:
         for value in ("word", "list", "null", "nan"):
             yield Hostile(f"{file} is {value}", format, _instead(file, WRONG[value]))
-    for value in (0, -1, 1e308, 5e-324, "fast", None, math.nan, [1], 10**400):
-        edit = _every_number(value)
-        yield Hostile(f"every speed {str(value)[:12]}", "calibration", with_json("desk.json", edit))
+    speeds: tuple[object, ...] = (0, -1, 1e308, 5e-324, "fast", None, math.nan, [1], 10**400)
+    for speed in speeds:
+        edit = _every_number(speed)
+        yield Hostile(f"every speed {str(speed)[:12]}", "calibration", with_json("desk.json", edit))
     yield from _headers()
-
-
-def _matching(folder: Path, file: str) -> Path:
-    return next(iter(sorted(folder.glob(file))))
-
-
-def _set(file: str, field: str, value: object) -> Change:
-    def change(folder: Path) -> None:
-        path = _matching(folder, file)
-        content = json.loads(path.read_text())
-        *outer, last = field.split(".")
-        inner = content
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-        path.write_text(json.dumps(content))
-        reseal(folder)
-
-    return change
 
 
 def _instead(file: str, value: object) -> Change:
     def change(folder: Path) -> None:
-        _matching(folder, file).write_text(json.dumps(value))
+        sorted(folder.glob(file))[0].write_text(json.dumps(value))
         reseal(folder)
 
     return change

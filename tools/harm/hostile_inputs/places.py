@@ -1,13 +1,14 @@
-"""Files that are no files, names that leave their folder, and folders that claim what is not there."""
+"""Files that are no files, names that leave their folder, and folders that claim too much."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from tools.harm.hostile_inputs.case import CHECKPOINT, Change, Hostile, with_json, with_text
+from tools.harm.hostile_inputs.case import CHECKPOINT, Change, Hostile, replaced, with_json
 
 SECRET = "the content of a file that is no part of the model"
 """Lies beside the folder that is read, and must not come out of it."""
@@ -44,7 +45,8 @@ FILES = (
     ("peft", "adapter_model.safetensors"),
     ("tokenizer/gpt2", "tokenizer.json"),
     ("tokenizer/llama2", "tokenizer.model"),
-    ("tokenizer/tekken", "tekken.json"),
+    ("tokenizer/tekken-json", "tekken.json"),
+    ("tokenizer/ranks", "tokenizer.model"),
     ("records/jsonl", "data.jsonl"),
     ("records/parquet", "data.parquet"),
     ("scores", "scores"),
@@ -61,13 +63,25 @@ def cases() -> Iterator[Hostile]:
     for format, file in FILES:
         for name, put in PUTS.items():
             yield Hostile(f"{file} is {name}", format, _put(file, put))
-    for target in ("../../secret.txt", "/etc/passwd", "/dev/zero", "..", ".", "", "a/../../secret.txt", "\0", "x" * 5_000):
+    for target in (
+        "../../secret.txt",
+        "/etc/passwd",
+        "/dev/zero",
+        "..",
+        ".",
+        "",
+        "a/../../secret.txt",
+        "\0",
+        "x" * 5_000,
+    ):
         for format in ("hf", "hf/convert"):
-            edit = with_json("model.safetensors.index.json", lambda c, t=target: _rename(c, t))
+            edit = with_json("model.safetensors.index.json", partial(_rename, target=target))
             yield Hostile(f"weight_map names {target[:20]!r}", format, edit)
         line = f"{'0' * 64}  {target}\n"
-        for format, sums in (("native", f"{CHECKPOINT}/SHA256SUMS"), ("export/convert", "SHA256SUMS")):
-            edit = with_text(sums, lambda text, line=line: text + line)
+        for format, sums in (
+            ("native", f"{CHECKPOINT}/SHA256SUMS"),
+            ("export/convert", "SHA256SUMS"),
+        ):
             yield Hostile(f"SHA256SUMS names {target[:20]!r}", format, _unsealed(sums, line))
     for name in CLAIMS:
         for format, place in (
@@ -80,10 +94,25 @@ def cases() -> Iterator[Hostile]:
             ("native", CHECKPOINT),
             ("torch_dist", CHECKPOINT),
         ):
-            yield Hostile(f"an empty {name} in {place or 'the folder'}", format, _claim(place, name))
-    for number in ("999999999", "9" * 5_000, "-3", "1e9", "2.5", "0x2", " 2 ", "2\n3", "\u0662", "release", "None", ""):
+            yield Hostile(
+                f"an empty {name} in {place or 'the folder'}", format, _claim(place, name)
+            )
+    for number in (
+        "999999999",
+        "9" * 5_000,
+        "-3",
+        "1e9",
+        "2.5",
+        "0x2",
+        " 2 ",
+        "2\n3",
+        "\u0662",
+        "release",
+        "None",
+        "",
+    ):
         for format in ("native", "native/auto", "megatron", "torch_dist"):
-            edit = with_text("latest_checkpointed_iteration.txt", lambda _, n=number: n)
+            edit = replaced("latest_checkpointed_iteration.txt", number.encode())
             yield Hostile(f"the tracker says {number[:12]!r}", format, edit)
 
 
@@ -148,7 +177,7 @@ def _secret(path: Path) -> None:
     path.symlink_to(Path(*[".."] * (depth - 1)) / SECRET_FILE)
 
 
-PUTS = {
+PUTS: Mapping[str, Change] = {
     "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
     "a pipe": _fed_pipe,
     "a folder": lambda path: path.mkdir(),
@@ -156,4 +185,3 @@ PUTS = {
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a link to a secret": _secret,
 }
-

@@ -6,8 +6,18 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tools.harm.hostile_inputs.case import CHECKPOINT, Hostile, replaced, reseal, with_bytes, with_json, with_text
+from tools.harm.hostile_inputs.case import (
+    CHECKPOINT,
+    Hostile,
+    extended,
+    replaced,
+    reseal,
+    with_bytes,
+    with_field,
+    with_json,
+)
 
 JSON_FILES = (
     ("native", f"{CHECKPOINT}/meta.json"),
@@ -16,7 +26,7 @@ JSON_FILES = (
     ("hf/convert", "tokenizer_config.json"),
     ("hf/convert", "model.safetensors.index.json"),
     ("tokenizer/gpt2", "tokenizer.json"),
-    ("tokenizer/tekken", "tekken.json"),
+    ("tokenizer/tekken-json", "tekken.json"),
     ("peft", "adapter_config.json"),
     ("meta", "params.json"),
     ("torch_dist", f"{CHECKPOINT}/metadata.json"),
@@ -51,8 +61,12 @@ def _json() -> Iterator[Hostile]:
         digits = b'{"iteration": ' + b"9" * 100_000 + b"}\n"
         yield Hostile(f"{file} has a number of 100,000 digits", format, replaced(file, digits))
         yield Hostile(f"{file} is not UTF-8", format, replaced(file, b'{"a": "\xff\xfe"}\n'))
-        yield Hostile(f"{file} is UTF-16", format, with_bytes(file, lambda b: b.decode().encode("utf-16")))
-        yield Hostile(f"{file} begins with a mark", format, with_bytes(file, lambda b: b"\xef\xbb\xbf" + b))
+        yield Hostile(
+            f"{file} is UTF-16", format, with_bytes(file, lambda b: b.decode().encode("utf-16"))
+        )
+        yield Hostile(
+            f"{file} begins with a mark", format, with_bytes(file, lambda b: b"\xef\xbb\xbf" + b)
+        )
         yield Hostile(f"{file} is empty", format, replaced(file, b""))
 
 
@@ -95,19 +109,21 @@ YAML = {
 def _yaml() -> Iterator[Hostile]:
     for name, text in YAML.items():
         yield Hostile(f"YAML with {name}", "options-file", replaced("run.yaml", text.encode()))
-        both = with_bytes("run.yaml", lambda content, text=text: content + text.encode())
+        both = extended("run.yaml", text.encode())
         yield Hostile(f"YAML that ends with {name}", "options-file", both)
 
 
 TEMPLATES = {
     "a long loop": "{% for i in range(1000000000) %}{% endfor %}",
-    "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+    "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}"
+    "{% endfor %}",
     "a long product": "{{ 'a' * 3000000000 }}",
     "a list's product": "{% set a = [0] * 3000000000 %}",
     "a power": "{{ 10 ** 10 ** 9 }}",
     "a wide number": "{{ '%3000000000d' % 1 }}",
     "a wide format": "{{ '{:3000000000}'.format(1) }}",
-    "doubling": "{% set ns = namespace(s='aa') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "doubling": "{% set ns = namespace(s='aa') %}{% for i in range(40) %}"
+    "{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "a macro of itself": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "a global": "{{ cycler.__init__.__globals__.os.popen('touch ../code-was-run').read() }}",
@@ -129,7 +145,7 @@ TEMPLATES = {
 def _templates() -> Iterator[Hostile]:
     for name, text in TEMPLATES.items():
         for layout in ("qwen", "llama2"):
-            edit = with_json("tokenizer_config.json", lambda c, text=text: c.update(chat_template=text))
+            edit = with_field("tokenizer_config.json", "chat_template", text)
             yield Hostile(f"a chat template with {name}", f"chat/{layout}", edit)
 
 
@@ -144,33 +160,50 @@ def _expressions() -> Iterator[Hostile]:
         "blanks": r"(\s*)*x",
     }
     for name, pattern in patterns.items():
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
         for layout in ("gpt2", "qwen"):
-            edit = with_json("tokenizer.json", lambda c, split=split: c.update(pre_tokenizer=split))
+            edit = with_field("tokenizer.json", "pre_tokenizer", split)
             yield Hostile(f"tokenizer.json with {name}", f"tokenizer/{layout}", edit)
-        edit = with_json("tekken.json", lambda c, p=pattern: c["config"].update(pattern=p))
-        yield Hostile(f"tekken.json with {name}", "tokenizer/tekken", edit)
-    for field, value in (
-        ("default_vocab_size", 10**12),
-        ("default_num_special_tokens", 10**9),
-        ("default_num_special_tokens", -5),
-        ("num_vocab_tokens", -1),
-        ("default_vocab_size", "many"),
-        ("default_vocab_size", 2.5),
-        ("pattern", None),
-        ("version", 7),
-    ):
-        edit = with_json("tekken.json", lambda c, f=field, v=value: c["config"].update({f: v}))
-        yield Hostile(f"tekken.json {field} {value}", "tokenizer/tekken", edit)
-    for name, value in (("model", None), ("model", []), ("model", {"type": "Magic"}), ("added_tokens", 5)):
-        edit = with_json("tokenizer.json", lambda c, n=name, v=value: c.update({n: v}))
+        edit = with_field("tekken.json", "config.pattern", pattern)
+        yield Hostile(f"tekken.json with {name}", "tokenizer/tekken-json", edit)
+    for field, value in TEKKEN_FIELDS:
+        edit = with_field("tekken.json", f"config.{field}", value)
+        yield Hostile(f"tekken.json {field} {value}", "tokenizer/tekken-json", edit)
+    for name, value in TOKENIZER_FIELDS:
+        edit = with_field("tokenizer.json", name, value)
         yield Hostile(f"tokenizer.json {name} {value}", "tokenizer/gpt2", edit)
-    for value in (-1, 10**9, 2**31, 2**32, 2.5, "a", None, True):
-        def number(content: dict[str, dict[str, dict[str, object]]], value: object = value) -> None:
-            vocabulary = content["model"]["vocab"]
-            vocabulary[next(iter(vocabulary))] = value  # type: ignore[assignment]
+    for value in IDS:
+        edit = with_json("tokenizer.json", partial(_set_first_id, value=value))
+        yield Hostile(f"tokenizer.json id {value}", "tokenizer/gpt2", edit)
 
-        yield Hostile(f"tokenizer.json id {value}", "tokenizer/gpt2", with_json("tokenizer.json", number))
+
+TEKKEN_FIELDS: tuple[tuple[str, object], ...] = (
+    ("default_vocab_size", 10**12),
+    ("default_num_special_tokens", 10**9),
+    ("default_num_special_tokens", -5),
+    ("num_vocab_tokens", -1),
+    ("default_vocab_size", "many"),
+    ("default_vocab_size", 2.5),
+    ("pattern", None),
+    ("version", 7),
+)
+TOKENIZER_FIELDS: tuple[tuple[str, object], ...] = (
+    ("model", None),
+    ("model", []),
+    ("model", {"type": "Magic"}),
+    ("added_tokens", 5),
+)
+IDS: tuple[object, ...] = (-1, 10**9, 2**31, 2**32, 2.5, "a", None, True)
+
+
+def _set_first_id(content: Any, value: object) -> None:
+    vocabulary = content["model"]["vocab"]
+    vocabulary[next(iter(vocabulary))] = value
 
 
 STEP = " iteration {n}/ 100 | consumed samples: 8 | lm loss: {loss} | grad norm: 1.0 |"
@@ -198,7 +231,7 @@ def _logs() -> Iterator[Hostile]:
     }
     for name, line in lines.items():
         for file in ("megatron.log", "titan.log"):
-            edit = with_text(file, lambda text, line=line: f"{text}{line}\n")
+            edit = extended(file, f"{line}\n".encode())
             yield Hostile(f"{file} with {name}", "trainer-logs", edit)
 
 
@@ -207,35 +240,29 @@ def _entry(**fields: object) -> bytes:
     return (json.dumps(entry) + "\n").encode()
 
 
+COLUMNS = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "tokens_per_second")
+ODD_VALUES: tuple[object, ...] = (
+    *(5e-324, float("nan"), 1e308, -1e308, 10**18, 10**400, -7, "a", None, [1], {"a": 1}, True),
+)
+
+
 def _reports() -> Iterator[Hostile]:
+    usual = b"".join(_entry(iteration=i) for i in (1, 2))
+    columns = {f"c{n}": n for n in range(5_000)}
     entries = {
-        "5,000 columns": b"".join(_entry(iteration=i, **{f"c{n}": n for n in range(5_000)}) for i in range(1, 4)),
-        "a column in each line": b"".join(_entry(iteration=i, **{f"c{i}": 1}) for i in range(1, 3_000)),
+        "5,000 columns": b"".join(_entry(iteration=i, **columns) for i in range(1, 4)),
+        "a column in each line": b"".join(_entry(**{f"c{i}": 1}) for i in range(3_000)),
         "a name of 1 MB": _entry(**{"c" * 1_000_000: 1}),
-        **{
-            f"{name} {str(value)[:12]}": b"".join(_entry(iteration=i) for i in (1, 2)) + _entry(**{name: value})
-            for name in ("iteration", "lm_loss", "grad_norm", "consumed_samples", "tokens_per_second")
-            for value in (5e-324, float("nan"), 1e308, -1e308, 10**18, 10**400, -7, "a", None, [1], {"a": 1}, True)
-        },
         "lines that are lists": b"[1]\n" * 10,
         "no end of a line": b"1" * 100_000,
         "markup": _entry(**{"<script>alert(1)</script>": 1}),
     }
+    for column in COLUMNS:
+        for value in ODD_VALUES:
+            entries[f"{column} {str(value)[:12]}"] = usual + _entry(**{column: value})
     for name, content in entries.items():
-        edit = with_bytes("log.jsonl", lambda before, content=content: before + content)
+        edit = extended("log.jsonl", content)
         yield Hostile(f"log.jsonl with {name}", "report", edit, may_be_taken=True)
-
-    def swollen(folder: Path, field: str, value: object) -> None:
-        path = folder / "events.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-
-        def edit(content: object) -> object:
-            if isinstance(content, dict):
-                return {n: value if n == field else edit(inner) for n, inner in content.items()}
-            return [edit(inner) for inner in content] if isinstance(content, list) else content
-
-        path.write_text("".join(json.dumps(edit(line)) + "\n" for line in lines))
-        reseal(folder)
 
     for field in (
         "num_hidden_layers",
@@ -253,5 +280,19 @@ def _reports() -> Iterator[Hostile]:
     ):
         for value in (10**9, 10**30, 0, -1, 2.5, "x", None, [1], float("nan")):
             name = f"events.jsonl {field} {str(value)[:12]}"
-            change = partial(swollen, field=field, value=value)
+            change = partial(_set_everywhere, field=field, value=value)
             yield Hostile(name, "report", change, may_be_taken=True)
+
+
+def _set_everywhere(folder: Path, field: str, value: object) -> None:
+    """Set a field wherever it is in the events of a run."""
+    path = folder / "events.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def edit(content: object) -> object:
+        if isinstance(content, dict):
+            return {n: value if n == field else edit(inner) for n, inner in content.items()}
+        return [edit(inner) for inner in content] if isinstance(content, list) else content
+
+    path.write_text("".join(json.dumps(edit(line)) + "\n" for line in lines))
+    reseal(folder)
