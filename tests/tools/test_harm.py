@@ -66,7 +66,7 @@ def recur() -> Values:
 
 
 def die() -> Values:
-    os.kill(os.getpid(), signal.SIGSEGV)
+    os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
 

@@ -1,6 +1,18 @@
 """Harm files, processes and options on purpose, and say what the program makes of it.
 
-python -m tools.harm corrupt [--formats NAME ...] [--count N] [--seed N] [--case N]
+    python -m tools.harm [PART ...] [--formats NAME ...] [--count N] [--seconds N] [--output DIR]
+    python -m tools.harm corrupt --formats NAME --case N     do a case again, and show all of it
+
+corrupt: flipped bits, other digits, missing ends, strange ends, zeros, files of siblings, missing
+files, in every format that is read. hostile: small inputs that take the machine, lie, or reach
+elsewhere. kills: SIGKILL at random moments over ten layouts, and full disks; --count is the number
+of kills. options: command lines drawn at random, through dry run and run. contenders: the same
+damage, read by torch and by Megatron-Core, too. Without a part, all of them.
+
+Every case is drawn from --seed and its number, and runs in a process of its own, whose memory and
+time are measured. Results go into DIR/journal-SEED.jsonl: the same command goes on with what is
+missing. The materials of the cases stay in DIR. Exit status 1 if anything is silent, ends with a
+traceback, or takes too much.
 """
 
 from __future__ import annotations
@@ -21,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, a
 
 import torch
 
+from tests.launch import Launcher
 from tools.harm import contenders, corrupting, hostiling, kills, option_lines
 from tools.harm.formats import FORMATS
-from tools.harm.judging import BAD, Journal, Result, table
+from tools.harm.judging import BAD, Journal, Result, emptied, table
 from tools.harm.materials import Workshop
 
 PARTS = ("corrupt", "hostile", "kills", "options", "contenders")
@@ -38,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}")
     parser.add_argument("--formats", nargs="+", metavar="NAME", help="by default all")
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--count", type=int, default=100, help="cases of each format or part")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, help="do this case of one format again and show it")
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after this time")
@@ -48,14 +61,10 @@ def main(argv: list[str] | None = None) -> int:
     names = given.formats or list(FORMATS)
     shop = Workshop(given.output / "materials")
     if given.case is not None:
-        scratch = given.output / "case"
-        if given.parts == ["hostile"]:
-            result = hostiling.Attacker(shop, scratch).result(given.case)
-        else:
-            format = FORMATS[names[0]]
-            result = corrupting.Corruptor(format, shop, scratch, given.seed).result(given.case)
-        print(result.line())
-        print((given.output / "case" / "said.txt").read_text())
+        part = given.parts[0] if given.parts else corrupting.PART
+        result = repeated(part, names[0], given.case, shop, given.output / "case", given.seed)
+        said = given.output / "case" / "said.txt"
+        print(result.line(), said.read_text() if said.exists() else "", sep="\n")
         return 0
     deadline = time.monotonic() + given.seconds
     given.output.mkdir(parents=True, exist_ok=True)
@@ -82,6 +91,18 @@ def main(argv: list[str] | None = None) -> int:
     for line in (*table(results), "", *contenders.comparison(journal)):
         print(line)
     return int(any(result.verdict in BAD for result in results))
+
+
+def repeated(part: str, name: str, case: int, shop: Workshop, scratch: Path, seed: int) -> Result:
+    """Do a case again. ``name`` is that of the format, or of the layout."""
+    if part == hostiling.PART:
+        return hostiling.Attacker(shop, scratch).result(case)
+    if part == corrupting.PART:
+        return corrupting.Corruptor(FORMATS[name], shop, scratch, seed).result(case)
+    with Launcher(emptied(scratch.with_name("launched-case"))) as launcher:
+        if part == kills.PART:
+            return kills.Killer(launcher, shop, scratch, seed).result(name, case)
+        return option_lines.Liner(launcher, shop, scratch, seed).result(case)
 
 
 if __name__ == "__main__":
