@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.launch import Finished, Launcher, Run
 
@@ -184,11 +186,12 @@ def assert_same_curve(found: Path, expected: Path) -> None:
 
 def state(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, read with torch alone."""
-    reader = dcp.FileSystemReader(checkpoint)
-    tensors = {name: torch.empty(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    reader = FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

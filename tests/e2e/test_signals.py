@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import time
 from pathlib import Path
 from signal import Signals
 
@@ -13,6 +12,7 @@ import pytest
 from megatron_llama.metrics.events import FAULT
 from megatron_llama.planner.run.folder import read_run
 
+from tests.e2e.killing import SHORT_STEPS, kill_at_random
 from tests.e2e.product import CP2_RING, DP2, PP2, TP2, TP2_PP2, ZB_V, Layout, Product, assert_same_state, exact_curve, steps
 
 LONG = 16
@@ -123,8 +123,6 @@ def test_others_end_when_the_host_of_the_store_hangs(product: Product) -> None:
 
 
 KILLS, KILLS_OF_A_SOAK = 10, 200
-SHORT_STEPS = {"save_interval": 2, "micro_batch_size": 4, "seq_length": 8, "num_layers": 2}
-"""A run that is saving most of the time."""
 
 
 @pytest.mark.long
@@ -140,43 +138,14 @@ def test_killed_at_random_moments_and_resumed(saving: dict[str, object], soak: b
     kills = in_a_save = 0
     while kills < wanted_kills or in_a_save < wanted_kills // 2:
         assert kills < 3 * wanted_kills, f"only {in_a_save} of {kills} kills met a save"
-        started, lines, wanted, at_a_save = (time.time_ns(), _lines(folder), chance.randrange(4), kills % 2 == 0)
-        newest = _newest(folder)
-        run = product.start(DP2, save=folder, load=folder, **options)
-        run.until(lambda: _saving(folder, started) if at_a_save else _lines(folder) - lines >= wanted)  # noqa: B023  asked at once
-        _spin(chance.uniform(0.0, 0.003 if at_a_save else 0.05))
-        run.signal(Signals.SIGKILL)
-        assert -9 in run.wait().codes and _newest(folder) >= newest
-        kills, in_a_save = kills + 1, in_a_save + _saving(folder, started)
+        kill = kill_at_random(product, DP2, folder, chance, at_a_save=kills % 2 == 0, **options)
+        assert -9 in kill.codes and kill.after >= kill.before
+        kills, in_a_save = kills + 1, in_a_save + kill.in_a_save
     product.start(DP2, save=folder, load=folder, **options).wait(timeout=600.0).ok()
     assert exact_curve(folder) == exact_curve(tmp_path / "straight")
     last = f"iter_{length:07d}"
     assert_same_state(folder / last, tmp_path / "straight" / last)
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in (tmp_path / "straight").iterdir())
-
-
-def _newest(folder: Path) -> int:
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    return int(tracker.read_text()) if tracker.exists() else 0
-
-
-def _lines(folder: Path) -> int:
-    log = folder / "log.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def _saving(folder: Path, since: int) -> bool:
-    """Whether there is a folder in which a save after that time was or is at work."""
-    try:
-        return any(path.stat().st_mtime_ns > since for path in folder.glob("iter_*.incomplete"))
-    except FileNotFoundError:  # it got its name in this moment
-        return False
-
-
-def _spin(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
 
 
 @pytest.mark.long
