@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import stat
 import struct
 import zipfile
 import zlib
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.config.limits import LARGEST_ENTRIES, LARGEST_PICKLE
+from megatron_llama.config.lines import require_regular
 from megatron_llama.conversion.safetensors_file import DTYPES, is_finite
 from megatron_llama.conversion.torch_pickle import ForbiddenNames, read_pickle
 from megatron_llama.errors import CheckpointError
@@ -74,11 +74,8 @@ class TorchFile:
         """The checksum of each storage's bytes, by the address of the storage."""
         try:
             if part is None:
-                status = path.stat()
-                size = status.st_size
-                if not stat.S_ISREG(status.st_mode):
-                    # A pipe would wait for ever when it is opened, and a device has no end.
-                    raise zipfile.BadZipFile("no regular file")
+                require_regular(path)
+                size = path.stat().st_size
                 with path.open("rb") as file:
                     text, entries = _read_entries(file, size)
                 whole: Any = torch.UntypedStorage.from_file(str(path), False, size)
@@ -154,7 +151,6 @@ _UNREADABLE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
     EOFError,
-    NotImplementedError,
     RuntimeError,
     UnicodeDecodeError,
     ValueError,
