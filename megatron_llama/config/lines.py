@@ -4,10 +4,20 @@ nesting takes more memory than its bound."""
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
+from errno import EINVAL
+from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from megatron_llama.config.limits import LARGEST_DEPTH, LARGEST_LINE
+
+
+def require_regular(path: Path) -> None:
+    """Raise OSError unless a path leads to a regular file: a pipe would wait for ever when it is
+    opened, and a device has no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(EINVAL, "no regular file", str(path))
 
 
 def bounded_lines(file: IO[AnyStr], limit: int = LARGEST_LINE) -> Iterator[AnyStr | None]:

@@ -153,7 +153,6 @@ _UNREADABLE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
     EOFError,
-    NotImplementedError,
     RuntimeError,
     UnicodeDecodeError,
     ValueError,

@@ -316,8 +316,7 @@ def _constructor(name: str) -> Any:
     if name.startswith(FOREIGN):
         return Constructor(lambda *_: Inert())
     module, _, leaf = name.rpartition(".")
-    # The storages of a device have names in the module of that device.
-    if module.partition(".")[0] == "torch" and leaf in _STORAGES:
+    if f"{module}.".startswith("torch.") and leaf in _STORAGES:
         return StorageKind(_STORAGES[leaf])
     value = getattr(torch, leaf, None) if module == "torch" else None
     return value if isinstance(value, torch.dtype) else None

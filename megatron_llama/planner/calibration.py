@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.config.fields import finite_number, shown
-from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_RANKS, LARGEST_RATE, SMALLEST_RATE
+from megatron_llama.config.lines import parse_json, require_regular
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.fitted import FITTED
@@ -77,11 +77,13 @@ def read_calibration(path: Path) -> Calibration:
     where = f"--coefficients {path}"
     expected = "a file of plan calibrate"
     try:
-        content = read_json_object(path, do="check the path", error=ConfigError)
-    except ConfigError as error:
-        raise ConfigError(f"--coefficients {error}") from error
-    if content.get("format") != FORMAT:
-        got = f"format {shown(content.get('format'))}"
+        require_regular(path)
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(where, got=error, expected=expected, do="check the path") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        is_object = isinstance(content, dict)
+        got = f"format {shown(content.get('format'))}" if is_object else "something else"
         raise ConfigError(where, got=got, expected=f"{expected}, format {FORMAT}", do=AGAIN)
     wrong = [*_problems(path, content, "device", Gpu)]
     wrong += _problems(path, content, "coefficients", Coefficients)

@@ -14,7 +14,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from errno import ENOENT
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +21,7 @@ from typing import Any
 
 from megatron_llama.config.fields import finite_number
 from megatron_llama.config.limits import LARGEST_RANKS, LARGEST_TIMELINE, ROOM_OF_TIMELINE
-from megatron_llama.config.lines import parse_json
+from megatron_llama.config.lines import parse_json, require_regular
 from megatron_llama.errors import ConfigError
 
 KEY = "megatron_llama"
@@ -203,11 +202,11 @@ def read_timeline(path: Path) -> Recorded:
         events = [event for event in content["traceEvents"] if event["ph"] == "X"]
         run = {name: read(meta[name]) for name, read in _META.items()}
         ranks = run["ranks"]
-        if not 1 <= ranks <= LARGEST_RANKS or not 1 <= run["per_node"] <= ranks:
+        if not 1 <= ranks <= LARGEST_RANKS or not 1 <= run["per_node"] <= LARGEST_RANKS:
             raise ValueError(f"{ranks} ranks, {run['per_node']} on a machine")
         if finite_number(run["clock_error"]) is None:
             raise ValueError(f"a clock error of {run['clock_error']}")
-        return Recorded(**run, spans=tuple(_span(event, ranks) for event in events))
+        return Recorded(**run, spans=tuple(map(_span, events)))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         got = f"no {error}" if isinstance(error, KeyError) else str(error)
         expected = "what --record-timeline writes"
@@ -217,8 +216,7 @@ def read_timeline(path: Path) -> Recorded:
 def _unpacked(path: Path) -> bytes:
     """Return the content of a file, unpacked. Raises OSError, and ValueError for a packed file that
     becomes far larger than any timeline does."""
-    if not path.is_file():
-        raise FileNotFoundError(ENOENT, "no such file, or no regular one")
+    require_regular(path)
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     if not packed:
@@ -231,13 +229,13 @@ def _unpacked(path: Path) -> bytes:
     return data
 
 
-def _span(event: Mapping[str, Any], ranks: int) -> Span:
+def _span(event: Mapping[str, Any]) -> Span:
     begin = float(event["ts"])
     end = begin + float(event["dur"])
     if not math.isfinite(begin) or not math.isfinite(end) or end < begin:
         raise ValueError(f"a span from {begin} to {end}")
-    if not 0 <= int(event["pid"]) < ranks:
-        raise ValueError(f"a span of rank {event['pid']} of {ranks}")
+    if not 0 <= int(event["pid"]) < LARGEST_RANKS:
+        raise ValueError(f"a span of rank {event['pid']}")
     lane = str(event["cat"])
     if lane not in LANES:
         raise ValueError(f"a lane {lane}")

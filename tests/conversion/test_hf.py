@@ -322,7 +322,10 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
             lambda folder: cut(folder / "model-00001-of-00002.safetensors"),
             r"model-00001-of-00002\.safetensors: got .*; copy the file again",
         ),
-        (lambda folder: cut(folder / "model.safetensors.index.json"), r"index\.json:\d+: got .*, expected valid JSON; copy the file again"),
+        (
+            lambda folder: cut(folder / "model.safetensors.index.json"),
+            r"index\.json:\d+: got .*, expected valid JSON; copy the file again",
+        ),
         (
             lambda folder: (folder / "model.safetensors.index.json").unlink(),
             r"hf: got no weights, expected model\.safetensors or model\.saf",

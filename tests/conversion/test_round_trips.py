@@ -57,9 +57,7 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def model_folder(
-    folder: Path, tokenizer: Tokenizer, kind: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any
-) -> PreTrainedModel:
+def model_folder(folder: Path, tokenizer: Tokenizer, kind: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> PreTrainedModel:
     """Write a small model of a family, and a tokenizer beside it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **fields})).to(dtype)
@@ -116,16 +114,12 @@ def added_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     longer.add_tokens(["<one>", "<two>"])
     longer.save(str(folder / "tokenizer.json"))
     (folder / "added_tokens.json").write_text(json.dumps({"<one>": 400, "<two>": 401}))
-    (folder / "special_tokens_map.json").write_text(
-        json.dumps({"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|im_end|>"})
-    )
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|im_end|>"}))
 
 
 def sampling(folder: Path, tokenizer: Tokenizer) -> None:
     model_folder(folder, tokenizer, pad_token_id=IM_START)
-    change(
-        folder, "generation_config.json", do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.05, eos_token_id=[END, IM_END]
-    )
+    change(folder, "generation_config.json", do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.05, eos_token_id=[END, IM_END])
 
 
 def stale_files(folder: Path, tokenizer: Tokenizer) -> None:
@@ -292,11 +286,7 @@ def meanings(original: Path, back: Path, named: set[str]) -> Iterator[str]:
         yield "the weights"
     old, new = (AutoTokenizer.from_pretrained(folder) for folder in (original, back))
     text = "Hello <|im_start|>world<one>"
-    if (
-        old(text).input_ids != new(text).input_ids
-        or old.chat_template != new.chat_template
-        or old.special_tokens_map != new.special_tokens_map
-    ):
+    if old(text).input_ids != new(text).input_ids or old.chat_template != new.chat_template or old.special_tokens_map != new.special_tokens_map:
         yield "the tokenizer"
 
 
@@ -315,9 +305,7 @@ def test_runs_that_follow_a_run(tokenizer: Tokenizer, dataset: Path, tmp_path: P
     run = [*STEP, "--data-path", dataset, "--save"]
     command("pretrain", "--init-from-hf", original, "--train-iters", 1, *run, tmp_path / "run")
     command("pretrain", "--load", tmp_path / "run", "--train-iters", 2, *run, tmp_path / "run")
-    command(
-        "pretrain", "--load", tmp_path / "run", "--finetune", "--train-iters", 1, *run, tmp_path / "next", "--export-hf", tmp_path / "end"
-    )
+    command("pretrain", "--load", tmp_path / "run", "--finetune", "--train-iters", 1, *run, tmp_path / "next", "--export-hf", tmp_path / "end")
     command("export", "--load", tmp_path / "run", "--output", tmp_path / "export")
     left_out = "README.md LICENSE .gitattributes modeling_own.py training_args.bin trainer_state.json runs config.json auto_map "
     for back in ("end", "export"):
@@ -329,26 +317,11 @@ def test_a_chat_templates_end_joins_those_of_the_model(tokenizer: Tokenizer, tmp
     model_folder(original, tokenizer)
     change(original, eos_token_id=[END, 7])
     (original / "generation_config.json").unlink()
-    change(
-        original, "tokenizer_config.json", chat_template=CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
+    change(original, "tokenizer_config.json", chat_template=CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     where = ["--save", tmp_path / "run", "--export-hf", tmp_path / "end"]
-    command(
-        "sft",
-        "--init-from-hf",
-        original,
-        "--train-data",
-        tmp_path / "chats.jsonl",
-        "--train-iters",
-        1,
-        *STEP[:2],
-        "--seq-length",
-        64,
-        *STEP[4:],
-        *where,
-    )
+    command("sft", "--init-from-hf", original, "--train-data", tmp_path / "chats.jsonl", "--train-iters", 1, *STEP[:2], "--seq-length", 64, *STEP[4:], *where)
     command("export", "--load", tmp_path / "run", "--output", tmp_path / "export")
     command("convert", tmp_path / "run", tmp_path / "converted", "--to", "hf")
     for back in ("end", "export", "converted"):

@@ -186,10 +186,7 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     "fsdp_dtensor": (lambda inner, args: (inner / "metadata.json").unlink(), "got .metadata alone: a folder of fsdp_dtensor or torch_dcp"),
     "a newer backend": (backend(sharded_backend_version=2), "sharded_backend_version: got 2, expected 1; update megatron_llama"),
     "another common part": (backend(common_backend="yaml"), "common_backend: got yaml, expected torch"),
-    "metadata.json cut off": (
-        lambda inner, args: (inner / "metadata.json").write_text('{"shar'),
-        "metadata.json:1: got Unterminated string",
-    ),
+    "metadata.json cut off": (lambda inner, args: (inner / "metadata.json").write_text('{"shar'), "metadata.json:1: got Unterminated string"),
     "metadata.json of a list": (
         lambda inner, args: (inner / "metadata.json").write_text("[1]"),
         "metadata.json: got a JSON list, expected a JSON object",

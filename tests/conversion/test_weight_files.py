@@ -61,7 +61,12 @@ def old_bin_shards(folder: Path) -> None:
     ],
 )
 def test_transformers_weights_are_read(
-    old: Callable[[Path], None], new: Callable[[Path, dict[str, Tensor]], None], read: str, beside: str, tmp_path: Path, capsys: Capture
+    old: Callable[[Path], None],
+    new: Callable[[Path, dict[str, Tensor]], None],
+    read: str,
+    beside: str,
+    tmp_path: Path,
+    capsys: Capture,
 ) -> None:
     folder = tmp_path / "hf"
     old(folder)
@@ -83,9 +88,7 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     HFWeights(folder)(Rectangle(HEAD, tuple(head.shape), (0, 0), tuple(head.shape), 0), found)
     assert torch.equal(found, head)
     save_file({**load_file(other), HEAD: head + 1}, other, {"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=rf"{HEAD}: got other values in model-\d+-of-\d+\.safetensors than in another file of model\.saf"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{HEAD}: got other values in model-\d+-of-\d+\.safetensors than in another file of model\.saf"):
         HFWeights(folder)
 
 

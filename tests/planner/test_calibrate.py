@@ -177,6 +177,6 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError) as error:
         read_calibration(path)
-    for part in ("device.peak: got fast", "got speed, expected a known name", "got no nvlink", "precision: got fp8"):
+    for part in ("device.peak: got 'fast'", "got speed, expected a known name", "got no nvlink", "precision: got fp8"):
         assert part in str(error.value)
     assert calibration_of(None, None).fit == FITTED and calibration_of("a100", None).gpu.name == "a100"
