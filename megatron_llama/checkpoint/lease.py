@@ -241,13 +241,13 @@ class Lease:
             while own is None:
                 there = _numbers(folder)
                 before = _read(folder, max(there, default=0))
-                if before and not self._steal:
+                if there and not self._steal:
                     yield from self._until_gone(folder, there[-1], before, period)
                 own = _take_after(folder, there)
             # From here on it is renewed, and released, whatever happens.
             self._own = own
             self._thread = start_thread(self._renew, own, name="lease")
-            if before and self._steal:
+            if there and self._steal:
                 yield from self._until_left(own, before, period)
             _remove_others(own)
 
@@ -267,9 +267,9 @@ class Lease:
             time.sleep(MEETING_SECONDS)
             yield True
             now = _read(folder, number)
-            if not now:
+            if number not in _numbers(folder):
                 return
-            if now != before:
+            if now and now != before:  # empty: it is being written
                 raise _in_use(folder, Holder.read(now) or holder)
         self.notes.append(
             f"--save {folder}: taken over from {whom}, which gave no sign for {period:g} s"
@@ -287,9 +287,9 @@ class Lease:
             if holder is not None and holder.process.visible and not holder.process.state:
                 break
             now = _read(own.folder, number)
-            if not now:
+            if number not in _numbers(own.folder):
                 break
-            if now != before:
+            if now and now != before:
                 before = now
                 deadline = time.monotonic() + period
             time.sleep(MEETING_SECONDS)

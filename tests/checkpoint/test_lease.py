@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.queues import SimpleQueue
@@ -114,7 +115,8 @@ def test_a_holder_elsewhere_whose_count_goes_on_is_there(hasty: None, tmp_path: 
 
     def renew() -> None:
         for count in range(1, 1000):
-            path.write_bytes(Holder("theirs", replace(this_process(), boot="another"), "", "", "").content(count))
+            with path.open("r+b") as file:
+                file.write(Holder("theirs", replace(this_process(), boot="another"), "Slurm job 7", "pretrain", "yesterday").content(count))
             if over.wait(0.1):
                 return
 
@@ -128,7 +130,7 @@ def test_a_holder_elsewhere_whose_count_goes_on_is_there(hasty: None, tmp_path: 
         renewing.join()
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"process": {}}', b"\xff", b'{"id": 1, "process": {"host": 1}}', b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"process": {}}', b"\xff", b'{"id": 1, "process": {"host": 1}}', b"[" * 100_000])
 def test_a_lease_that_nobody_can_read_counts_while_it_changes(content: bytes, hasty: None, tmp_path: Path) -> None:
     (tmp_path / "lease.1.json").write_bytes(content)
     with leasing(str(tmp_path)) as lease:
@@ -144,12 +146,15 @@ def first(hasty: None, tmp_path: Path) -> Iterator[Lease]:
         yield lease
 
 
-def test_whoever_is_taken_over_learns_who_did_it(first: Lease, tmp_path: Path) -> None:
+def test_whoever_is_taken_over_learns_who_did_it(first: Lease, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leases, "PERIOD_SECONDS", 120.0)
     told: list[str] = []
     first.when_lost = told.append
     first.require()
     with leasing(str(tmp_path), steal=True) as thief:
-        thief.take(WORLD)  # returns when the first one has seen it
+        start = time.monotonic()
+        thief.take(WORLD)
+        assert time.monotonic() - start < 60.0, "the first one has not said that it has seen it"
         assert first.is_lost and files(tmp_path) == ["lease.2.json"]
         with pytest.raises(LeaseError, match=rf"got taken over by {this_process()}, since .*, with --steal-save or because"):
             first.require()
