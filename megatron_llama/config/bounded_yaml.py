@@ -22,7 +22,7 @@ class BoundedLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose the next node, and count it."""
-        mark = self.peek_event().start_mark
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         before = self._count
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
