@@ -413,10 +413,10 @@ class _Reader:
     def _yaml_keys(self, path: str, text: str) -> Iterator[_Given]:
         import yaml
 
-        from megatron_llama.config.bounded_yaml import BoundedLoader
+        from megatron_llama.config.bounded_yaml import bounded_loader
 
         try:
-            loader = BoundedLoader(text)
+            loader = bounded_loader(text)
             root = loader.get_single_node()
             if root is None:
                 return

@@ -44,13 +44,20 @@ _WIDTHS = re.compile(r"\d+|\*|:[^{}]*\{")
 class Budget:
     """What may still be done for one conversation."""
 
-    def __init__(self, characters: int = 0) -> None:
-        """``characters``: those of the conversation."""
+    def __init__(self) -> None:
         self._steps = 0
         self._characters = 0
-        self._most = TEMPLATE_CHARACTERS + TEMPLATE_CHARACTERS_OF_INPUT * characters
-        self._seconds = TEMPLATE_SECONDS + TEMPLATE_SECONDS_OF_A_CHARACTER * characters
-        self._end = time.thread_time() + self._seconds
+        self._most = TEMPLATE_CHARACTERS
+        self._seconds = TEMPLATE_SECONDS
+        self._end = time.thread_time() + TEMPLATE_SECONDS
+
+    def widen(self, conversation: object) -> None:
+        """Allow what a conversation of this size may need."""
+        characters = self.size(conversation)
+        self._most += TEMPLATE_CHARACTERS_OF_INPUT * characters
+        more = TEMPLATE_SECONDS_OF_A_CHARACTER * characters
+        self._seconds += more
+        self._end += more
 
     def step(self) -> None:
         """Count one pass of a loop, or one call. Raises TemplateRuntimeError beyond the bounds."""
@@ -71,18 +78,21 @@ class Budget:
         """Return about how many characters a value takes as text. Raises TemplateRuntimeError for
         one that takes more than the budget has: lists that hold each other can stand for more
         entries than there are atoms."""
+        if isinstance(value, str):
+            return len(value)
         total = 0
         open_values = [value]
         while open_values:
             value = open_values.pop()
             if isinstance(value, str):
                 total += len(value)
-            elif isinstance(value, Mapping):
-                total += _OF_AN_ENTRY * len(value)
-                open_values += [*value.keys(), *value.values()]
             elif isinstance(value, list | tuple | set | frozenset):
                 total += _OF_AN_ENTRY * len(value)
                 open_values += value
+            elif isinstance(value, Mapping):
+                total += _OF_AN_ENTRY * len(value)
+                open_values += value.keys()
+                open_values += value.values()
             if total > self._most:
                 self.take(total)
         return total
@@ -110,7 +120,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def begin(self, conversation: object) -> None:
         """Begin to render a conversation in this thread."""
         self._local.budget = Budget()
-        self._local.budget = Budget(self._local.budget.size(conversation))
+        self._local.budget.widen(conversation)
 
     @property
     def _budget(self) -> Budget:
@@ -125,14 +135,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, _LOOP, [], [], None, None).set_lineno(loop.lineno)
-        return _with_bounded_joins(tree)
+        _bound_joins(tree)
+        return tree
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, parts: Iterable[str]) -> str:
         """Join what a template, a macro or a block has put out."""
-        kept = []
-        for part in parts:
-            self._budget.take(len(part))
-            kept.append(part)
+        # A part is counted where it is made, and a constant is no copy: only the whole is new.
+        kept = list(parts)
+        self._budget.take(sum(map(len, kept)))
         return "".join(kept)
 
     def _output(self, value: Any) -> Any:
@@ -153,6 +163,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = self._budget
         budget.step()
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
+            budget.take(len(left) + len(right))
+            return left + right
         if isinstance(left, int) and isinstance(right, int):
             bits = {
                 "*": left.bit_length() + right.bit_length(),
@@ -211,7 +224,8 @@ class _Counted:
         self._budget = budget
 
     def __len__(self) -> int:
-        return len(self._iterable)  # type: ignore[arg-type]  jinja asks what has no length, too
+        # jinja asks what has no length, too, and expects a TypeError.
+        return len(self._iterable)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         for entry in self._iterable:
@@ -219,23 +233,23 @@ class _Counted:
             yield entry
 
 
-def _with_bounded_joins(node: Any) -> Any:
-    """Return a tree in which ``~`` is a filter."""
+def _bound_joins(node: nodes.Node) -> None:
+    """Replace each ``~`` below a node by a filter."""
+
+    def replaced(child: Any) -> Any:
+        if isinstance(child, nodes.Node):
+            _bound_joins(child)
+        if not isinstance(child, nodes.Concat) or child.environment is None:
+            return child
+        listed = nodes.List(child.nodes)
+        joined = nodes.Filter(listed, _JOIN, [], [], None, None)
+        return joined.set_lineno(child.lineno, override=True).set_environment(child.environment)
+
     for name, value in node.iter_fields():
-        if isinstance(value, nodes.Node):
-            setattr(node, name, _with_bounded_joins(value))
-        elif isinstance(value, list):
-            entries = [
-                _with_bounded_joins(entry) if isinstance(entry, nodes.Node) else entry
-                for entry in value
-            ]
-            setattr(node, name, entries)
-    if not isinstance(node, nodes.Concat):
-        return node
-    listed = nodes.List(node.nodes).set_lineno(node.lineno)
-    joined = nodes.Filter(listed, _JOIN, [], [], None, None).set_lineno(node.lineno)
-    joined.set_environment(node.environment)
-    return joined
+        if isinstance(value, list):
+            setattr(node, name, [replaced(entry) for entry in value])
+        else:
+            setattr(node, name, replaced(value))
 
 
 def _length(value: Any) -> int:
