@@ -189,7 +189,7 @@ def train(
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
             state = load_or_init(config, optimizer, mesh, inputs.start)
-            not_finite = find_not_finite_at_start(optimizer, mesh)
+            not_finite = find_not_finite_at_start(config, optimizer, mesh, inputs.start)
         export = FinalExport(config, mesh, optimizer, inputs.tokenizer, inputs.carried)
         # From here on the run writes to --save. Nothing before this line has, so that a run that
         # cannot start leaves the folder as it was.

@@ -1,5 +1,5 @@
 """How long does training stop for a checkpoint? Ours and torch's own, waited for and in the
-background, in turns.
+background, in turns. And how long does a start take to load one of ours?
 
     python tools/bench_save.py --hidden-size 512 --intermediate-size 1376 --num-layers 8
     --num-attention-heads 8 --vocab-size 8192 \\
@@ -7,7 +7,8 @@ background, in turns.
 
 Takes every option of ``pretrain`` except those of data: tokens are random. Each contender saves the
 same tensors (masters and both moments) ``--rounds`` times; what it does not wait for goes on beside
-the next ``--steps`` steps. Also under torchrun.
+the next ``--steps`` steps. A load has the checks of ``--load auto``, and the look for values that
+are not finite; its checkpoint is in the page cache. Also under torchrun.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.checkpoint_dir import Retention, checkpoint_path
 from megatron_llama.checkpoint.folders import fresh_staging
@@ -41,6 +42,8 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.distributed.mesh import Mesh, close_mesh, init_mesh
 from megatron_llama.errors import UserError
+from megatron_llama.loop.build import find_not_finite_at_start, load_or_init
+from megatron_llama.loop.start import Start
 from megatron_llama.plans.memory import sized
 from tools.compare_sharding import Trial, checked, random_batches
 
@@ -85,6 +88,21 @@ class Saves:
             "torch dcp.async_save": self._torch_async,
             "ours, --async-save": self._ours_async,
         }
+
+    def load(self, folder: Path) -> None:
+        """Load the checkpoint that ``_ours`` has saved in a folder, as a start does."""
+        trial = self._trial
+        path = checkpoint_path(folder, 1)
+        checkpoint_dir.require_usable(path)
+        options = replace(trial.config.checkpoint, load=str(path))
+        config = replace(trial.config, checkpoint=options)
+        start = Start(path, native=True)
+        load_or_init(config, trial.engine, trial.mesh, start)
+        find_not_finite_at_start(config, trial.engine, trial.mesh, start)
+
+    def save(self) -> None:
+        """Save ours, and wait for it."""
+        self._ours()
 
     def _torch(self) -> Wait:
         dcp.save(self._parts, checkpoint_id=self._folder / "torch", process_group=self._group)
@@ -151,10 +169,24 @@ def _meet(mesh: Mesh) -> None:
     dist.barrier(group=mesh.world.group)
 
 
+def loads(saves: Saves, mesh: Mesh, folder: Path, rounds: int) -> list[float]:
+    """Return the milliseconds of each load of one checkpoint."""
+    saves.save()
+    times = list[float]()
+    for _ in range(rounds + 1):
+        _meet(mesh)
+        start = time.perf_counter()
+        saves.load(folder)
+        devices.synchronize(mesh.device)
+        _meet(mesh)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times[1:]
+
+
 def run(
     config: Config, mesh: Mesh, background: BackgroundSaver, folder: Path, bench: BenchConfig
-) -> tuple[dict[str, list[Row]], int]:
-    """All rounds of all contenders, and the bytes that one save writes."""
+) -> tuple[dict[str, list[Row]], list[float], int]:
+    """All rounds of all contenders, those of a load, and the bytes that one save writes."""
     trial = Trial(config, mesh)
     trial.train(list(random_batches(config, mesh)), 2)
     saves = Saves(trial, background, folder)
@@ -164,11 +196,12 @@ def run(
             row = measured(begin, trial, folder, bench.steps)
             if number > 0:
                 rows.setdefault(name, []).append(row)
+    loaded = loads(saves, mesh, folder, bench.rounds)
     trial.engine.close()
-    return rows, saves.bytes
+    return rows, loaded, saves.bytes
 
 
-def report(rows: Mapping[str, list[Row]], size: int) -> str:
+def report(rows: Mapping[str, list[Row]], loaded: list[float], size: int) -> str:
     """The table: medians, and ratios to a step without a save."""
     step = statistics.median(row.step for row in rows["no save"])
     lines = [f"{sized(size)} a save on this rank; a step takes {step:.1f} ms", ""]
@@ -186,6 +219,7 @@ def report(rows: Mapping[str, list[Row]], size: int) -> str:
             lines.append(
                 f"| {name} | {pause:.1f} | {pause / step:.2f} | {beside / step:.2f} | {durable} |"
             )
+    lines += ["", f"a load takes {statistics.median(loaded):.1f} ms"]
     return "\n".join(lines)
 
 
@@ -207,9 +241,11 @@ def main(words: list[str]) -> None:
         dist.broadcast_object_list(box)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, on every save
-            rows, size = run(config, mesh, background, Path(box[0]), parsed.get(BenchConfig))
+            rows, loaded, size = run(
+                config, mesh, background, Path(box[0]), parsed.get(BenchConfig)
+            )
         if mesh.rank == 0:
-            print(report(rows, size))
+            print(report(rows, loaded, size))
 
 
 if __name__ == "__main__":

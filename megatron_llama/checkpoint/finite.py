@@ -62,6 +62,10 @@ def read_not_finite(entry: Mapping[str, Any]) -> NotFinite:
 
 def is_finite(values: Tensor) -> bool:
     """Return whether no value is infinite or not a number. ``values``: floats, on any device."""
+    if values.device.type == "cpu" and values.is_contiguous():
+        blocks = torch.split(values.view(-1), BLOCK)
+        if _all_finite([block.sum(dtype=_sum_dtype(values)) for block in blocks]):
+            return True
     # The two ends tell it without a mask of the tensor's size: NaN wins in both.
     return not values.numel() or all(bool(end.isfinite()) for end in values.aminmax())
 
@@ -87,18 +91,25 @@ def copy_to_host(region: Region) -> tuple[Tensor, NotFinite | None]:
         values = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
         return values, find_not_finite(region, values)
     values = torch.empty_like(source)
-    # A sum is finite only if all of its terms are. It may overflow all the same: then the values
-    # are looked at again. Half precision would overflow in every block.
-    precision = torch.float32 if source.dtype == torch.float16 else None
     sums = [
-        copied.copy_(block).sum(dtype=precision)
+        copied.copy_(block).sum(dtype=_sum_dtype(source))
         for copied, block in zip(
             torch.split(values.view(-1), BLOCK), torch.split(source.view(-1), BLOCK), strict=True
         )
     ]
-    if all(map(math.isfinite, torch.stack(sums).tolist())):
-        return values, None
-    return values, find_not_finite(region, values)
+    return values, None if _all_finite(sums) else find_not_finite(region, values)
+
+
+def _sum_dtype(values: Tensor) -> torch.dtype | None:
+    """Return in what a block is summed; None stands for its own dtype. Half precision would
+    overflow in every block."""
+    return torch.float32 if values.dtype == torch.float16 else None
+
+
+def _all_finite(sums: Sequence[Tensor]) -> bool:
+    """Return whether the sums are finite: then so are all of their terms. A sum may overflow all
+    the same, so otherwise the values have to be looked at again."""
+    return not sums or all(map(math.isfinite, torch.stack(list(sums)).tolist()))
 
 
 def find_all_not_finite(regions: Iterable[Region]) -> tuple[NotFinite, ...]:

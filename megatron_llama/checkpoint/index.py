@@ -6,6 +6,7 @@ inert records here, and everything that it says is checked."""
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import pickle
@@ -14,11 +15,13 @@ import reprlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, gt
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,8 +62,7 @@ RECORDS: Mapping[str, Mapping[str, type[Record]]] = MappingProxyType(
 """The classes that torch and Megatron-Core pickle into the index. All become records."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where something lies: bytes ``[offset, offset + length)`` of a file of the folder."""
 
     relative_path: str
@@ -70,8 +72,7 @@ class Place:
     """CRC-32 of the values that lie there; None where the index does not say it."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor that was saved as one piece."""
 
     offset: tuple[int, ...]
@@ -118,6 +119,20 @@ class StoredIndex:
     """What was saved with ``torch.save`` beside the tensors, by name."""
 
 
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """A section that makes millions of objects, none of which is garbage: the collector would look
+    at all of them again and again, which takes as long as making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@paused_collector()
 def parse_index(path: Path, content: bytes, *, do: str) -> StoredIndex:
     """Return what the ``content`` of an index says. ``path`` and the remedy ``do`` are for
     messages.
@@ -152,14 +167,16 @@ def parse_index(path: Path, content: bytes, *, do: str) -> StoredIndex:
 
 def cover_problems(where: str, tensor: StoredTensor, *, do: str) -> Iterator[str]:
     """Yield what keeps the chunks from being the tensor, cut into pieces."""
+    held = 0
     for chunk in tensor.chunks:
-        ends = [start + count for start, count in zip(chunk.offset, chunk.size, strict=True)]
-        size = math.prod(chunk.size) * tensor.dtype.itemsize
+        elements = math.prod(chunk.size)
+        held += elements
+        size = elements * tensor.dtype.itemsize
         if size > chunk.place.length:
             got = f"a chunk {chunk.size} of {size} bytes in {chunk.place.length}"
             yield describe(where, got=got, expected="as many bytes as it has values", do=do)
             return
-        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
+        if any(map(gt, map(add, chunk.offset, chunk.size), tensor.shape)):
             got = f"a chunk {chunk.size} at {chunk.offset}"
             yield describe(where, got=got, expected=f"one within {tensor.shape}", do=do)
             return
@@ -168,7 +185,6 @@ def cover_problems(where: str, tensor: StoredTensor, *, do: str) -> Iterator[str
         yield describe(where, got=overlap, expected="each element once", do=do)
         return
     # Boxes within the tensor that do not overlap fill it if they have as many elements.
-    held = sum(math.prod(chunk.size) for chunk in tensor.chunks)
     if held != math.prod(tensor.shape):
         expected = f"{math.prod(tensor.shape)}, the shape being {tensor.shape}: chunks are missing"
         yield describe(where, got=f"{held} elements", expected=expected, do=do)
@@ -276,6 +292,7 @@ class _IndexReader:
     def read_places(self, placed: Mapping[Any, Any]) -> dict[tuple[Any, Any], Place]:
         """Return where each chunk lies, by name and offset, and each object, by name and None."""
         places = dict[tuple[Any, Any], Place]()
+        files = set[str]()
         for key, value in placed.items():
             if not isinstance(key, Record) or not isinstance(value, Record):
                 got = f"{type(key).__name__}: {type(value).__name__}"
@@ -284,27 +301,27 @@ class _IndexReader:
             offset = key.get("offset")
             if not isinstance(name, str):
                 raise self._error("storage_data", _shown(name), "the name of a tensor")
-            where = f"storage_data {name}"
-            at = None if offset is None else self._counts(f"{where} offset", offset)
+            at = None if offset is None else self._counts("storage_data", name, offset)
             if (name, at) in places:
-                raise self._error(f"{where} at {at}", "two places", "one")
+                raise self._error(f"storage_data {name} at {at}", "two places", "one")
             file = value.get("relative_path")
             # A name with a folder in it could lead anywhere.
-            if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
-                raise self._error(f"{where} relative_path", _shown(file), "a file of the folder")
+            if not isinstance(file, str) or not (file in files or FILE_NAME.fullmatch(file)):
+                where = f"storage_data {name} relative_path"
+                raise self._error(where, _shown(file), "a file of the folder")
+            files.add(file)
             transforms = value.get("transform_descriptors")
             if transforms:
                 raise CheckpointError(
-                    f"{self._path} {where} transform_descriptors",
+                    f"{self._path} storage_data {name} transform_descriptors",
                     got=_shown(transforms),
                     expected="plain tensors",
                     do="save it without compression",
                 )
-            numbers = (value.get("offset"), value.get("length"), value.get("crc32") or 0)
-            start, length, crc32 = self._counts(where, numbers)
-            places[name, at] = Place(
-                file, start, length, None if value.get("crc32") is None else crc32
-            )
+            crc32 = value.get("crc32")
+            numbers = (value.get("offset"), value.get("length"), 0 if crc32 is None else crc32)
+            start, length, _ = self._counts("storage_data", name, numbers)
+            places[name, at] = Place(file, start, length, crc32)
         return places
 
     def read_tensor(
@@ -323,7 +340,7 @@ class _IndexReader:
             dtype = state[0]
         if not isinstance(dtype, torch.dtype):
             raise self._error(f"{name} dtype", _shown(dtype), "a dtype of torch")
-        shape = self._counts(f"{name} size", value.get("size"))
+        shape = self._counts(name, "size", value.get("size"))
         listed = value.get("chunks")
         if not isinstance(listed, list) or not listed:
             raise self._error(f"{name} chunks", "none", "at least one")
@@ -331,25 +348,28 @@ class _IndexReader:
         for chunk in listed:
             if not isinstance(chunk, Record):
                 raise self._error(f"{name} chunks", type(chunk).__name__, "ChunkStorageMetadata")
-            offset = self._counts(f"{name} chunk offsets", chunk.get("offsets"))
-            size = self._counts(f"{name} chunk sizes", chunk.get("sizes"))
+            offset = self._counts(name, "chunk offsets", chunk.get("offsets"))
+            size = self._counts(name, "chunk sizes", chunk.get("sizes"))
             if len(offset) != len(shape) or len(size) != len(shape):
                 expected = f"{len(shape)} dimensions, as in {shape}"
                 raise self._error(f"{name} chunk", f"{size} at {offset}", expected)
-            if (name, offset) not in places:
+            place = places.get((name, offset))
+            if place is None:
                 raise self._error(f"{name} chunk at {offset}", "no place in a file", "one")
-            chunks.append(Chunk(offset, size, places[name, offset]))
+            chunks.append(Chunk(offset, size, place))
         ordered = sorted(chunks, key=lambda chunk: chunk.offset)
         return StoredTensor(shape, dtype, tuple(ordered), flattened)
 
-    def _counts(self, where: str, values: Any) -> tuple[int, ...]:
-        right = isinstance(values, tuple) and len(values) <= LARGEST_DIMENSIONS
-        if not right or not all(map(is_count, values)):
+    def _counts(self, where: str, what: str, values: Any) -> tuple[int, ...]:
+        if isinstance(values, tuple) and len(values) <= LARGEST_DIMENSIONS:
+            if all(map(is_count, values)):
+                return values
             expected = "numbers that are not negative"
-            if isinstance(values, tuple) and len(values) > LARGEST_DIMENSIONS:
-                expected = f"at most {LARGEST_DIMENSIONS} of them"
-            raise self._error(where, _shown(values), expected)
-        return tuple(values)
+        elif isinstance(values, tuple):
+            expected = f"at most {LARGEST_DIMENSIONS} of them"
+        else:
+            expected = "numbers that are not negative"
+        raise self._error(f"{where} {what}", _shown(values), expected)
 
     def _error(self, where: str, got: object, expected: object) -> CheckpointError:
         return CheckpointError(f"{self._path} {where}", got=got, expected=expected, do=self._do)

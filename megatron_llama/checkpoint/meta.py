@@ -28,8 +28,8 @@ from megatron_llama.errors import CheckpointError, describe
 
 META = "meta.json"
 NOT_FINITE = "not_finite"
-"""The field with the tensors of which some values are infinite or NaN. Without it all are finite,
-or the checkpoint was saved by an earlier version, which did not look."""
+"""The field with the tensors of which some values are infinite or NaN: empty where all are finite.
+It is missing in what no save has looked at: checkpoints of earlier versions, and converted ones."""
 FORMAT_VERSION = 1
 WITHOUT_EFFECT = frozenset(
     {
@@ -93,8 +93,9 @@ class CheckpointMeta:
     torch_version: str
     config: dict[str, Any]
     """The configuration of the run that saved it, section by section."""
-    not_finite: tuple[NotFinite, ...] = ()
-    """The tensors of which some values are infinite or NaN, as the save found them."""
+    not_finite: tuple[NotFinite, ...] | None = None
+    """The tensors of which some values are infinite or NaN, as the save found them; None where no
+    save has looked."""
 
 
 def meta_json(
@@ -137,7 +138,7 @@ def read_meta_json(folder: Path) -> dict[str, Any]:
 
 
 def marked_meta(content: bytes, not_finite: Sequence[NotFinite]) -> bytes:
-    """Return the content of the file for a checkpoint of which some values are not finite."""
+    """Return the content of the file for a checkpoint whose values have been looked at."""
     marked = {**json.loads(content), NOT_FINITE: [entry.entry() for entry in not_finite]}
     return (json.dumps(marked, indent=2) + "\n").encode()
 
@@ -189,9 +190,11 @@ def parse_meta(folder: Path) -> CheckpointMeta:
     return dataclasses.replace(meta, model=model_config_from_hf(saved_model, where=f"{path} model"))
 
 
-def _not_finite(fields: Fields) -> tuple[NotFinite, ...]:
-    """Return what the save has found; nothing in a checkpoint without a mark."""
-    entries = fields.sequence(NOT_FINITE, dict, default=[])
+def _not_finite(fields: Fields) -> tuple[NotFinite, ...] | None:
+    """Return what the save has found; None where none has looked."""
+    if NOT_FINITE not in fields.content:
+        return None
+    entries = fields.sequence(NOT_FINITE, dict)
     try:
         return tuple(map(read_not_finite, entries))
     except (KeyError, TypeError, ValueError):

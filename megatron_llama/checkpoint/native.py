@@ -249,13 +249,12 @@ def finish(
     ``meta.json``, give it its name, then renew the links and remove old checkpoints. Raises
     CheckpointError; LeaseError where the folder is no longer this run's.
 
-    If some values are not finite, ``meta.json`` says so; without ``publishes_not_finite`` the
-    staged folder stays as it is, and is for the caller to remove."""
+    ``meta.json`` says which values are not finite. If there are some, without
+    ``publishes_not_finite`` the staged folder stays as it is, and is for the caller to remove."""
     not_finite = merge_not_finite(entry for rank in written for entry in rank.not_finite)
     if not_finite and not publishes_not_finite:
         return SavedCheckpoint(target, not_finite, published=False)
-    if not_finite:
-        meta = marked_meta(meta, not_finite)
+    meta = marked_meta(meta, not_finite)
     folder = staging(target)
     if held is not None:
         held.require()

@@ -122,6 +122,20 @@ GET = ord(pickle.GET)
 BINGET = ord(pickle.BINGET)
 LONG_BINGET = ord(pickle.LONG_BINGET)
 FRAME = ord(pickle.FRAME)
+_GET = rb"(?:h.|j....)"
+_NUMBER = rb"(?:K.|M..|J....|N|\x8a(?:\x05.{5}|\x06.{6}))"
+_SIZE = rb"(h.|j....)(?:%b\x85|%b{2}\x86|%b{3}\x87)\x94\x85\x94R\x94" % (_NUMBER, _NUMBER, _NUMBER)
+_FIELDS = rb"(?:%b(?:%b|%b)){,8}" % (_GET, _NUMBER, _GET)
+SMALL_OBJECT = re.compile(
+    rb"(h.|j....)\)\x81\x94\}\x94\(%b(?:%b%b%b(?:%b%b%b)?)?ub"
+    % (_FIELDS, _GET, _SIZE, _FIELDS, _GET, _SIZE, _FIELDS),
+    re.DOTALL,
+)
+"""An object of a class, whose fields are integers, values of the memo, and at most two results of a
+call with up to three integers, such as ``torch.Size``. The groups are the places of the class and
+of what is called."""
+SMALL = 8
+"""No value that a SMALL_OBJECT puts into the memo is made of more, where its groups are of one."""
 PLACES = frozenset({PUT, BINPUT, LONG_BINPUT, GET, BINGET, LONG_BINGET})
 """Opcodes whose argument is a place of the memo."""
 
@@ -137,9 +151,29 @@ def require_bounded(content: bytes) -> int:
     end = len(content)
     objects = FREE_OBJECTS + end // PICKLED_BYTES_PER_OBJECT
     hashed = FREE_HASHED + end * HASHED_PER_PICKLED_BYTE
+    largest = 1
+    # Opcodes that get a value of one from the memo; None stands for a group that is not there.
+    ones: set[bytes | None] = {None}
     while at < end:
         byte = content[at]
-        # The index of a large model has millions of opcodes, most of them of these three kinds.
+        # The index of a large model has millions of opcodes. Nearly all are those of three objects
+        # for each chunk, which are taken whole.
+        if byte in (BINGET, LONG_BINGET):
+            match = SMALL_OBJECT.match(content, at)
+            # A value of the memo takes two bytes or more: so none takes more than its bytes allow.
+            if match is not None and largest <= 2 * HASHED_PER_PICKLED_BYTE:
+                named = match.groups()
+                if not ones.issuperset(named):
+                    ones.update(get for get in named if get is not None and _is_one(memo, get))
+                if ones.issuperset(named):
+                    values_made = 3 * (match.lastindex or 1) - 1
+                    objects -= values_made
+                    hashed -= HASHED_PER_PICKLED_BYTE * (match.end() - at)
+                    memo += [SMALL] * values_made
+                    largest = max(largest, SMALL)
+                    stack.append(SMALL)
+                    at = match.end()
+                    continue
         if byte == MEMOIZE and stack:
             memo.append(stack[-1])
             at += 1
@@ -168,6 +202,8 @@ def require_bounded(content: bytes) -> int:
             marks.append(len(stack))
             continue
         if byte == STOP:
+            if objects < 0 or hashed < 0:
+                raise pickle.UnpicklingError("more values than bytes for them")
             return at
         if byte in PLACES:
             argument = content[start:at]
@@ -187,6 +223,7 @@ def require_bounded(content: bytes) -> int:
                 memo.append(stack[-1])
             else:
                 memo[place] = max(memo[place], stack[-1])
+                ones = {None}
             continue
         if byte == FRAME and int.from_bytes(content[start:at], "little") > end - at:
             raise pickle.UnpicklingError(f"byte {start}: a frame beyond the end")
@@ -210,15 +247,21 @@ def require_bounded(content: bytes) -> int:
                 raise pickle.UnpicklingError(
                     f"byte {start - 1}: a tuple of {size} values where {LARGEST_TUPLE} are allowed"
                 )
+            largest = max(largest, size)
         if opcode.hashes:
             hashed -= sum(values)
         objects -= opcode.makes
-        if objects < 0 or hashed < 0:
-            raise pickle.UnpicklingError(f"byte {start - 1}: more values than bytes for them")
         stack += [size] * opcode.pushes
         if byte == MEMOIZE:
             memo.append(size)
     raise pickle.UnpicklingError("the end is missing: it was cut off")
+
+
+def _is_one(memo: list[int], get: bytes) -> bool:
+    """Return whether an opcode with its argument gets a value from the memo that is made of no
+    other."""
+    place = int.from_bytes(get[1:], "little")
+    return place < len(memo) and memo[place] == 1
 
 
 def _end_of_argument(content: bytes, start: int, opcode: int, size: int) -> int:

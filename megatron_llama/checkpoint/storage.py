@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, copy_to_host
 from megatron_llama.checkpoint.index import (
     METADATA,
-    Place,
     cover_problems,
     parse_index,
+    paused_collector,
     shared_bytes,
 )
 from megatron_llama.checkpoint.storage_paths import is_remote
@@ -52,12 +52,15 @@ LISTED = 10
 """So many problems are listed: a damaged checkpoint of a large model has thousands of one kind."""
 
 
-@dataclass(frozen=True)
-class SavedChunk(Place):
-    """Where a chunk lies, and what lies there."""
+class SavedChunk(NamedTuple):
+    """Where a chunk lies, as in a ``Place``, and what lies there."""
 
-    size: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
+    relative_path: str
+    offset: int
+    length: int
+    crc32: int | None
+    size: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,7 @@ def refuse(title: str, problems: list[str]) -> None:
         raise CheckpointError(listing(title, [*problems[:LISTED], *more]))
 
 
+@paused_collector()
 def read_metadata(folder: Path) -> Metadata:
     """Return the index of a native checkpoint, for torch's planners. Its ``storage_data`` are
     ``SavedChunk``s.
@@ -238,6 +242,7 @@ def read_metadata(folder: Path) -> Metadata:
     index = parse_index(path, content, do=ANOTHER_COPY)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, SavedChunk] = {}
+    placed = [chunk.place for tensor in index.tensors.values() for chunk in tensor.chunks]
     problems = []
     if index.objects:
         got = f"objects, such as {next(iter(index.objects))}"
@@ -252,13 +257,10 @@ def read_metadata(folder: Path) -> Metadata:
         chunks = []
         for chunk in tensor.chunks:
             offset = torch.Size(chunk.offset)
-            at = chunk.place
-            places[MetadataIndex(name, offset)] = SavedChunk(
-                at.relative_path, at.offset, at.length, at.crc32, chunk.size, tensor.dtype
-            )
+            places[MetadataIndex(name, offset)] = SavedChunk(*chunk.place, chunk.size, tensor.dtype)
             chunks.append(ChunkStorageMetadata(offset, torch.Size(chunk.size)))
         properties = TensorProperties(dtype=tensor.dtype)
         described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    problems += shared_bytes(folder, places.values(), do=ANOTHER_COPY)
+    problems += shared_bytes(folder, placed, do=ANOTHER_COPY)
     refuse(f"{path} cannot be used:", problems)
     return Metadata(described, storage_data=places)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_llama.checkpoint import native
-from megatron_llama.checkpoint.chunks import regions
+from megatron_llama.checkpoint.chunks import is_state, regions
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import (
     NotFinite,
@@ -185,14 +185,33 @@ def load_or_init(
 
 
 def find_not_finite_at_start(
-    optimizer: OverlappedDistributedOptimizer, mesh: Mesh
+    config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh, start: Start | None
 ) -> tuple[NotFinite, ...]:
     """Return which tensors that were loaded have values that are infinite or NaN, the same on all
-    ranks. Collective."""
+    ranks. Collective. Raises CheckpointError.
+
+    They are looked at, unless they come from a checkpoint whose save has done so."""
+    with raise_on_all_ranks(mesh.world):
+        marked = _marked_at_start(config, start) if mesh.rank == 0 else None
+    marked = broadcast_object(marked, mesh.world)
+    if marked is not None:
+        return marked
     optimizer.settle()
     pieces = (piece for piece in optimizer.pieces() if piece.primary)
     by_rank = all_gather_object(find_all_not_finite(regions(pieces)), mesh.world)
     return merge_not_finite(entry for entries in by_rank for entry in entries)
+
+
+def _marked_at_start(config: Config, start: Start | None) -> tuple[NotFinite, ...] | None:
+    """Return what the save of a checkpoint has found in what is loaded from it. None where nothing
+    has looked at that."""
+    if start is None or not start.native or not resumes(config, start):
+        return None
+    marked = native.read_meta(start.path).not_finite
+    if marked is None:
+        return None
+    takes_state = config.checkpoint.load_optim and not config.checkpoint.finetune
+    return tuple(entry for entry in marked if takes_state or not is_state(entry.name))
 
 
 def warn_of_start(not_finite: Sequence[NotFinite], config: Config, log: MetricLog) -> None:

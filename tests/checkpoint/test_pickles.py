@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import struct
 
 import pytest
 import torch
 from megatron_llama.checkpoint.pickles import require_bounded
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 VALUES = (
     {"a": [1, -7, 2.5, None, True, "x" * 70_000, b"y" * 300, 10**50, (1,), ((1, 2), 3)]},
@@ -25,6 +26,31 @@ def test_real_pickles_pass(protocol: int) -> None:
     for value in VALUES:
         content = pickle.dumps(value, protocol)
         assert require_bounded(content + b"what follows") == len(content)
+
+
+def small_objects(count: int) -> bytes:
+    """A pickle of an index's objects, and of its classes' names, without its end."""
+    values = [(MetadataIndex("w", torch.Size((at, 300, 2**33))), ChunkStorageMetadata(torch.Size((at,)), torch.Size((1, at)))) for at in range(count)]
+    return pickle.dumps([value for pair in values for value in pair], 4)[11:-1]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_objects_that_are_taken_whole_leave_the_memo_as_pickle_has_it(more: int) -> None:
+    content = small_objects(50)
+    places = sum(opcode.name == "MEMOIZE" for opcode, _, _ in pickletools.genops(content + b"."))
+    claims = content + b"r" + struct.pack("<I", places + more) + b"j" + struct.pack("<I", places) + b"0."
+    if more:
+        with pytest.raises(pickle.UnpicklingError, match=f"place {places + 1} of the memo where {places} are taken"):
+            require_bounded(claims)
+    else:
+        assert require_bounded(claims) == len(claims)
+
+
+def test_objects_that_are_taken_whole_need_small_classes() -> None:
+    """A tuple in the place of a class counts with all that it is made of."""
+    content = b"(" + b"K\x01" * 30 + b"t\x94" + b"h\x00)\x81\x94}\x94(ub" + b"(" + b"h\x01" * 130 + b"t."
+    with pytest.raises(pickle.UnpicklingError, match="a tuple of 4"):
+        require_bounded(content)
 
 
 @pytest.mark.parametrize(
