@@ -245,3 +245,10 @@ def test_sums_are_read_as_they_were_written(tmp_path: Path) -> None:
     found = (read_meta(tmp_path / "c") or {})["sums"]
     assert isinstance(found, DatasetSums)
     assert found.bin.size == (tmp_path / "c.bin").stat().st_size
+
+
+def test_a_read_that_gave_less_than_was_asked_for_is_gone_on_with(tmp_path: Path) -> None:
+    """Network file systems do that. What follows begins inside a page."""
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    with (tmp_path / "file").open("rb") as file:
+        assert list(absent_ranges(file.fileno(), 17, 1000)) == []
