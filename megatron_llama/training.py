@@ -319,6 +319,8 @@ def train(
                     saved = with_places(bad_steps.with_history(state), inputs.training, mesh.world)
                     ends = last or stopping or early_stop_reason is not None
                     saver.save(saved, log, validation_loss, last=ends)
+                if saver.refusal is None:
+                    interrupts.saved()
             if writing_texts:
                 texts.write(state, log)
             if evaluating or saving or writing_texts:
