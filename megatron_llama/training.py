@@ -206,7 +206,7 @@ def train(
         )
         log = stack.enter_context(open_log(config, mesh, state))
         if lease is not None:
-            lease.when_lost = log.abandon
+            lease.tell_loss(log.abandon)
         facts = run_facts(inputs, mesh)
         log.event(START, reached=log.reached, trackers=log.tracked, **facts)
         warn_of_start(not_finite, config, log)
