@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -17,7 +18,7 @@ from megatron_llama.distributed import processes
 from megatron_llama.distributed.comm.watch import Diagnosis, Watch
 from megatron_llama.distributed.launcher import Place, launching_processes
 from megatron_llama.distributed.orphan import following_launcher
-from megatron_llama.distributed.processes import STOPPED, UNKNOWN, Process, parent_of, process_of, this_process
+from megatron_llama.distributed.processes import STOPPED, TRACED, UNKNOWN, Process, parent_of, process_of, this_process
 from megatron_llama.distributed.recorder import Recorder
 
 
@@ -104,6 +105,22 @@ def test_who_does_not_answer_is_killed_when_the_run_ends_because_of_it(
     if killed:
         assert child.wait() == -signal.SIGKILL
     assert killed or named(child).state
+
+
+def test_one_that_a_debugger_holds_is_not_killed(child: subprocess.Popen[bytes]) -> None:
+    attach, detach = 16, 17
+    trace = ctypes.CDLL(None, use_errno=True).ptrace
+    if trace(attach, child.pid, None, None):
+        pytest.skip("this system lets nobody hold a process")
+    try:
+        os.waitpid(child.pid, os.WUNTRACED)
+        watch = Watch(Place(0, 2, 0), Recorder())
+        watch._siblings = {1: named(child)}
+        assert named(child).state == TRACED
+        watch.end_silent(Diagnosis("", (1,), stuck=True))
+        assert named(child).state == TRACED
+    finally:
+        trace(detach, child.pid, None, None)
 
 
 def test_this_process_is_running() -> None:
