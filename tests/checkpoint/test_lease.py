@@ -300,3 +300,47 @@ def test_a_run_whose_folder_was_taken_removes_no_old_checkpoint(first: Lease, tm
     with pytest.raises(LeaseError):
         checkpoint_dir.retain(tmp_path, Retention(newest=1), first.held)
     assert list(checkpoint_dir.complete(tmp_path)) == [1, 2, 3]
+
+
+def test_of_two_starts_in_an_object_store_the_last_one_written_goes_on(hasty: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first has looked, has seen none, and finds another one in its place when it reads it back."""
+    wait = time.sleep
+
+    def overwrite(seconds: float) -> None:
+        if seconds == leases.SETTLE_SECONDS:
+            plant(tmp_path / "run", this_process())
+        else:
+            wait(seconds)
+
+    monkeypatch.setattr(leases.time, "sleep", overwrite)
+    with leasing(f"file://{tmp_path}/run") as lease, pytest.raises(LeaseError, match="since yesterday, Slurm job 7"):
+        lease.take(WORLD)
+    assert files(tmp_path / "run") == ["lease.1.json"]
+
+
+def test_a_start_that_steals_waits_until_the_other_has_gone(hasty: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is waited for is its file, whose removal is the last that it does there."""
+    monkeypatch.setattr(leases, "PERIOD_SECONDS", 120.0)
+    theirs = plant(tmp_path, this_process())
+    with leasing(str(tmp_path), steal=True) as lease:
+        taking = lease._taking(str(tmp_path))
+        assert [next(taking, None) for _ in range(3)] == [True] * 3 and files(tmp_path) == ["lease.1.json", "lease.2.json"]
+        theirs.unlink()
+        assert next(taking, None) is None and files(tmp_path) == ["lease.2.json"]
+
+
+def test_a_start_between_two_others_finds_the_one_that_counts_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While it writes the next number, the holder leaves and another start takes the first one."""
+    plant(tmp_path, ended(), 3)
+    write = leases._write_new
+
+    def write_late(own: Held) -> bool:
+        if own.number == 4:
+            (tmp_path / "lease.3.json").unlink()
+            plant(tmp_path, this_process())
+        return write(own)
+
+    monkeypatch.setattr(leases, "_write_new", write_late)
+    with leasing(str(tmp_path)) as lease, pytest.raises(LeaseError, match="since yesterday, Slurm job 7"):
+        lease.take(WORLD)
+    assert files(tmp_path) == ["lease.1.json"]
