@@ -227,7 +227,7 @@ class Lease:
         with self._losing:
             if not self.is_lost:
                 words = ""
-                with suppress(OSError):
+                with suppress(Exception):
                     words = str(held.lost()) if held.is_own() else ""
                 self._when_lost(words)
                 self._lost.set()
@@ -238,7 +238,8 @@ class Lease:
         self._over.set()
         if self._thread is not None:
             self._thread.join(PERIOD_SECONDS)  # no longer: a file system may not answer
-        with suppress(OSError):
+        # Clients of object stores raise errors of their own. The run has ended, whatever they say.
+        with suppress(Exception):
             # Also where the folder is another's: that one may be waiting for it.
             if self._own is not None and self._own.is_own():
                 self._own.path.unlink()
@@ -333,8 +334,10 @@ class Lease:
                     # Not a new file under the old name, which would bring back one that was taken.
                     with held.path.open("r+b") as file:
                         file.write(content)
-            except OSError:
-                continue  # a file system that fails for a moment; what it means, a save will say
+            except Exception:
+                # A file system fails for a moment, or a store's client with an error of its own.
+                # What it means, a save will say; without renewals the folder would be another's.
+                continue
 
 
 @contextmanager

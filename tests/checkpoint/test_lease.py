@@ -344,3 +344,25 @@ def test_a_start_between_two_others_finds_the_one_that_counts_anew(monkeypatch: 
     with leasing(str(tmp_path)) as lease, pytest.raises(LeaseError, match="since yesterday, Slurm job 7"):
         lease.take(WORLD)
     assert files(tmp_path) == ["lease.1.json"]
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_lease(first: Lease, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Clients of object stores have errors of their own."""
+    failed = threading.Event()
+
+    def fail(*_: object) -> int:
+        failed.set()
+        raise RuntimeError("503 Slow Down")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(leases, "_newest", fail)
+        assert failed.wait(60.0)
+    path = tmp_path / "lease.1.json"
+    before = path.read_bytes()
+    deadline = time.monotonic() + 60.0
+    while path.read_bytes() == before:
+        assert time.monotonic() < deadline, "it is renewed again"
+    first.require()
+    monkeypatch.setattr(leases, "_read", fail)
+    first.release()
+    monkeypatch.undo()
