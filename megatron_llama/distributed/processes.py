@@ -143,7 +143,7 @@ def _may_exist(pid: int) -> bool:
     """Whether there may be a process of a number, though ``/proc`` says nothing of it."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # or no number that a process can have
         return False
     except OSError:  # it is another user's
         return True

@@ -45,6 +45,7 @@ def test_a_process_is_its_number_and_its_start(child: subprocess.Popen[bytes]) -
     process = named(child)
     assert process.visible and process.state and parent_of(child.pid) == os.getpid()
     later = replace(process, start=process.start + 1)
+    assert not replace(process, pid=2**80).state
     assert not later.state and not later.kill() and child.poll() is None, "another process of that number is not touched"
     stop(child)
     assert process.state == STOPPED
