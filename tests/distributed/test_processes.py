@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,8 +152,12 @@ def test_a_proc_that_does_not_show_a_process(
     (tmp_path / number / "ns" / "pid").symlink_to(process.namespace)
     (tmp_path / "sys/kernel/random").mkdir(parents=True)
     (tmp_path / "sys/kernel/random/boot_id").write_text(process.boot)
+    if not own:  # there it is the number of another process
+        (tmp_path / str(child.pid)).mkdir()
+        shutil.copy(f"/proc/{child.pid}/stat", tmp_path / str(child.pid) / "stat")
     monkeypatch.setattr(processes, "PROC", tmp_path)
-    assert not process.visible and not process.kill() and process.state == UNKNOWN and process_of(child.pid) is None
+    assert not process.visible and not process.kill() and process_of(child.pid) is None
+    assert not own or process.state == UNKNOWN
     monkeypatch.undo()
     assert process.visible and child.poll() is None
 
