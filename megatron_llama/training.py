@@ -206,7 +206,7 @@ def train(
         )
         log = stack.enter_context(open_log(config, mesh, state))
         if lease is not None:
-            lease.when_lost = log.abandon
+            lease.tell_loss(log.abandon)
         facts = run_facts(inputs, mesh)
         log.event(START, reached=log.reached, trackers=log.tracked, **facts)
         warn_of_start(not_finite, config, log)
@@ -319,6 +319,8 @@ def train(
                     saved = with_places(bad_steps.with_history(state), inputs.training, mesh.world)
                     ends = last or stopping or early_stop_reason is not None
                     saver.save(saved, log, validation_loss, last=ends)
+                if saver.refusal is None:
+                    interrupts.saved()
             if writing_texts:
                 texts.write(state, log)
             if evaluating or saving or writing_texts:

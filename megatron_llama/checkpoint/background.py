@@ -31,7 +31,7 @@ from megatron_llama.checkpoint.checkpoint_dir import Retention
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.finite import NotFinite
 from megatron_llama.checkpoint.folders import discard, staging
-from megatron_llama.checkpoint.lease import Held, still_held
+from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.native import RankSavePlan, finish
 from megatron_llama.checkpoint.storage import WrittenParts, write_parts
 from megatron_llama.distributed import device as devices
@@ -81,6 +81,11 @@ class SaveTask:
     publishes_not_finite: bool
     """Whether it becomes that, too, if some of its values are not finite."""
     held: Held | None
+
+    @property
+    def run(self) -> str:
+        """What stands in the name of the staged folder."""
+        return self.held.run if self.held is not None else ""
 
 
 @dataclass(frozen=True)
@@ -291,7 +296,7 @@ class _Writer:
         """Write this rank's part. On rank 0, wait for the others and complete the checkpoint."""
         answer = _caught(
             lambda: write_parts(
-                staging(task.target), self._place.rank, self._buffers.slots[task.slot]
+                staging(task.target, task.run), self._place.rank, self._buffers.slots[task.slot]
             )
         )
         if self._place.rank:
@@ -305,7 +310,7 @@ class _Writer:
             (rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)
         ]
         if failed:
-            _discard(task)
+            discard(task.target, task.run)
             first = failed[0][1]
             error = first if len(answers) == 1 else common_error(failed, len(answers))
             return SaveOutcome(task.target, cast(CheckpointError, error))
@@ -324,10 +329,10 @@ class _Writer:
             )
         )
         if isinstance(saved, CheckpointError):
-            _discard(task)
+            discard(task.target, task.run)
             return SaveOutcome(task.target, saved)
         if not saved.published:
-            _discard(task)
+            discard(task.target, task.run)
         return SaveOutcome(task.target, not_finite=saved.not_finite)
 
     def _connected(self) -> Store:
@@ -347,12 +352,6 @@ class _Writer:
                 continue  # the store's timeout: a large part on a slow disk takes longer
             store.delete_key(key)
             return answer
-
-
-def _discard(task: SaveTask) -> None:
-    # What is staged under this name may be another run's by now.
-    if still_held(task.held):
-        discard(task.target)
 
 
 def _caught(work: Callable[[], T]) -> T | CheckpointError:

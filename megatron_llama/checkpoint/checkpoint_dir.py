@@ -28,6 +28,7 @@ from megatron_llama.checkpoint.folders import (
     write_synced,
 )
 from megatron_llama.checkpoint.index import METADATA
+from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import META, NOT_FINITE, NUMBERED, parse_meta, read_meta_json
 from megatron_llama.checkpoint.small_files import read_small
 from megatron_llama.checkpoint.storage import file_problems, read_metadata, refuse
@@ -37,6 +38,8 @@ from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_TRACKER
 from megatron_llama.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+STAGED = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?" + re.escape(INCOMPLETE))
+"""Names of checkpoints that are being written or removed."""
 LAST = "last"
 BEST = "best"
 TOKENIZER = "tokenizer"
@@ -169,7 +172,7 @@ def newest_usable(folder: str | Path) -> Usable | None:
                 passed_over.append(PassedOver(path, "is damaged", remedy))
                 continue
             usable = Usable(path, tuple(passed_over))
-            if not is_marked(path):
+            if is_good(path):
                 return usable
             marked = marked or usable
             remedy = f"{inspect} names them, and --load {path} takes it all the same"
@@ -184,13 +187,14 @@ def newest_good(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint in which the save has found no value that is not
     finite, or None."""
     newest_first = reversed(complete(folder).values())
-    return next((path for path in newest_first if not is_marked(path)), None)
+    return next((path for path in newest_first if is_good(path)), None)
 
 
-def is_marked(checkpoint: Path) -> bool:
-    """Return whether the save has found values in a checkpoint that are not finite."""
+def is_good(checkpoint: Path) -> bool:
+    """Return whether ``meta.json`` is as it was saved, and the save has found no values that are
+    not finite."""
     try:
-        return bool(read_meta_json(checkpoint).get(NOT_FINITE))
+        return not read_meta_json(checkpoint).get(NOT_FINITE)
     except CheckpointError:
         return False
 
@@ -214,14 +218,15 @@ def tidy(folder: str | Path) -> None:
             # killed.
             named = is_remote(folder) and re.fullmatch(r"iter_\d{7,}", entry.name)
             unfinished = named and not (entry / META).is_file()
-            if unfinished or re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):
+            if unfinished or STAGED.fullmatch(entry.name):
                 remove_tree(entry)
             elif re.fullmatch(r"iter_\d{7,}" + re.escape(REPLACED), entry.name):
                 recover(entry.with_suffix(""))
 
 
-def publish(target: Path) -> None:
-    """Give the staged checkpoint its name, and make the tracker name it, in one step each."""
+def publish(target: Path, run: str = "") -> None:
+    """Give the checkpoint that ``run`` has staged its name, and make the tracker name it, in one
+    step each."""
     tracker = target.with_name(TRACKER)
     named = f"{int(target.name.removeprefix('iter_'))}\n".encode()
     if is_remote(target):
@@ -231,18 +236,19 @@ def publish(target: Path) -> None:
         # The tracker's content is on the disk before the first rename: a disk that is full shows
         # here, while both old names still stand.
         write_synced(staging(tracker), named)
-        commit(target)
+        commit(target, run)
         staging(tracker).replace(tracker)
         sync(tracker.parent)
     finally:
         staging(tracker).unlink(missing_ok=True)
 
 
-def retain(folder: Path, keep: Retention) -> None:
-    """Renew the links, then remove the checkpoints that need not stay."""
+def retain(folder: Path, keep: Retention, held: Held | None = None) -> None:
+    """Renew the links, then remove the checkpoints that need not stay. ``held`` is the run's lease
+    on the folder: raises LeaseError, and removes nothing more, once it is lost."""
     found = complete(folder)
     read = {iteration: validation_loss(path) for iteration, path in found.items()}
-    good = [iteration for iteration, path in found.items() if not is_marked(path)]
+    good = [iteration for iteration, path in found.items() if is_good(path)]
     losses = {at: loss for at, loss in read.items() if loss is not None and at in good}
     best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
     newest = sorted(found)[-keep.newest :] if keep.newest else list(found)
@@ -255,12 +261,15 @@ def retain(folder: Path, keep: Retention) -> None:
         at_interval = keep.interval and iteration % keep.interval == 0
         if iteration in newest or iteration == best or at_interval:
             continue
+        if held is not None:
+            # Whoever has taken the folder may be about to go on from this one.
+            held.require()
         # It stops counting before its content goes: no checkpoint is ever half there.
         if is_remote(path):
             (path / META).unlink()
             remove_tree(path)
         else:
-            remove_tree(path.rename(staging(path)))
+            remove_tree(path.rename(staging(path, held.run if held is not None else "")))
 
 
 def validation_loss(checkpoint: Path) -> float | None:

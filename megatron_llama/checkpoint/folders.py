@@ -1,6 +1,8 @@
 """Folders that appear whole or not at all, whenever the process dies.
 
-A folder is written as ``NAME.incomplete``, synced and renamed. The one that it replaces waits as
+A folder is written as ``NAME.incomplete``, synced and renamed. Where a folder can become another
+run's while this one is stopped, the run's own name stands in it (``NAME.RUN.incomplete``): nobody
+then renames or removes what another one has begun. The one that it replaces waits as
 ``NAME.replaced`` until the new one has its name: no file system renames onto a folder with files in
 it. An object store cannot rename, so there the folder is written in its place; its writer writes
 last the file without which the folder does not count.
@@ -23,11 +25,12 @@ INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
 
 
-def staging(target: Path) -> Path:
-    """Return the path at which ``target`` is written before it gets its name."""
+def staging(target: Path, run: str = "") -> Path:
+    """Return the path at which ``target`` is written before it gets its name. ``run``: what tells
+    the run that writes it from others; it may be empty."""
     if is_remote(target):
         return target
-    return target.with_name(target.name + INCOMPLETE)
+    return target.with_name(target.name + (f".{run}" if run else "") + INCOMPLETE)
 
 
 def set_aside(target: Path) -> Path:
@@ -35,34 +38,35 @@ def set_aside(target: Path) -> Path:
     return target.with_name(target.name + REPLACED)
 
 
-def fresh_staging(target: Path) -> Path:
+def fresh_staging(target: Path, run: str = "") -> Path:
     """Make an empty folder to write ``target`` in. What a killed process left there is removed."""
-    folder = staging(target)
+    folder = staging(target, run)
     if folder.exists():
         remove_tree(folder)
     folder.mkdir(parents=True)
     return folder
 
 
-def discard(target: Path) -> None:
+def discard(target: Path, run: str = "") -> None:
     """Remove the staged folder, if there still is one: after an error."""
     if not is_remote(target):
-        shutil.rmtree(staging(target), ignore_errors=True)
+        shutil.rmtree(staging(target, run), ignore_errors=True)
 
 
-def commit(target: Path) -> None:
+def commit(target: Path, run: str = "") -> None:
     """Give the staged folder its name. Its files are synced already."""
     if is_remote(target):
         return
+    staged = staging(target, run)
     old = set_aside(target)
     # The names in the folder have to be on the disk before the folder is found under its own name.
-    sync(staging(target))
+    sync(staged)
     if target.exists():
         if old.exists():
             shutil.rmtree(old)
         target.rename(old)
     # Between these two renames only NAME.replaced is there: ``recover`` and readers know that name.
-    staging(target).rename(target)
+    staged.rename(target)
     sync(target.parent)
     # The old folder goes last, when the new name has survived a crash of the machine.
     if old.exists():

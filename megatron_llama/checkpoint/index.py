@@ -247,12 +247,20 @@ def _divide(group: list[Chunk], dim: int) -> list[list[Chunk]]:
     return parts
 
 
+def _size(values: Any = ()) -> tuple[Any, ...]:
+    """Stand for ``torch.Size``. A list, which a pickle could name a thousand times, would be copied
+    each time; a tuple is taken as it is."""
+    if type(values) is not tuple:
+        raise pickle.UnpicklingError(f"a size made of a {type(values).__name__}")
+    return values
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, {}):
             return RECORDS[module][name]
         if (module, name) == ("torch", "Size"):
-            return tuple
+            return _size
         # vars() alone: torch's own __getattr__ would import modules.
         dtype = vars(torch).get(name) if module == "torch" else None
         if not isinstance(dtype, torch.dtype):

@@ -61,6 +61,7 @@ SETTLE_SECONDS = 1.0
 """After so long a file in an object store is read back."""
 COUNT_DIGITS = 12
 COMMAND_CHARACTERS = 200
+RUN_CHARACTERS = 8
 NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
 
 
@@ -124,6 +125,11 @@ class Held:
         """Its file."""
         return _path(self.folder, self.number)
 
+    @property
+    def run(self) -> str:
+        """What stands in the names of folders that this run has begun: see ``folders.py``."""
+        return self.holder.id[:RUN_CHARACTERS]
+
     def is_valid(self) -> bool:
         """Whether the folder is still this run's. Raises OSError."""
         return _newest(self.folder) == self.number and self.is_own()
@@ -177,10 +183,8 @@ class Lease:
         """What was taken, the same on every rank; None before, and for a run that saves nothing."""
         self.notes: list[str] = []
         """What is to be said of a folder that was another's, on rank 0."""
-        self.when_lost: Callable[[str], None] = lambda words: None
-        """Called once on rank 0, in any thread, when the folder has become another's: from its
-        return on nothing is to be written there. ``words`` say that, for a last line in the
-        folder's files; they are empty where the other run no longer waits for it."""
+        self._when_lost: Callable[[str], None] = lambda words: None
+        """See ``tell_loss``."""
 
     @property
     def is_lost(self) -> bool:
@@ -208,12 +212,24 @@ class Lease:
             self._lose(self._own)
             raise
 
+    def tell_loss(self, when_lost: Callable[[str], None]) -> None:
+        """Have ``when_lost`` called once on rank 0, in any thread, when the folder has become
+        another's, or now if it has: from its return on nothing is to be written there. Its argument
+        says what has happened, for a last line in the folder's files; it is empty where the other
+        run no longer waits for it."""
+        with self._losing:
+            self._when_lost = when_lost
+            if self.is_lost:
+                when_lost("")
+
     def _lose(self, held: Held) -> None:
         """Write nothing more into the folder."""
         with self._losing:
             if not self.is_lost:
-                with suppress(OSError):
-                    self.when_lost(str(held.lost()) if held.is_own() else "")
+                words = ""
+                with suppress(Exception):
+                    words = str(held.lost()) if held.is_own() else ""
+                self._when_lost(words)
                 self._lost.set()
 
     def release(self) -> None:
@@ -222,7 +238,8 @@ class Lease:
         self._over.set()
         if self._thread is not None:
             self._thread.join(PERIOD_SECONDS)  # no longer: a file system may not answer
-        with suppress(OSError):
+        # Clients of object stores raise errors of their own. The run has ended, whatever they say.
+        with suppress(Exception):
             # Also where the folder is another's: that one may be waiting for it.
             if self._own is not None and self._own.is_own():
                 self._own.path.unlink()
@@ -239,6 +256,8 @@ class Lease:
             period = STORE_PERIOD_SECONDS if is_remote(folder) else PERIOD_SECONDS
             own = None
             while own is None:
+                # Another start, which was refused, may have removed what it had made for nothing.
+                folder.mkdir(parents=True, exist_ok=True)
                 there = _numbers(folder)
                 before = _read(folder, max(there, default=0))
                 if there and not self._steal:
@@ -315,8 +334,10 @@ class Lease:
                     # Not a new file under the old name, which would bring back one that was taken.
                     with held.path.open("r+b") as file:
                         file.write(content)
-            except OSError:
-                continue  # a file system that fails for a moment; what it means, a save will say
+            except Exception:
+                # A file system fails for a moment, or a store's client with an error of its own.
+                # What it means, a save will say; without renewals the folder would be another's.
+                continue
 
 
 @contextmanager
@@ -351,14 +372,6 @@ def _take_after(folder: Path, judged: list[int]) -> Held | None:
     # All that were judged have left since then, and another start has begun to count anew.
     own.path.unlink(missing_ok=True)
     return None
-
-
-def still_held(held: Held | None) -> bool:
-    """Whether a run may remove what is staged in its folder: it has no lease, or has it still."""
-    try:
-        return held is None or held.is_valid()
-    except OSError:
-        return False
 
 
 def _path(folder: Path, number: int) -> Path:

@@ -44,7 +44,7 @@ from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, merge_not_finite
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
-from megatron_llama.checkpoint.lease import Held, still_held
+from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import (
     META,
     CheckpointMeta,
@@ -174,24 +174,26 @@ def save_checked(
 
     A checkpoint of which some values are not finite is marked, or, without
     ``publishes_not_finite``, removed before it gets its name. A failure on any rank raises the same
-    CheckpointError on all, and leaves earlier checkpoints as they were. What killed saves left
-    behind is removed first. ``keep`` says which checkpoints stay; without it all stay, and no links
-    are made. ``held`` is the run's lease on the folder, if it has one: raises LeaseError if it is
-    lost.
+    CheckpointError on all, and leaves earlier checkpoints as they were. ``keep`` says which
+    checkpoints stay; without it all stay, and no links are made. ``held`` is the run's lease on the
+    folder: raises LeaseError if it is lost. Without one, what killed saves left behind is removed
+    first; a run with a lease has done that when it began.
     """
     target = checkpoint_path(folder, state.iteration)
     plan = plan_save(engine, mesh)
     meta = describe_state(engine, mesh, state, config, validation_loss)
+    run = held.run if held is not None else ""
     try:
         with raise_on_all_ranks(mesh.world), writing(target):
             if mesh.rank == 0:
                 if held is not None:
                     held.require()
-                tidy(folder)
-                fresh_staging(target)
+                else:
+                    tidy(folder)
+                fresh_staging(target, run)
         written = None
         with raise_on_all_ranks(mesh.world):
-            written = write_parts(staging(target), mesh.rank, plan.parts)
+            written = write_parts(staging(target, run), mesh.rank, plan.parts)
         everybody = gather_object(written, mesh.world)
         saved = None
         with raise_on_all_ranks(mesh.world), writing(target):
@@ -207,9 +209,8 @@ def save_checked(
                     publishes_not_finite=publishes_not_finite,
                 )
     finally:
-        # What is staged under this name now may be another run's.
-        if mesh.rank == 0 and still_held(held):
-            discard(target)
+        if mesh.rank == 0:
+            discard(target, run)
     saved = broadcast_object(saved, mesh.world)
     assert saved is not None, "rank 0 has finished the save"
     return saved
@@ -255,7 +256,8 @@ def finish(
     if not_finite and not publishes_not_finite:
         return SavedCheckpoint(target, not_finite, published=False)
     meta = marked_meta(meta, not_finite)
-    folder = staging(target)
+    run = held.run if held is not None else ""
+    folder = staging(target, run)
     if held is not None:
         held.require()
     sums = write_index(folder, index, written)
@@ -264,9 +266,9 @@ def finish(
     if held is not None:
         held.require()
     with writing(target):
-        publish(target)
+        publish(target, run)
         if keep is not None:
-            retain(target.parent, keep)
+            retain(target.parent, keep, held)
     return SavedCheckpoint(target, not_finite, published=True)
 
 

@@ -125,6 +125,9 @@ class Saver:
             target = self._folder / TOKENIZER
             with raise_on_all_ranks(mesh.world), writing(target):
                 if mesh.rank == 0:
+                    # Another run may have taken the folder while the weights were loaded.
+                    if lease is not None:
+                        lease.require()
                     tidy(self._folder)
                     # Without a checkpoint it may be that of a run which never came to its first.
                     begun = target.exists() and latest(self._folder) is not None
@@ -222,7 +225,7 @@ class Saver:
         target = checkpoint_path(folder, state.iteration)
         with raise_on_all_ranks(self._mesh.world), writing(target):
             if self._mesh.rank == 0:
-                fresh_staging(target)
+                fresh_staging(target, self._held.run if self._held is not None else "")
         start = time.perf_counter()
         background.write(
             self._plan,

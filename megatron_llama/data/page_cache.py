@@ -25,10 +25,11 @@ def _mincore() -> Any:
 
 def absent_ranges(file: int, start: int, count: int) -> Sequence[tuple[int, int]]:
     """Return which of the bytes [start, start + count) of an open file are not in memory, as
-    [first, last) of whole pages. ``start`` is a multiple of a page, and the file is not empty.
+    [first, last) of whole pages; none where ``start`` is not the start of a page, as after a read
+    that gave less than was asked for.
 
     The kernel tells that only to who may write the file, and says to others that all is there."""
-    if not _LINUX:
+    if not _LINUX or start % mmap.ALLOCATIONGRANULARITY:
         return ()
     count = min(count, os.fstat(file).st_size - start)
     pages = -(-count // mmap.PAGESIZE)

@@ -17,7 +17,7 @@ from megatron_llama.data import page_cache
 from megatron_llama.data.byte_ranges import SourceFile, is_url, read_range
 from megatron_llama.data.meta import SUMS, read_meta
 from megatron_llama.data.remote_indexed import required_file
-from megatron_llama.data.sums import DatasetSums, FileSums
+from megatron_llama.data.sums import SUFFIXES, DatasetSums, FileSums
 from megatron_llama.distributed import device as devices
 from megatron_llama.errors import DataError, listing
 
@@ -151,9 +151,8 @@ class DatasetCheck:
         say: Callable[[str], None],
         seconds: float = DATASET_CHECK_SECONDS,
     ) -> None:
-        """``share`` (r, n): of each file the pieces are read from its r-th n-th part on, so that
-        machines which share a disk begin at different places. ``say`` prints a line, from any
-        thread."""
+        """``share`` (r, n): of each file the r-th of n parts is read, because other machines read
+        the others: see ``share_of``. ``say`` prints a line, from any thread."""
         self.problem: DataError | None = None
         """What is wrong with a file, as soon as it is known."""
         self._share = share
@@ -189,29 +188,53 @@ class DatasetCheck:
                 for prefix in prefixes
                 for suffix, sums in _sums_of_files(prefix).items()
             ]
+            size = sum(_size(sums, self._own(sums)) for _, sums in files)
             read = 0
             for name, sums in files:
                 with PieceReader(name, sums) as reader:
-                    for piece in self._in_turn(len(sums.pieces)):
+                    for piece in self._own(sums):
                         if not reader.require(piece, self._pause):
                             if not self._end.is_set():
-                                size = sum(sums.size for _, sums in files)
                                 self._say(_unfinished(read, size, self._seconds))
                             return
-                        start, stop = sums.ends(piece)
-                        read += stop - start
+                        read += _size(sums, [piece])
         except DataError as error:
             self.problem = error
 
-    def _in_turn(self, pieces: int) -> Iterator[int]:
+    def _own(self, sums: FileSums) -> range:
+        """The pieces of a file that this process reads."""
         rank, count = self._share
-        first = pieces * rank // count
-        yield from range(first, pieces)
-        yield from range(first)
+        pieces = len(sums.pieces)
+        return range(pieces * rank // count, pieces * (rank + 1) // count)
 
     def _pause(self, seconds: float) -> bool:
         """Rest as long as a block has taken. Return whether to end."""
         return self._end.wait(seconds) or time.monotonic() > self._deadline
+
+
+def seen_files(prefixes: Sequence[str]) -> str:
+    """Return a digest of which files this machine sees under the prefixes: machines with the same
+    digest share a disk. Empty where it reads none."""
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        for suffix in SUFFIXES if not is_url(prefix) else ():
+            with suppress(OSError):
+                found = os.stat(prefix + suffix)
+                digest.update(f"{found.st_ino} {found.st_size} {found.st_mtime_ns};".encode())
+    return digest.hexdigest() if prefixes else ""
+
+
+def share_of(rank: int, seen: Sequence[str]) -> tuple[int, int]:
+    """Return which of how many parts of the files a rank reads; ``seen`` has the ``seen_files`` of
+    all. A thousand machines that each read all of a disk that they share would take it from the
+    run."""
+    sharing = [other for other, files in enumerate(seen) if files == seen[rank]]
+    return sharing.index(rank), len(sharing)
+
+
+def _size(sums: FileSums, pieces: Sequence[int]) -> int:
+    """Return how many bytes some pieces of a file have."""
+    return sum(stop - start for start, stop in map(sums.ends, pieces))
 
 
 def _sums_of_files(prefix: str) -> Mapping[str, FileSums]:

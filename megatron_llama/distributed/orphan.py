@@ -33,15 +33,19 @@ class LauncherFollower:
         self._patience = patience
         self._depends_on = launching_processes()
         self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Start the thread, if a launcher owns this process."""
         if self._depends_on:
-            threading.Thread(target=self._follow, name="launcher", daemon=True).start()
+            self._thread = threading.Thread(target=self._follow, name="launcher", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread: a program may fork after it."""
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(POLL_SECONDS)
 
     def _follow(self) -> None:
         while not self._over.wait(POLL_SECONDS):

@@ -21,6 +21,9 @@ STOPPED = "T"
 """The state of a process that SIGSTOP has stopped."""
 TRACED = "t"
 """The state of one that a debugger holds."""
+UNKNOWN = "?"
+"""The state of one that cannot be looked at: for a lack of file descriptors, or because ``/proc``
+hides the processes of others. It may run."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,17 @@ class Process:
     @property
     def visible(self) -> bool:
         """Whether this process could see it, if it ran: in the same container of the same machine,
-        since the same start of the system."""
-        return bool(self.boot and self.namespace) and (self.boot, self.namespace) == _here()
+        since the same start of the system, and not hidden from this user."""
+        here = bool(self.boot and self.namespace) and (self.boot, self.namespace) == _here()
+        return here and not (_stat(self.pid) is None and _may_exist(self.pid))
 
     @property
     def state(self) -> str:
-        """Its state, one letter, where it is visible; empty if it has ended."""
+        """Its state, one letter, where it is visible; empty if it has certainly ended."""
         found = _stat(self.pid)
-        if found is None or found[19] != str(self.start) or found[0] in ENDED:
-            return ""
-        return found[0]
+        if found is None:
+            return UNKNOWN if _may_exist(self.pid) else ""
+        return "" if found[19] != str(self.start) or found[0] in ENDED else found[0]
 
     def kill(self) -> bool:
         """Send SIGKILL to it, and to no later process of its number. Returns whether that was
@@ -65,7 +69,7 @@ class Process:
             return False
         try:
             # Looked at when the descriptor is open: from here on the number cannot change hands.
-            if not self.state:
+            if self.state in ("", UNKNOWN):
                 return False
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         except OSError:
@@ -78,9 +82,9 @@ class Process:
 def process_of(pid: int) -> Process | None:
     """The process of that number in this container; None if there is none, or without /proc."""
     found = _stat(pid)
-    if found is None:
-        return None
     boot, namespace = _here()
+    if found is None or not boot:
+        return None
     return Process(socket.gethostname(), boot, namespace, pid, int(found[19]))
 
 
@@ -114,8 +118,11 @@ def program_of(pid: int) -> str:
 
 
 def _here() -> tuple[str, str]:
-    """The start of this machine's system, and the container's namespace of process numbers."""
+    """The start of this machine's system, and the container's namespace of process numbers. Empty
+    where ``/proc`` is that of another container: its numbers are others."""
     try:
+        if os.readlink(PROC / "self") != str(os.getpid()):
+            return "", ""
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return boot, os.readlink(PROC / "self/ns/pid")
     except OSError:
@@ -123,10 +130,22 @@ def _here() -> tuple[str, str]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """What the kernel says of a process, from its state on (field 3 of proc(5)); None if there is
-    none."""
+    """What the kernel says of a process, from its state on (field 3 of proc(5)); None if it says
+    nothing, which ``_may_exist`` explains."""
     try:
         # The name of the program, in brackets, may hold anything, blanks and brackets too.
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def _may_exist(pid: int) -> bool:
+    """Whether there may be a process of a number, though ``/proc`` says nothing of it."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):  # or no number that a process can have
+        return False
+    except OSError:  # it is another user's
+        return True
+    # It has begun since ``/proc`` was asked, or that could not be asked.
+    return True

@@ -28,7 +28,7 @@ from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.text_stream import text_streams
-from megatron_llama.data.verification import DatasetCheck
+from megatron_llama.data.verification import DatasetCheck, seen_files, share_of
 from megatron_llama.distributed.comm.object_collectives import (
     all_gather_object,
     broadcast_object,
@@ -76,11 +76,13 @@ def build_loader(
 
 
 def check_datasets(config: Config, mesh: Mesh, say: Callable[[str], None]) -> DatasetCheck:
-    """Begin to compare the files of --data-path with their sums, on one rank of each machine. The
-    others have a check that finds nothing."""
+    """Begin to compare the files of --data-path with their sums, on one rank of each machine.
+    Machines that share a disk share the work; the other ranks have a check that finds nothing.
+    Collective."""
     reads = this_place().local_rank == 0
     prefixes = read_blend(config.data.data_path).prefixes if reads else ()
-    return DatasetCheck(prefixes, share=(mesh.rank, mesh.world.size), say=say)
+    seen = all_gather_object(seen_files(prefixes), mesh.world)
+    return DatasetCheck(prefixes, share=share_of(mesh.rank, seen), say=say)
 
 
 class ValidationBatches:

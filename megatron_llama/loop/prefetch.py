@@ -56,7 +56,10 @@ class Interrupts:
         asked to stop."""
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
         self._stop = CONTINUE
-        self._save = False
+        self._saves_asked = 0
+        self._saves_passed_on = 0
+        """So many of these has ``request`` told other ranks."""
+        self._saves_done = 0
         self._return = False
         self._deadline = since + 60 * minutes if minutes else math.inf
         self._previous: dict[signal.Signals, object] = {}
@@ -82,7 +85,7 @@ class Interrupts:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._save = True
+            self._saves_asked += 1
         elif number == signal.SIGTERM:
             self._stop = max(self._stop, TERMINATED)
         elif self._stop == INTERRUPTED:
@@ -100,7 +103,11 @@ class Interrupts:
 
     def ask_to_save(self) -> None:
         """Ask for a checkpoint."""
-        self._save = True
+        self._saves_asked += 1
+
+    def saved(self) -> None:
+        """Forget what ``request`` has said of checkpoints: the run has saved."""
+        self._saves_done = self._saves_passed_on
 
     def ask_to_return(self) -> None:
         """Ask for a return to a checkpoint, from this rank."""
@@ -125,21 +132,20 @@ class Interrupts:
         return "--exit-duration-in-mins" if due else "a save that failed"
 
     def request(self) -> int:
-        """What this rank is asked for: CONTINUE, SAVE, RETURN, or one of STOPS. Each request to
-        save or to return is returned once."""
+        """What this rank is asked for: CONTINUE, SAVE, RETURN, or one of STOPS. A request to save
+        or to return stays until the run has done that: what another rank is asked for at the same
+        step may come before it."""
         if self._file is not None and self._file.exists():
             self._file.unlink(missing_ok=True)
-            self._save = True
+            self._saves_asked += 1
         if time.monotonic() > self._deadline:
             self.stop()
         if self._stop:
             return self._stop
         if self._return:
-            self._return = False
             return RETURN
-        save = self._save
-        self._save = False
-        return SAVE if save else CONTINUE
+        self._saves_passed_on = self._saves_asked
+        return SAVE if self._saves_asked > self._saves_done else CONTINUE
 
 
 class Prefetcher:

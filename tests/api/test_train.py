@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.cli import main
 from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron_llama.distributed.launcher import Place
@@ -116,6 +117,19 @@ def test_callbacks_are_told_of_every_moment(async_save: bool, options: Options, 
     if not async_save:
         kinds = [f"{note[0]} {note[1]}" for note in told.notes]
         assert kinds.index("step 4") + 1 == kinds.index("save iter_0000004") and kinds.index("step 3") + 1 == kinds.index("evaluation 3")
+
+
+def test_the_lease_outlives_the_process_that_writes(options: Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That one may be publishing a checkpoint until it has ended."""
+    close, held = BackgroundSaver.close, []
+
+    def close_and_look(saver: BackgroundSaver) -> None:
+        close(saver)
+        held.append([path.name for path in tmp_path.glob("lease.*")])
+
+    monkeypatch.setattr(BackgroundSaver, "close", close_and_look)
+    ml.train(options, save=tmp_path, async_save=True)
+    assert held == [["lease.1.json"]] and not list(tmp_path.glob("lease.*"))
 
 
 class Keeps(ml.Callback):

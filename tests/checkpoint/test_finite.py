@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_llama.checkpoint.finite import (
     read_not_finite,
 )
 from megatron_llama.checkpoint.meta import marked_meta
+from megatron_llama.errors import CheckpointError
 from torch import Tensor
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -97,7 +99,9 @@ def checkpoint(folder: Path, iteration: int, loss: float, *, good: bool) -> None
     path.mkdir()
     (path / ".metadata").touch()
     meta = json.dumps({"validation_loss": loss}).encode()
-    (path / "meta.json").write_bytes(meta if good else marked_meta(meta, [NotFinite("w", 1, (0,), "nan")]))
+    meta = meta if good else marked_meta(meta, [NotFinite("w", 1, (0,), "nan")])
+    (path / "meta.json").write_bytes(meta)
+    (path / "SHA256SUMS").write_text(f"{hashlib.sha256(meta).hexdigest()}  meta.json\n")
 
 
 @pytest.mark.parametrize(("newest", "stay"), [(1, [2, 4]), (2, [2, 3, 4]), (0, [1, 2, 3, 4])])
@@ -108,4 +112,14 @@ def test_the_newest_good_checkpoint_stays(newest: int, stay: list[int], tmp_path
     assert list(complete(tmp_path)) == stay
     assert os.readlink(tmp_path / "best") == "iter_0000002" and os.readlink(tmp_path / "last") == "iter_0000004"
     assert newest_good(tmp_path) == tmp_path / "iter_0000002"
-    assert newest_usable(tmp_path) is None, "their indices cannot be read"
+    with pytest.raises(CheckpointError, match="none can be used"):  # their indices cannot be read
+        newest_usable(tmp_path)
+
+
+def test_one_whose_meta_is_damaged_is_no_good_checkpoint(tmp_path: Path) -> None:
+    """The one before it stays beside a newest one that is marked."""
+    for iteration, good in enumerate((True, True, False), start=1):
+        checkpoint(tmp_path, iteration, 1.0, good=good)
+    (tmp_path / "iter_0000002" / "meta.json").write_bytes(b"{")
+    retain(tmp_path, Retention(newest=1))
+    assert list(complete(tmp_path)) == [1, 3] and newest_good(tmp_path) == tmp_path / "iter_0000001"

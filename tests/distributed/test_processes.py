@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megatron_llama.distributed import processes
 from megatron_llama.distributed.comm.watch import Diagnosis, Watch
 from megatron_llama.distributed.launcher import Place, launching_processes
-from megatron_llama.distributed.processes import STOPPED, Process, parent_of, process_of, this_process
+from megatron_llama.distributed.orphan import following_launcher
+from megatron_llama.distributed.processes import STOPPED, TRACED, UNKNOWN, Process, parent_of, process_of, this_process
 from megatron_llama.distributed.recorder import Recorder
 
 
@@ -40,6 +46,7 @@ def test_a_process_is_its_number_and_its_start(child: subprocess.Popen[bytes]) -
     process = named(child)
     assert process.visible and process.state and parent_of(child.pid) == os.getpid()
     later = replace(process, start=process.start + 1)
+    assert not replace(process, pid=2**80).state
     assert not later.state and not later.kill() and child.poll() is None, "another process of that number is not touched"
     stop(child)
     assert process.state == STOPPED
@@ -102,5 +109,63 @@ def test_who_does_not_answer_is_killed_when_the_run_ends_because_of_it(
     assert killed or named(child).state
 
 
+def test_one_that_a_debugger_holds_is_not_killed(child: subprocess.Popen[bytes]) -> None:
+    attach, detach = 16, 17
+    trace = ctypes.CDLL(None, use_errno=True).ptrace
+    if trace(attach, child.pid, None, None):
+        pytest.skip("this system lets nobody hold a process")
+    try:
+        os.waitpid(child.pid, os.WUNTRACED)
+        watch = Watch(Place(0, 2, 0), Recorder())
+        watch._siblings = {1: named(child)}
+        assert named(child).state == TRACED
+        watch.end_silent(Diagnosis("", (1,), stuck=True))
+        assert named(child).state == TRACED
+    finally:
+        trace(detach, child.pid, None, None)
+
+
 def test_this_process_is_running() -> None:
     assert this_process().visible and this_process().state
+
+
+def test_a_process_that_cannot_be_looked_at_has_not_ended(child: subprocess.Popen[bytes]) -> None:
+    """A rank that has no file descriptor left must not think that its launcher is gone."""
+    process = named(child)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        state, killed = process.state, process.kill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (state, killed) == (UNKNOWN, False) and child.poll() is None
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["hides others", "is another container's"])
+def test_a_proc_that_does_not_show_a_process(
+    own: bool, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    process = named(child)
+    number = str(os.getpid() + (not own))
+    (tmp_path / "self").symlink_to(number)
+    (tmp_path / number / "ns").mkdir(parents=True)
+    (tmp_path / number / "ns" / "pid").symlink_to(process.namespace)
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text(process.boot)
+    if not own:  # there it is the number of another process
+        (tmp_path / str(child.pid)).mkdir()
+        shutil.copy(f"/proc/{child.pid}/stat", tmp_path / str(child.pid) / "stat")
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert not process.visible and not process.kill() and process_of(child.pid) is None
+    assert not own or process.state == UNKNOWN
+    monkeypatch.undo()
+    assert process.visible and child.poll() is None
+
+
+def test_nothing_follows_a_launcher_behind_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may fork then, and a fork copies no thread."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    following = [thread.name for thread in threading.enumerate()].count("launcher")
+    with following_launcher(lambda why: None):
+        assert [thread.name for thread in threading.enumerate()].count("launcher") == following + 1
+    assert [thread.name for thread in threading.enumerate()].count("launcher") == following

@@ -1,0 +1,40 @@
+"""What a rank is asked for, until the run has done it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_llama.loop.prefetch import ASKED, CONTINUE, RETURN, SAVE, SAVE_NOW, Interrupts
+
+
+def test_a_save_that_was_asked_for_comes_after_a_return() -> None:
+    """Of this rank or of another: what counts at a step is the largest request of all ranks."""
+    interrupts = Interrupts()
+    interrupts.ask_to_save()
+    interrupts.ask_to_return()
+    assert interrupts.request() == RETURN
+    interrupts.returned()
+    assert interrupts.request() == SAVE
+    # Another rank has asked for a return at this step.
+    assert interrupts.request() == SAVE
+    interrupts.saved()
+    assert interrupts.request() == CONTINUE
+
+
+def test_a_save_is_made_once_and_a_later_request_is_another(tmp_path: Path) -> None:
+    interrupts = Interrupts(str(tmp_path))
+    (tmp_path / SAVE_NOW).touch()
+    assert interrupts.request() == SAVE and not (tmp_path / SAVE_NOW).exists()
+    interrupts.ask_to_save()
+    interrupts.saved()
+    assert interrupts.request() == SAVE
+    interrupts.saved()
+    assert interrupts.request() == CONTINUE
+
+
+def test_a_stop_comes_before_all_else() -> None:
+    interrupts = Interrupts()
+    interrupts.ask_to_save()
+    interrupts.ask_to_return()
+    interrupts.ask_to_stop()
+    assert interrupts.request() == ASKED
