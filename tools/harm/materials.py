@@ -33,6 +33,9 @@ SENTENCES = (
 )
 SAVED = 2
 """The iteration of the checkpoint that is harmed."""
+LATER = 3
+"""The sibling of native checkpoints that is a later iteration. As a whole it is no checkpoint, since
+its folder is named after another iteration, so that nothing can be converted from it."""
 PATIENT = Limits(120.0, 8 * GIB)
 MARK = ".whole"
 
@@ -102,13 +105,13 @@ def data_of(shop: Workshop) -> tuple[str, ...]:
 
 
 def _native(shop: Workshop, folder: Path) -> None:
-    """A run's folder with one checkpoint. Siblings: a later iteration of the same run, the same
-    iteration of a run with another seed and of one with another learning rate. The sibling's files
-    lie where those of the harmed one are."""
-    runs = ((), (), ("--seed", "7"), ("--lr", "1e-3"))
+    """A run's folder with one checkpoint. Siblings: the same iteration of runs with another seed
+    and with another learning rate, and a later iteration of the same run, whose files lie where
+    those of the harmed one are."""
+    runs = ((), ("--seed", "7"), ("--lr", "1e-3"), ())
     for number, more in enumerate(runs):
         save = folder / str(number)
-        iterations = SAVED + (number == 1)
+        iterations = SAVED + (number == LATER)
         words = (*TINY, *data_of(shop), *more, "--train-iters", iterations, "--save", save)
         shop.run(folder, "pretrain", *words)
         for name in ("log.jsonl", "events.jsonl", "timeline.jsonl"):
@@ -129,7 +132,7 @@ def _native_pair(shop: Workshop, folder: Path) -> None:
 
 def _export(shop: Workshop, folder: Path) -> None:
     """HuggingFace folders that the program has exported, with their sums, in several files."""
-    for number, run in enumerate(shop.make("native")):
+    for number, run in enumerate(shop.make("native")[:LATER]):
         hf = folder / f"hf-{number}"
         shop.run(folder, "export", "--load", run, "--output", hf)
         words = ("--to", "hf", "--max-shard-bytes", 60_000)
@@ -147,7 +150,7 @@ def _hf(shop: Workshop, folder: Path) -> None:
 def _foreign(kind: str, *options: str) -> Callable[[Workshop, Path], None]:
     def make(shop: Workshop, folder: Path) -> None:
         """The checkpoints in a format of others, with the optimizer's state where it has one."""
-        for number, run in enumerate(shop.make("native")):
+        for number, run in enumerate(shop.make("native")[:LATER]):
             words = ("--to", kind, *options)
             shop.run(folder, "convert", run, folder / str(number), *words)
 
