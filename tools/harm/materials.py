@@ -34,8 +34,8 @@ SENTENCES = (
 SAVED = 2
 """The iteration of the checkpoint that is harmed."""
 LATER = 3
-"""The sibling of native checkpoints that is a later iteration. As a whole it is no checkpoint, since
-its folder is named after another iteration, so that nothing can be converted from it."""
+"""The sibling of native checkpoints that is a later iteration. Its folder is named after another
+one, so that nothing can be converted from it."""
 PATIENT = Limits(120.0, 8 * GIB)
 MARK = ".whole"
 
