@@ -474,23 +474,22 @@ def test_the_tokenizer_beside_checkpoints_has_checksums(product: Product, straig
     run = shutil.copytree(straight("one"), tmp_path / "run", symlinks=True)
     folder = run / "tokenizer"
     subprocess.run(["sha256sum", "--check", "--quiet", "--strict", "SHA256SUMS"], cwd=folder, check=True)
-    good = (folder / "tokenizer.model").read_bytes()
-    commands = (
-        ["export", "--load", run, "--output", tmp_path / "hf"],
-        ["generate", "--load", run, "--prompt", "a", "--max-new-tokens", "1"],
-        ["convert", run, tmp_path / "hf", "--to", "hf"],
-    )
-    for damaged, says in ((bytes([*good[:-1], good[-1] ^ 1]), "tokenizer.model: got sha256 "), (None, "tokenizer.model: got no such file")):
-        (folder / "tokenizer.model").unlink()
-        if damaged is not None:
-            (folder / "tokenizer.model").write_bytes(damaged)
-        for command in commands:
-            ended = product.run(*command)
-            assert ended.codes == (1,) and says in ended.err and "Traceback" not in ended.err
-            assert not (tmp_path / "hf").exists()
-    (folder / "tokenizer.model").write_bytes(good)
+    export = ["export", "--load", run, "--output", tmp_path / "hf"]
+    convert = ["convert", run, tmp_path / "hf", "--to", "hf"]
+    generate = ["generate", "--load", run, "--prompt", "a", "--max-new-tokens", "1"]
+    for name, commands in (("tokenizer.model", (export, convert)), ("tokenizer.json", (export, convert, generate))):
+        good = (folder / name).read_bytes()
+        other = good.replace(b"<0x41>", b"<0x42>", 1)
+        assert other != good
+        for damage, says in ((lambda path, other=other: path.write_bytes(other), f"{name}: got sha256 "), (Path.unlink, f"{name}: got no such file")):
+            damage(folder / name)
+            for command in commands:
+                ended = product.run(*command)
+                assert ended.codes == (1,) and says in ended.err and "Traceback" not in ended.err, (name, command, ended)
+                assert not (tmp_path / "hf").exists()
+            (folder / name).write_bytes(good)
     (folder / "SHA256SUMS").unlink()  # as in an older run
-    product.run(*commands[0]).ok()
+    product.run(*export).ok()
 
 
 @pytest.mark.long
