@@ -23,8 +23,8 @@ from megatron_llama.metrics.log import (
     compact_line,
     format_duration,
     format_validation,
-    megatron_line,
     last_iteration,
+    megatron_line,
     truncate,
 )
 
@@ -279,7 +279,7 @@ def test_truncation_keeps_lines_as_they_are(tmp_path: Path) -> None:
 
 def test_lines_that_no_parser_takes_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    deep = "[" * 100_000 + "]" * 100_000
+    deep = "[" * 2_000 + "]" * 2_000
     path.write_text(f'{{"iteration": 1}}\n{{"iteration": {"9" * 5_000}}}\n{deep}\n')
     assert last_iteration(path) == 1
     assert truncate(path, 2) == [{"iteration": 1}] and path.read_text() == '{"iteration": 1}\n'
