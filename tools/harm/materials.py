@@ -33,9 +33,6 @@ SENTENCES = (
 )
 SAVED = 2
 """The iteration of the checkpoint that is harmed."""
-LATER = 3
-"""The sibling of native checkpoints that is a later iteration. Its folder is named after another
-one, so that nothing can be converted from it."""
 PATIENT = Limits(120.0, 8 * GIB)
 MARK = ".whole"
 
@@ -105,13 +102,13 @@ def data_of(shop: Workshop) -> tuple[str, ...]:
 
 
 def _native(shop: Workshop, folder: Path) -> None:
-    """A run's folder with one checkpoint. Siblings: the same iteration of runs with another seed
-    and with another learning rate, and a later iteration of the same run, whose files lie where
-    those of the harmed one are."""
-    runs = ((), ("--seed", "7"), ("--lr", "1e-3"), ())
+    """A run's folder with one checkpoint. Siblings: a later iteration of the same run, the same
+    iteration of a run with another seed and of one with another learning rate. The sibling's files
+    lie where those of the harmed one are."""
+    runs = ((), (), ("--seed", "7"), ("--lr", "1e-3"))
     for number, more in enumerate(runs):
         save = folder / str(number)
-        iterations = SAVED + (number == LATER)
+        iterations = SAVED + (number == 1)
         words = (*TINY, *data_of(shop), *more, "--train-iters", iterations, "--save", save)
         shop.run(folder, "pretrain", *words)
         for name in ("log.jsonl", "events.jsonl", "timeline.jsonl"):
