@@ -33,10 +33,12 @@ from megatron_llama.loop.build import (
     Validation,
     build_loader,
     check_datasets,
+    check_weight_files,
     find_not_finite_at_start,
     load_or_init,
     open_log,
     read_first_step,
+    require_weight_files,
     roll_back,
     warn_of_start,
 )
@@ -123,14 +125,17 @@ def forward_runtime(config: Config, mesh: Mesh) -> tuple[PipelineRuntime, TrainS
     stages = build_stages(config, mesh)
     dtype = compute_dtype(config)
     with raise_on_all_ranks(mesh.world):
-        state, weights = trained_weights(config)
-        folder = config.checkpoint.init_from_hf if config.checkpoint.load is None else None
-        with check_of_machine(folder) as check:
+        trained = trained_weights(config)
+        with check_of_machine(trained.folder) as check:
             load_stages(
-                stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device
+                stages.values(),
+                rank_specs(config, mesh),
+                trained.weights,
+                dtype=dtype,
+                device=mesh.device,
             )
             check.require()
-    return PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype), state
+    return PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype), trained.state
 
 
 def train(
@@ -188,6 +193,8 @@ def train(
         validation = Validation(config, mesh, runtime, inputs.validation, inputs.names)
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
+            # The run begins to train before all files are compared, and keeps nothing until then.
+            weight_check = stack.enter_context(check_weight_files(config, inputs.start, mesh))
             state = load_or_init(config, optimizer, mesh, inputs.start)
             not_finite = find_not_finite_at_start(config, optimizer, mesh, inputs.start)
         export = FinalExport(config, mesh, optimizer, inputs.tokenizer, inputs.carried)
@@ -241,7 +248,7 @@ def train(
             interrupts,
             first_sample=bad_steps.first_sample(state),
             device=mesh.device,
-            check=data_check,
+            checks=(data_check, weight_check),
         )
 
         def go_back() -> TrainState:
@@ -263,6 +270,7 @@ def train(
         reason = "the last iteration"
         early_stop_reason = None
         stopped_by: Signals | None = None
+        weights_are_checked = False
 
         while not bad_steps.is_last(state):
             profiling.before(state.iteration)
@@ -314,6 +322,9 @@ def train(
                     evaluations[state.iteration] = evaluated
                 called.evaluation(evaluated)
             if saving or early_stop_reason:
+                if not weights_are_checked:
+                    require_weight_files(weight_check, mesh)
+                    weights_are_checked = True
                 with mesh.recorder.outside_steps("saving"):
                     validation_loss = evaluated.loss if evaluated is not None else None
                     saved = with_places(bad_steps.with_history(state), inputs.training, mesh.world)
@@ -348,6 +359,8 @@ def train(
 
         progress.check_last_step()
         optimizer.settle()
+        if not weights_are_checked:
+            require_weight_files(weight_check, mesh)
         with mesh.recorder.outside_steps("saving"):
             saver.finish(log)
         called.saves(saver.take_written())

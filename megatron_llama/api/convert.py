@@ -27,7 +27,12 @@ from megatron_llama.conversion.native import optimizer as native_optimizer
 from megatron_llama.conversion.native.reader import NativeReader
 from megatron_llama.conversion.native.writer import NativeWriter
 from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.tokenizer_files import misfits, tokenizer_in, with_end_tokens
+from megatron_llama.conversion.tokenizer_files import (
+    misfits,
+    tokenizer_in,
+    unknown_tokens,
+    with_end_tokens,
+)
 from megatron_llama.conversion.torch_dist.optimizer import has_optimizer, open_optimizer
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.conversion.torch_dist.writer import TorchDistWriter
@@ -176,6 +181,10 @@ def convert(
     if tokenizer is not None:
         model = with_end_tokens(model, source.extra, tokenizer)
         misfit = list(misfits(model, source.extra, tokenizer))
+    try:
+        misfit += unknown_tokens(model, source.extra, source.tokenizer_files)
+    except CheckpointError as error:
+        misfit.append(f"copied as it is, though it cannot be read: {error}")
 
     state: OptimizerState | None = None
     left_out: list[str] = []

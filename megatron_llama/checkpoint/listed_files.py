@@ -1,11 +1,13 @@
 """Lists of checksums beside a model: written by exports and conversions, checked by whoever reads
 the model. Small files are checked where they are read (``config/model_files.py``); here it is the
-large ones, of which readers take pieces in any order."""
+large ones, of which readers take pieces in any order, and with which a run begins to train before
+they are compared."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from threading import Event
 from typing import Self
@@ -14,8 +16,9 @@ from megatron_llama.checkpoint.checkpoint_dir import TRACKER
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.model_files import META_SUMS, SUMS, ListedSum, read_sums, sum_problem
-from megatron_llama.distributed.device import thread_pool
+from megatron_llama.distributed.device import take_least_priority, thread_pool
 from megatron_llama.distributed.launcher import place_from_environment
+from megatron_llama.errors import CheckpointError
 
 HASHING_THREADS = 2
 """Threads of one process that compare files while others are read."""
@@ -44,21 +47,52 @@ class ListedFilesCheck:
     whose end stops what has not been compared."""
 
     def __init__(
-        self, folder: Path | None, *, rank: int = 0, ranks: int = 1, workers: int = HASHING_THREADS
+        self,
+        folder: Path | None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        workers: int = HASHING_THREADS,
+        in_background: bool = False,
     ) -> None:
         """``None`` and a folder in an object store have nothing to compare. Of the ``ranks``
-        processes of a machine each compares its share of the files; ``rank`` is this one. Raises
+        processes of a machine each compares its share of the files; ``rank`` is this one. With
+        ``in_background`` the threads leave the processors to whoever computes meanwhile. Raises
         CheckpointError for a list that cannot be read."""
         self._folder = folder
         self._stopped = Event()
         files = _listed_files(folder)[rank % ranks :: ranks] if isinstance(folder, Path) else []
         self._pool = thread_pool(workers)
-        self._found = [self._pool.submit(_damage, *entry, self._stopped) for entry in files]
+        self._comparisons = [
+            self._pool.submit(_compare, *entry, self._stopped, in_background=in_background)
+            for entry in files
+        ]
+
+    @property
+    def problem(self) -> CheckpointError | None:
+        """What is wrong with the files that have been compared so far."""
+        try:
+            self._refuse_damaged()
+        except CheckpointError as error:
+            return error
+        return None
+
+    def is_done(self, seconds: float) -> bool:
+        """Wait for all comparisons, ``seconds`` at most, and return whether they have ended."""
+        return not wait(self._comparisons, seconds).not_done
 
     def require(self) -> None:
         """Wait for all comparisons, and raise CheckpointError with the files that differ. Files
         that are missing are not looked for: their readers miss them."""
-        problems = [problem for future in self._found if (problem := future.result()) is not None]
+        wait(self._comparisons)
+        self._refuse_damaged()
+
+    def _refuse_damaged(self) -> None:
+        problems = [
+            problem
+            for comparison in self._comparisons
+            if comparison.done() and (problem := comparison.result()) is not None
+        ]
         refuse(f"{self._folder} is damaged, or its files stand for each other:", problems)
 
     def __enter__(self) -> Self:
@@ -69,12 +103,16 @@ class ListedFilesCheck:
         self._pool.shutdown(cancel_futures=True)
 
 
-def check_of_machine(folder: str | Path | None) -> ListedFilesCheck:
+def check_of_machine(folder: str | Path | None, *, in_background: bool = False) -> ListedFilesCheck:
     """Return the share of this process in a check of a folder that all processes of its machine
     read."""
     place = place_from_environment()
-    path = None if folder is None else Path(folder)
-    return ListedFilesCheck(path, rank=place.local_rank, ranks=max(place.local_world_size, 1))
+    return ListedFilesCheck(
+        None if folder is None else Path(folder),
+        rank=place.local_rank,
+        ranks=max(place.local_world_size, 1),
+        in_background=in_background,
+    )
 
 
 def _listed_files(folder: Path) -> list[tuple[Path, ListedSum]]:
@@ -92,7 +130,10 @@ def _listed_files(folder: Path) -> list[tuple[Path, ListedSum]]:
     return sorted(present, key=lambda entry: entry[0].stat().st_size, reverse=True)
 
 
-def _damage(path: Path, listed: ListedSum, stopped: Event) -> str | None:
+def _compare(path: Path, listed: ListedSum, stopped: Event, *, in_background: bool) -> str | None:
+    """Return what is wrong with a file; None if nothing is, or if the comparison was stopped."""
+    if in_background:
+        take_least_priority()
     try:
         digest = _sum(path, listed.kind, stopped)
     except OSError as error:

@@ -24,6 +24,7 @@ from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, describe_not_finite
 from megatron_llama.checkpoint.folders import fresh_staging, new_folder
 from megatron_llama.checkpoint.lease import Lease
+from megatron_llama.checkpoint.listed_files import seal_files
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
@@ -354,10 +355,13 @@ class Saver:
 
 
 def _save_beside(tokenizer: Tokenizer | None, target: Path, generation: Mapping[str, Any]) -> None:
+    """Write the folder of the tokenizer with the checksums of its files."""
     if not is_remote(target):
         with new_folder(target) as fresh:
             save_tokenizer(tokenizer, fresh, generation)
+            seal_files(fresh)
         return
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(tokenizer, Path(folder), generation)
+        seal_files(Path(folder))
         copy_files(Path(folder), target)

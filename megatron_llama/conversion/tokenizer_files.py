@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.checkpoint.carried import GENERATION, read_generation
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.config.hf import TOKEN_IDS
 from megatron_llama.config.limits import LARGEST_TOKENIZER_FILE
 from megatron_llama.config.model_files import is_there, read_model_file
 from megatron_llama.config.schema import ModelConfig
@@ -89,6 +91,33 @@ def with_end_tokens(
     bos = tokenizer.bos_id if model.bos_token_id is None else model.bos_token_id
     eos = tokenizer.eos_id if model.eos_token_id is None else model.eos_token_id
     return replace(model, bos_token_id=bos, eos_token_id=eos)
+
+
+def unknown_tokens(
+    model: ModelConfig, extra: Mapping[str, Any], files: Sequence[Path]
+) -> Iterator[str]:
+    """Yield a line for each special token of a model's own files that the model has no row for.
+    ``extra`` has the fields of its config.json, or none, ``files`` go with it. Raises
+    CheckpointError for a generation_config.json that cannot be read."""
+    named: dict[str, Mapping[str, Any]] = {
+        "config.json": {name: extra.get(name, getattr(model, name)) for name in TOKEN_IDS}
+    }
+    for path in files:
+        if path.name == GENERATION:
+            named[str(path)] = read_generation(path.parent)
+    for where, fields in named.items():
+        for name in TOKEN_IDS:
+            value = fields.get(name)
+            beyond = [
+                token
+                for token in (value if isinstance(value, list) else [value])
+                if isinstance(token, int) and not -model.vocab_size <= token < model.vocab_size
+            ]
+            if beyond:
+                yield (
+                    f"{where} {name} has {', '.join(map(str, beyond))}, and the model knows no id "
+                    f"from {model.vocab_size} on"
+                )
 
 
 def misfits(model: ModelConfig, extra: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[str]:

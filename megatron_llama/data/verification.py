@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
 
 from megatron_llama.config.limits import DATASET_CHECK_SECONDS
@@ -24,7 +22,6 @@ from megatron_llama.errors import DataError, listing
 BLOCK_BYTES = 4 << 20
 """Bytes that are read at a time: long enough that the interpreter is rarely asked for, and short
 enough that a run which ends need not wait."""
-_LEAST_PRIORITY = 19
 
 
 def dataset_sums(prefix: str) -> DatasetSums | None:
@@ -179,9 +176,7 @@ class DatasetCheck:
             self._thread.join()
 
     def _run(self, prefixes: Sequence[str]) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        devices.take_least_priority()
         try:
             files = [
                 (prefix + suffix, sums)

@@ -18,6 +18,9 @@ import torch
 import torch.utils.deterministic
 from torch._subclasses.fake_tensor import FakeTensor
 
+_LEAST_PRIORITY = 19
+"""Of a thread on Linux."""
+
 
 def accelerator(local_rank: int) -> torch.device:
     """The device of this process: its GPU where there is one, else the CPU."""
@@ -52,6 +55,14 @@ def start_thread(target: Callable[..., object], *args: object, name: str) -> thr
 def thread_pool(workers: int) -> ThreadPoolExecutor:
     """Return a pool of ``workers`` threads on the device of the calling thread."""
     return ThreadPoolExecutor(workers, initializer=_run_on, initargs=(_chosen_device(), _nothing))
+
+
+def take_least_priority() -> None:
+    """Let the calling thread run only when a processor has nothing else to do, where a thread has a
+    priority of its own."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
 
 
 def _chosen_device() -> int | None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType, MappingProxyType, TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from torch import Tensor
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.data.upload import Upload
-from megatron_llama.data.verification import DatasetCheck
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.object_collectives import (
     all_reduce_max,
     raise_error_on_all_ranks,
 )
 from megatron_llama.distributed.mesh import Axis
-from megatron_llama.errors import DataError
+from megatron_llama.errors import DataError, UserError
 
 CONTINUE, SAVE, RETURN, STOP, ASKED, TERMINATED, INTERRUPTED, FAILED = range(8)
 """What a rank was asked for, or that its batches could not be read. Of all ranks' values the
@@ -148,6 +147,14 @@ class Interrupts:
         return SAVE if self._saves_asked > self._saves_done else CONTINUE
 
 
+class BackgroundCheck(Protocol):
+    """Compares files of a run with their sums while it trains."""
+
+    @property
+    def problem(self) -> UserError | None:
+        """What is wrong with a file, as soon as it is known."""
+
+
 class Prefetcher:
     """Reads the next step's batches while the current one runs, brings them to the device, and
     finds out whether every rank has its own.
@@ -165,16 +172,16 @@ class Prefetcher:
         *,
         first_sample: int,
         device: torch.device,
-        check: DatasetCheck | None = None,
+        checks: Sequence[BackgroundCheck] = (),
     ) -> None:
-        """``check``: a file in which it finds damage is one that cannot be read."""
-        self._check = check
+        """``checks``: a file in which one of them finds damage is one that cannot be read."""
+        self._checks = checks
         self._loader = loader
         self._world = world
         self._interrupts = interrupts
         self._upload = Upload(device)
         self._batches: Sequence[Batch] = ()
-        self._error: DataError | None = None
+        self._error: UserError | None = None
         self._all_reduce: tuple[Tensor, Pending]
         self._request: int | None = None
         self._read(first_sample)
@@ -186,15 +193,16 @@ class Prefetcher:
             self._batches = self._upload.send(self._loader.microbatches(sample))
         except DataError as error:
             self._error = error
-        if self._check is not None and self._check.problem is not None:
-            self._error = self._check.problem
+        for check in self._checks:
+            self._error = check.problem or self._error
         request = self._interrupts.request()
         self._all_reduce = all_reduce_max(FAILED if self._error else request, self._world)
         self._request = None
 
     def take(self, *, next_sample: int) -> Sequence[Batch]:
         """Return the batches of this step, and read those of the step that begins at
-        ``next_sample``. Raises DataError on every rank if any rank could not read its batches."""
+        ``next_sample``. Raises UserError on every rank if any rank could not read its batches, or
+        has found damage in a file."""
         self._world.recorder.enter("reading samples")
         batches = self._batches
         error = self._error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -454,18 +454,37 @@ def damaged(start: Start) -> Iterator[str]:
         yield f"{newer.path} {newer.problem}, going on from {start.path}; {newer.remedy}"
 
 
-def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
-    """The weights to evaluate, and the state of the run that trained them. Raises CheckpointError,
-    ConfigError."""
-    folder = config.checkpoint.init_from_hf
-    start = find_start(config.checkpoint) if config.checkpoint.load is not None else None
+class TrainedWeights(NamedTuple):
+    """Weights to evaluate."""
+
+    weights: WeightSource
+    state: TrainState
+    """Of the run that trained them."""
+    folder: str | Path | None
+    """As ``folder_from_elsewhere`` names it."""
+
+
+def folder_from_elsewhere(options: CheckpointConfig, start: Start | None) -> str | Path | None:
+    """Return the folder of another format from which a run takes its weights; None where they are
+    those of a checkpoint of ours, which is compared with its own list where it is read, or are
+    drawn from the seed."""
+    if start is None:
+        return options.init_from_hf
+    return None if start.native else start.path
+
+
+def trained_weights(config: Config) -> TrainedWeights:
+    """Open the weights to evaluate. Raises CheckpointError, ConfigError."""
+    options = config.checkpoint
+    start = find_start(options) if options.load is not None else None
+    folder = folder_from_elsewhere(options, start)
     if start is not None:
         state = start.state() if start.resumable else TrainState(0, 0)
-        return state, start.weights(config.model)
-    if folder is not None:
-        ignored = config.checkpoint.ignore_hf_config_fields
-        return TrainState(0, 0), weights_of(
-            HFWeights(folder, ignored=ignored), config.model, config.training.seed
+        return TrainedWeights(start.weights(config.model), state, folder)
+    if options.init_from_hf is not None:
+        weights = HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+        return TrainedWeights(
+            weights_of(weights, config.model, config.training.seed), TrainState(0, 0), folder
         )
     do = "give --load FOLDER or --init-from-hf FOLDER"
     raise ConfigError(

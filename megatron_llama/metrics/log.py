@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self, TextIO
 
+from megatron_llama.config.lines import parse_json
 from megatron_llama.errors import CheckpointError, TrainingError
 from megatron_llama.metrics.events import END, FAULT, REWIND, EventFile
 from megatron_llama.metrics.window import Spread
@@ -498,7 +499,7 @@ def last_iteration(path: Path) -> int:
         lines = file.read().splitlines()
     for line in reversed(lines):
         try:
-            found = json.loads(line)["iteration"]
+            found = parse_json(line)["iteration"]
         except (ValueError, TypeError, KeyError):
             continue
         if isinstance(found, int):
@@ -518,8 +519,8 @@ def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
     kept = []
     for line in lines:
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+            entry = parse_json(line)
+        except ValueError:  # no JSON, a number of too many digits, or deep nesting
             continue
         if (
             isinstance(entry, dict)

@@ -478,15 +478,17 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
     are small together, and one message serves them."""
     full: list[list[ParamSpec]] = []
     open_buckets: dict[BucketKind, list[ParamSpec]] = {}
+    # Sums are carried along: thousands of norms share one bucket.
+    numels: dict[BucketKind, int] = {}
     for spec in specs:
         kind = BucketKind.of(spec)
         bucket = open_buckets.get(kind)
-        if bucket is None or (
-            not spec.resident and sum(other.numel for other in bucket) + spec.numel > cap
-        ):
+        if bucket is None or (not spec.resident and numels[kind] + spec.numel > cap):
             bucket = open_buckets[kind] = []
+            numels[kind] = 0
             full.append(bucket)
         bucket.append(spec)
+        numels[kind] += spec.numel
     return full
 
 

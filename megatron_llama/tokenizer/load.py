@@ -67,8 +67,9 @@ def usual_name(file: Path) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether ``load_tokenizer`` finds a tokenizer in a folder."""
-    return any((folder / name).is_file() for name in USUAL_NAMES)
+    """Return whether ``load_tokenizer`` finds a tokenizer in a folder. Raises DataError where a
+    list of checksums names one that is missing."""
+    return any(is_there(folder / name, error=DataError) for name in USUAL_NAMES)
 
 
 def require_expressible(tokenizer: Tokenizer) -> None:
@@ -130,7 +131,9 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
     if path.is_dir():
         if "tokenizer.json" in names:
             require_named(path)
-        found = next((path / name for name in names if (path / name).is_file()), None)
+        found = next(
+            (path / name for name in names if is_there(path / name, error=DataError)), None
+        )
         if found is None:
             raise DataError(
                 path,

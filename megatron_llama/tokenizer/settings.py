@@ -104,6 +104,9 @@ def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
         for name in ("add_bos_token", "add_eos_token", "legacy"):
             if settings.get(name) is not None:
                 fields.switch(name)
+        if not _is_template(fields.value("chat_template", None)):
+            expected = "a text, or an array of objects with a name and a template"
+            fields.problem("chat_template", shown(settings["chat_template"]), expected)
         # transformers writes 1e30 for a tokenizer without such a length.
         fields.number("model_max_length", above=0, default=None, null=True)
     listed = settings.get("added_tokens_decoder", {})
@@ -127,6 +130,19 @@ def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
                 expected="an array or an object of tokens",
                 do=_RESTORE,
             )
+
+
+def _is_template(value: object) -> bool:
+    """Return whether a value is what transformers writes as chat_template: one template, or several
+    with their names."""
+    if isinstance(value, list):
+        return all(
+            isinstance(entry, Mapping)
+            and isinstance(entry.get("name"), str)
+            and isinstance(entry.get("template"), str)
+            for entry in value
+        )
+    return isinstance(value, str | None)
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:

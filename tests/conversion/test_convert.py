@@ -229,7 +229,12 @@ def test_overwrite_replaces_an_earlier_conversion(tmp_path: Path) -> None:
     original = hf_folder(tmp_path / "hf")
     out = convert(original, tmp_path / "out", "--to", "meta", "--tensor-model-parallel-size", "4")
     convert(original, out, "--to", "megatron", "--overwrite")
-    assert sorted(path.name for path in out.iterdir()) == ["generation_config.json", "latest_checkpointed_iteration.txt", "release"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "SHA256SUMS",
+        "generation_config.json",
+        "latest_checkpointed_iteration.txt",
+        "release",
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 

@@ -92,6 +92,7 @@ def test_an_adapter(damage: str, folder: Path, tmp_path: Path, capsys: Capture) 
 @pytest.mark.parametrize("damage", ["empty", "a list", "null", "a byte-order mark", "latin-1"])
 def test_params_of_meta(damage: str, folder: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["convert", str(folder), str(tmp_path / "meta"), "--to", "meta"]) == 0
+    (tmp_path / "meta" / "SHA256SUMS").unlink()  # which would name any other content
     content, says = DAMAGES[damage]
     (tmp_path / "meta" / "params.json").write_bytes(content)
     assert main(["convert", str(tmp_path / "meta"), str(tmp_path / "out"), "--to", "hf"]) == 1

@@ -183,7 +183,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for bytes_ in (100_000, 5_000_000_000):
         out = export_hf(tmp_path / "out", source.model, source, "float32", max_shard_bytes=bytes_)
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["SHA256SUMS", "config.json", "generation_config.json", "model.safetensors"]
     (out / "README.md").write_text("mine")
     with pytest.raises(CheckpointError, match=r"out: got a folder with README\.md, expected no folder, an empty one or an earlier export"):
         export_hf(out, source.model, source, "float32")

@@ -79,9 +79,9 @@ def test_masters_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytes
     ("group", "says"),
     [
         ({"betas": 0.9}, "param_groups 0 betas: got 0.9, expected two numbers"),
-        ({"lr": None}, "param_groups 0 lr: got None, expected a number"),
-        ({"weight_decay": [1]}, r"param_groups 0 weight_decay: got [1], expected a number"),
-        ({"eps": "x"}, "param_groups 0 eps: got 'x', expected a number"),
+        ({"lr": None}, "param_groups 0 lr: got None, expected a finite number of 0 or more"),
+        ({"weight_decay": [1]}, r"param_groups 0 weight_decay: got [1], expected a finite number of 0 or more"),
+        ({"eps": "x"}, "param_groups 0 eps: got 'x', expected a finite number of 0 or more"),
         ({"step": "x"}, "step: got 'x', expected a whole number"),
     ],
 )

@@ -229,4 +229,6 @@ def test_the_small_files_are_compared_with_their_sums(tmp_path: Path, capsys: py
     said = refusal(capsys, folder, tmp_path / "back", "--to", "hf")
     assert f"{folder}/{name}: got " in said and "by integrity.json; copy the folder again" in said
     (folder / "integrity.json").unlink()
+    assert f"{folder}/{name}: got " in refusal(capsys, folder, tmp_path / "back", "--to", "hf"), "SHA256SUMS in the folder above"
+    (folder.parent / "SHA256SUMS").unlink()
     convert(folder, tmp_path / "back", "--to", "hf")

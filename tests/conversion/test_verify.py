@@ -81,7 +81,7 @@ class Printed:
 
 
 def changed_weights(original: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    shutil.copytree(original, folder)
+    shutil.copytree(original, folder, ignore=shutil.ignore_patterns("SHA256SUMS"))  # another model, and no damaged one
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -89,7 +89,7 @@ def changed_weights(original: Path, folder: Path, change: Callable[[dict[str, Te
 
 
 def changed_config(original: Path, folder: Path, **fields: Any) -> Path:
-    shutil.copytree(original, folder)
+    shutil.copytree(original, folder, ignore=shutil.ignore_patterns("SHA256SUMS"))  # another model, and no damaged one
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps(config))
     return folder

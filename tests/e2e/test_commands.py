@@ -84,6 +84,7 @@ def test_plain_python_in_another_folder(product: Product, straight: Callable[[st
     assert (ended.returncode, ended.stderr) == (0, "")
     assert exact_curve(tmp_path / "run") == exact_curve(tmp_path / "expected")
     assert sorted(path.name for path in (tmp_path / "run" / "tokenizer").iterdir()) == [
+        "SHA256SUMS",
         "tokenizer.json",
         "tokenizer.model",
         "tokenizer_config.json",

@@ -450,6 +450,48 @@ def test_weights_that_are_not_finite(changes: dict[str, Any], names: str, produc
     assert not list(tmp_path.glob("iter_*"))
 
 
+def test_one_flipped_bit_of_the_first_weights_ends_every_rank(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """The run trains while the files are compared, and waits for that before it keeps anything, at its first save or at its end."""
+    folder = tmp_path / "hf"
+    product.run("export", "--load", straight("one"), "--output", folder).ok()
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1  # the last bits of a weight's mantissa: it computes like the others
+    file.write_bytes(content)
+    shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
+    for kept in ({"save": tmp_path / "run", "save_interval": 1}, {"export_hf": tmp_path / "exported"}, {}):
+        argv = product.command(**{"init_from_hf": folder, "save": None, "train_iters": 2, **shape, **DP2.options, **kept})
+        ended = product.launcher.run(argv, 2, environ={"LOCAL_WORLD_SIZE": "2"})  # so that each rank compares half of the files
+        assert ended.codes == (1, 1)
+        says = f"{file}: got sha256 "
+        assert says in complaint(ended) and ended.err.count(says) == 1 and "rank 0: " in ended.err
+        assert not list((tmp_path / "run").glob("iter_*")) and not (tmp_path / "exported").exists()
+    evaluated = product.run("evaluate", "--init-from-hf", folder, "--data-path", product.data, "--seq-length", SEQ_LENGTH)
+    assert evaluated.codes == (1,) and says in evaluated.err and "loss" not in evaluated.out
+
+
+def test_the_tokenizer_beside_checkpoints_has_checksums(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    run = shutil.copytree(straight("one"), tmp_path / "run", symlinks=True)
+    folder = run / "tokenizer"
+    subprocess.run(["sha256sum", "--check", "--quiet", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+    export = ["export", "--load", run, "--output", tmp_path / "hf"]
+    convert = ["convert", run, tmp_path / "hf", "--to", "hf"]
+    generate = ["generate", "--load", run, "--prompt", "a", "--max-new-tokens", "1"]
+    for name, commands in (("tokenizer.model", (export, convert)), ("tokenizer.json", (export, convert, generate))):
+        good = (folder / name).read_bytes()
+        other = good.replace(b"<0x41>", b"<0x42>", 1)
+        assert other != good
+        for damage, says in ((lambda path, other=other: path.write_bytes(other), f"{name}: got sha256 "), (Path.unlink, f"{name}: got no such file")):
+            damage(folder / name)
+            for command in commands:
+                ended = product.run(*command)
+                assert ended.codes == (1,) and says in ended.err and "Traceback" not in ended.err, (name, command, ended)
+                assert not (tmp_path / "hf").exists()
+            (folder / name).write_bytes(good)
+    (folder / "SHA256SUMS").unlink()  # as in an older run
+    product.run(*export).ok()
+
+
 @pytest.mark.long
 def test_evaluating_nothing(product: Product, refuse: Refuse, straight: Callable[[str], Path]) -> None:
     data = ["--data-path", product.data, "--seq-length", SEQ_LENGTH]

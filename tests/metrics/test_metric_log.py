@@ -23,6 +23,7 @@ from megatron_llama.metrics.log import (
     compact_line,
     format_duration,
     format_validation,
+    last_iteration,
     megatron_line,
     truncate,
 )
@@ -274,6 +275,14 @@ def test_truncation_keeps_lines_as_they_are(tmp_path: Path) -> None:
     path.write_bytes(kept.encode() + b'\xff\xfe\n[1]\n{"lm_loss": 1}\n{"iteration": 3}\n{"itera')
     assert truncate(path, 2) == [{"iteration": 1, "lm_loss": 1.5}, {"iteration": 2}]
     assert path.read_text() == kept
+
+
+def test_lines_that_no_parser_takes_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    deep = "[" * 2_000 + "]" * 2_000
+    path.write_text(f'{{"iteration": 1}}\n{{"iteration": {"9" * 5_000}}}\n{deep}\n')
+    assert last_iteration(path) == 1
+    assert truncate(path, 2) == [{"iteration": 1}] and path.read_text() == '{"iteration": 1}\n'
 
 
 def on_a_terminal(use: Callable[[TextIO], None]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,12 +95,16 @@ def file_values(folder: Path, carried: tuple[str, ...] = ()) -> Values:
         name = str(path.relative_to(folder))
         if path.name in ("SHA256SUMS", "events.jsonl"):  # sums of what is compared; times
             continue
+        content = path.read_bytes()
+        fields = None
         if path.suffix == ".json" and path.name != "tokenizer.json":
-            fields = flattened(json.loads(path.read_text()))
-            for field, text in fields:
-                values[f"{CARRIED * field.startswith(carried)}{name} {field}"] = text
-        else:
-            values[name] = digest(path.read_bytes())
+            with suppress(ValueError, RecursionError):  # harm that was copied as it is
+                fields = dict(flattened(json.loads(content)))
+        if fields is None:
+            values[name] = digest(content)
+            continue
+        for field, text in fields.items():
+            values[f"{CARRIED * field.startswith(carried)}{name} {field}"] = text
     return values
 
 

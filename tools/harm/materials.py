@@ -127,9 +127,16 @@ def _native_pair(shop: Workshop, folder: Path) -> None:
             (save / name).unlink(missing_ok=True)
 
 
+def _readable_runs(shop: Workshop) -> list[Path]:
+    """The runs that others can be made of: not the later iteration, which has a name that the
+    program refuses."""
+    first, _, *others = shop.make("native")
+    return [first, *others]
+
+
 def _export(shop: Workshop, folder: Path) -> None:
     """HuggingFace folders that the program has exported, with their sums, in several files."""
-    for number, run in enumerate(shop.make("native")):
+    for number, run in enumerate(_readable_runs(shop)):
         hf = folder / f"hf-{number}"
         shop.run(folder, "export", "--load", run, "--output", hf)
         words = ("--to", "hf", "--max-shard-bytes", 60_000)
@@ -147,7 +154,7 @@ def _hf(shop: Workshop, folder: Path) -> None:
 def _foreign(kind: str, *options: str) -> Callable[[Workshop, Path], None]:
     def make(shop: Workshop, folder: Path) -> None:
         """The checkpoints in a format of others, with the optimizer's state where it has one."""
-        for number, run in enumerate(shop.make("native")):
+        for number, run in enumerate(_readable_runs(shop)):
             words = ("--to", kind, *options)
             shop.run(folder, "convert", run, folder / str(number), *words)
 

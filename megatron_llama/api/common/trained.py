@@ -21,6 +21,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.conversion.formats import ModelReader, open_model
 from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
 from megatron_llama.conversion.native.reader import NativeReader
+from megatron_llama.conversion.tokenizer_files import unknown_tokens
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import DataError
@@ -174,7 +175,9 @@ def tokenizer_folder(source: ModelReader) -> Path:
 
 def generation_notes(source: ModelReader) -> Iterator[str]:
     """Yield a line for each field of the model's generation_config.json with which transformers
-    would write another text than this program does from the same options."""
+    would write another text than this program does from the same options, and for each special
+    token that the model has no row for."""
+    yield from unknown_tokens(source.model, source.extra, source.tokenizer_files)
     for path in source.tokenizer_files:
         if path.name == GENERATION:
             content = read_json_object(path)
