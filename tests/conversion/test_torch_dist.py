@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
     ),
     "metadata.json that is deep": (
         lambda inner, args: (inner / "metadata.json").write_text("[" * 200_000),
-        "metadata.json: got maximum recursion depth exceeded",
+        "metadata.json: got nested too deeply",
     ),
     "a flipped bit in the common part": (flip_step, "common.pt: got damaged content (a checksum does not match)"),
     "no common part": (lambda inner, args: (inner / "common.pt").unlink(), "common.pt: got No such file"),
