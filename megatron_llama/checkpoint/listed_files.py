@@ -4,13 +4,13 @@ large ones, of which readers take pieces in any order."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 from typing import Self
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
+from megatron_llama.checkpoint.checksums import file_sum
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.model_files import META_SUMS, SUMS, ListedSum, read_sums, sum_problem
@@ -19,7 +19,6 @@ from megatron_llama.distributed.launcher import place_from_environment
 
 HASHING_THREADS = 2
 """Threads of one process that compare files while others are read."""
-_READ_BYTES = 2**20
 
 
 def seal_files(folder: Path, workers: int = HASHING_THREADS) -> None:
@@ -29,7 +28,7 @@ def seal_files(folder: Path, workers: int = HASHING_THREADS) -> None:
         path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, TRACKER)
     )
     with thread_pool(workers) as pool:
-        digests = list(pool.map(_sum, paths))
+        digests = list(pool.map(file_sum, paths))
     lines = (
         f"{digest}  {path.relative_to(folder)}\n"
         for path, digest in zip(paths, digests, strict=True)
@@ -94,17 +93,9 @@ def _listed_files(folder: Path) -> list[tuple[Path, ListedSum]]:
 
 def _damage(path: Path, listed: ListedSum, stopped: Event) -> str | None:
     try:
-        digest = _sum(path, listed.kind, stopped)
+        digest = file_sum(path, listed.kind, stopped)
     except OSError as error:
         return sum_problem(path, str(error.strerror), listed)
     if stopped.is_set() or digest == listed.digest:
         return None
     return sum_problem(path, f"{listed.kind} {digest}", listed)
-
-
-def _sum(path: Path, kind: str = "sha256", stopped: Event | None = None) -> str:
-    hashed = hashlib.new(kind, usedforsecurity=False)
-    with path.open("rb") as file:
-        while (block := file.read(_READ_BYTES)) and not (stopped and stopped.is_set()):
-            hashed.update(block)
-    return hashed.hexdigest()
