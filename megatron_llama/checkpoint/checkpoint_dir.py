@@ -30,11 +30,11 @@ from megatron_llama.checkpoint.folders import (
 from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import META, NOT_FINITE, NUMBERED, parse_meta, read_meta_json
-from megatron_llama.checkpoint.small_files import read_small
 from megatron_llama.checkpoint.storage import file_problems, read_metadata, refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
 from megatron_llama.config.fields import finite_number
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_TRACKER
+from megatron_llama.config.model_files import read_bounded
 from megatron_llama.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -104,7 +104,7 @@ def latest(folder: str | Path) -> Path | None:
 def _tracked(tracker: Path) -> int | None:
     """Return the iteration that the tracker names; None if it is not there, or names none."""
     try:
-        content = read_small(tracker, largest=LARGEST_TRACKER, do=ANOTHER_COPY)
+        content = read_bounded(tracker, limit=LARGEST_TRACKER, do=ANOTHER_COPY)
     except CheckpointError:
         return None
     named = re.fullmatch(rb"\s*([0-9]{1,19})\s*", content)

@@ -7,15 +7,16 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import Self
 
 from megatron_llama.checkpoint.folders import sync, write_synced
-from megatron_llama.checkpoint.small_files import read_small
 from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST
+from megatron_llama.config.model_files import SUMS as SUMS
+from megatron_llama.config.model_files import read_bounded
 from megatron_llama.errors import CheckpointError, describe
 
-SUMS = "SHA256SUMS"
 ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 _READ_BYTES = 2**20
 _LINE = re.compile(r"([0-9a-f]{64})  (\.?\w[\w.-]*)")
@@ -86,7 +87,7 @@ def read_sums(folder: Path) -> dict[str, str]:
         "restore it from a copy, or load an earlier checkpoint; if you trust the files as they "
         f"are, run `sha256sum .metadata meta.json *.distcp > {SUMS}` in {folder}"
     )
-    content = read_small(path, largest=LARGEST_CHECKSUM_LIST, do=do)
+    content = read_bounded(path, limit=LARGEST_CHECKSUM_LIST, do=do)
     sums: dict[str, str] = {}
     expected = "a checksum and the name of a file of the folder in each line"
     for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
@@ -107,7 +108,7 @@ def read_listed(folder: Path, name: str, *, largest: int) -> bytes:
     """Return the content of a file of a checkpoint, of at most ``largest`` bytes, which has the
     checksum that is listed. Raises CheckpointError naming the file."""
     path = folder / name
-    content = read_small(path, largest=largest, do=ANOTHER_COPY)
+    content = read_bounded(path, limit=largest, do=ANOTHER_COPY)
     listed = read_sums(folder).get(name)
     got = hashlib.sha256(content).hexdigest()
     if got != listed:
@@ -158,10 +159,11 @@ def damaged_files(folder: Path) -> list[str]:
     return problems
 
 
-def file_sum(path: Path) -> str:
-    """Return the SHA-256 of a file, hexadecimal."""
-    hashed = hashlib.sha256()
+def file_sum(path: Path, kind: str = "sha256", stopped: Event | None = None) -> str:
+    """Return the checksum of a file, ``sha256`` or ``md5``, hexadecimal; that of its beginning once
+    ``stopped`` is set."""
+    hashed = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
+        while (block := file.read(_READ_BYTES)) and not (stopped and stopped.is_set()):
             hashed.update(block)
     return hashed.hexdigest()

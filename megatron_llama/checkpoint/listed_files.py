@@ -5,7 +5,6 @@ they are compared."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import wait
 from pathlib import Path
@@ -13,6 +12,7 @@ from threading import Event
 from typing import Self
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
+from megatron_llama.checkpoint.checksums import file_sum
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.model_files import META_SUMS, SUMS, ListedSum, read_sums, sum_problem
@@ -22,7 +22,6 @@ from megatron_llama.errors import CheckpointError
 
 HASHING_THREADS = 2
 """Threads of one process that compare files while others are read."""
-_READ_BYTES = 2**20
 
 
 def seal_files(folder: Path, workers: int = HASHING_THREADS) -> None:
@@ -32,7 +31,7 @@ def seal_files(folder: Path, workers: int = HASHING_THREADS) -> None:
         path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, TRACKER)
     )
     with thread_pool(workers) as pool:
-        digests = list(pool.map(_sum, paths))
+        digests = list(pool.map(file_sum, paths))
     lines = (
         f"{digest}  {path.relative_to(folder)}\n"
         for path, digest in zip(paths, digests, strict=True)
@@ -135,17 +134,9 @@ def _compare(path: Path, listed: ListedSum, stopped: Event, *, in_background: bo
     if in_background:
         take_least_priority()
     try:
-        digest = _sum(path, listed.kind, stopped)
+        digest = file_sum(path, listed.kind, stopped)
     except OSError as error:
         return sum_problem(path, str(error.strerror), listed)
     if stopped.is_set() or digest == listed.digest:
         return None
     return sum_problem(path, f"{listed.kind} {digest}", listed)
-
-
-def _sum(path: Path, kind: str = "sha256", stopped: Event | None = None) -> str:
-    hashed = hashlib.new(kind, usedforsecurity=False)
-    with path.open("rb") as file:
-        while (block := file.read(_READ_BYTES)) and not (stopped and stopped.is_set()):
-            hashed.update(block)
-    return hashed.hexdigest()

@@ -5,19 +5,33 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from errno import EINVAL
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, AnyStr
 
 from megatron_llama.config.limits import LARGEST_DEPTH, LARGEST_LINE
+
+KINDS: Mapping[int, str] = MappingProxyType(
+    {
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFDIR: "a folder",
+    }
+)
+"""What may have the name of a file, by its type in the file system."""
 
 
 def require_regular(path: Path) -> None:
     """Raise OSError unless a path leads to a regular file: a pipe would wait for ever when it is
     opened, and a device has no end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(EINVAL, "no regular file", str(path))
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(EINVAL, f"no regular file but {kind}", str(path))
 
 
 def bounded_lines(file: IO[AnyStr], limit: int = LARGEST_LINE) -> Iterator[AnyStr | None]:

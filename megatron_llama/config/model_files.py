@@ -10,30 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import stat
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST, LARGEST_SMALL_FILE
+from megatron_llama.config.lines import require_regular
 from megatron_llama.errors import CheckpointError, UserError
 
 SUMS = "SHA256SUMS"
 META_SUMS = "checklist.chk"
 """The list of MD5 sums that comes with Meta's downloads."""
 MANIFEST = "integrity.json"
-"""The list of checksums of a folder of torch_dist."""
-KINDS: Mapping[int, str] = MappingProxyType(
-    {
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-        stat.S_IFDIR: "a folder",
-    }
-)
-"""What may have the name of a file, by its type in the file system."""
+"""The list of checksums of a folder of torch_dist: SHA-256 of every other file. Later releases of
+Megatron-Core compare it with ``--verify-integrity``; here it is compared where it lies beside."""
 
 
 class ListedSum(NamedTuple):
@@ -59,14 +48,32 @@ def read_model_file(
     Raises ``error`` with the remedy ``do`` where there is none that can be read, and where it is
     not a regular file, leads out of its folder, is larger than ``limit`` bytes, or is not the one
     that a list of checksums in its folder, or in the one above, names."""
-    # An object store has neither links nor devices.
+    # An object store has neither links nor lists beside a file.
     on_disk = isinstance(path, Path)
     if on_disk:
         require_model_file(path, do=do, error=error)
         require_within(path, error=error)
+    content = read_bounded(path, limit=limit, do=do, error=error)
+    listed = listed_sum(path, error=error) if on_disk else None
+    if listed is not None:
+        digest = hashlib.new(listed.kind, content, usedforsecurity=False).hexdigest()
+        if digest != listed.digest:
+            raise error(sum_problem(path, f"{listed.kind} {digest}", listed))
+    return content
+
+
+def read_bounded(
+    path: Path, *, limit: int, do: str, error: type[UserError] = CheckpointError
+) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes, wherever it lies. Raises
+    ``error`` with the remedy ``do``."""
+    # An object store has no devices.
+    if isinstance(path, Path):
+        require_model_file(path, do=do, error=error)
     try:
         with path.open("rb") as file:
-            content = file.read(limit + 1)
+            # Room is made for what is asked for, so no more is than the file has.
+            content: bytes = file.read(min(path.stat().st_size, limit) + 1)
     except OSError as problem:
         got = problem.strerror or problem
         raise error(path, got=got, expected="a readable file", do=do) from problem
@@ -76,11 +83,6 @@ def read_model_file(
         raise error(
             path, got=got, expected=f"at most {limit:,}, more than any such file has", do=do
         )
-    listed = listed_sum(path, error=error) if on_disk else None
-    if listed is not None:
-        digest = hashlib.new(listed.kind, content, usedforsecurity=False).hexdigest()
-        if digest != listed.digest:
-            raise error(sum_problem(path, f"{listed.kind} {digest}", listed))
     return content
 
 
@@ -105,13 +107,10 @@ def require_model_file(
     """Raise ``error`` unless a path leads to a regular file: a pipe would wait for ever when it is
     opened, and a device has no end."""
     try:
-        mode = path.stat().st_mode
+        require_regular(path)
     except OSError as problem:
         got = problem.strerror or problem
         raise error(path, got=got, expected="a readable file", do=do) from problem
-    if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise error(path, got=kind, expected="a regular file", do=do)
 
 
 def require_within(path: Path, *, error: type[UserError] = CheckpointError) -> None:
@@ -124,6 +123,11 @@ def require_within(path: Path, *, error: type[UserError] = CheckpointError) -> N
     # .../models--org--name/snapshots/COMMIT/file -> .../models--org--name/blobs/DIGEST
     repository = next((p.parent for p in (folder, *folder.parents) if p.name == "snapshots"), None)
     if repository is not None and target.parent == repository / "blobs":
+        return
+    # Downloads of 2023 into a folder link to .../models--org--name/blobs/DIGEST. The name says what
+    # is in the file, so only who has that can make such a link.
+    by_digest = re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", target.name)
+    if by_digest and target.parent.name == "blobs" and "--" in target.parent.parent.name:
         return
     raise error(
         path,

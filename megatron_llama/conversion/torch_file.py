@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import is_finite
 from megatron_llama.config.limits import LARGEST_ENTRIES, LARGEST_PICKLE
-from megatron_llama.config.model_files import require_model_file
+from megatron_llama.config.lines import require_regular
 from megatron_llama.conversion.safetensors_file import DTYPES
 from megatron_llama.conversion.torch_pickle import ForbiddenNames, read_pickle
 from megatron_llama.errors import CheckpointError
@@ -73,10 +73,9 @@ class TorchFile:
         self._verified = set[int]()
         self._sums: dict[int, int] = {}
         """The checksum of each storage's bytes, by the address of the storage."""
-        if part is None:
-            require_model_file(path, do="copy the file again from where the model came from")
         try:
             if part is None:
+                require_regular(path)
                 size = path.stat().st_size
                 with path.open("rb") as file:
                     text, entries = _read_entries(file, size)

@@ -12,7 +12,7 @@ import codecs
 import pickle
 import pickletools
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -431,6 +431,12 @@ def _make_ordered_dict(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict(pairs)
 
 
+def _make_counter(counts: Any = MappingProxyType({})) -> Counter[Any]:
+    if not isinstance(counts, Mapping):
+        raise pickle.UnpicklingError("a Counter of other things than counts")
+    return Counter(counts)
+
+
 def _make_size(numbers: Any = ()) -> torch.Size:
     if len(numbers) > LARGEST_DIMENSIONS:
         raise pickle.UnpicklingError("a size of too many dimensions")
@@ -455,6 +461,7 @@ _CONSTRUCTORS: Mapping[str, Constructor] = MappingProxyType(
         "torch.Size": Constructor(_make_size),
         "torch.device": Constructor(lambda *_: Inert()),
         "collections.OrderedDict": Constructor(_make_ordered_dict),
+        "collections.Counter": Constructor(_make_counter),
         "argparse.Namespace": Constructor(argparse.Namespace),
         "types.SimpleNamespace": Constructor(types.SimpleNamespace),
         "_codecs.encode": Constructor(_encode),

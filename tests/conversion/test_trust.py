@@ -134,14 +134,31 @@ def test_the_links_of_a_hub_cache(source: Path, tmp_path: Path, capsys: Capture)
     assert "got a link to" in generated(snapshot, capsys)[1]
 
 
+def test_links_of_a_download_into_the_blobs_of_the_hub_cache(source: Path, tmp_path: Path) -> None:
+    """As huggingface_hub made them in folders of the user's until 2024: named by their content."""
+    blobs = tmp_path / "cache" / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    shutil.copyfile(source / "config.json", blobs / ("0123456789" * 4))
+    folder = tmp_path / "download"
+    folder.mkdir()
+    link = folder / "config.json"
+    link.symlink_to(blobs / ("0123456789" * 4))
+    assert read_model_file(link) == (source / "config.json").read_bytes()
+    link.unlink()
+    (blobs / "secret").write_text("{}")
+    link.symlink_to(blobs / "secret")
+    with pytest.raises(CheckpointError, match="got a link to"):
+        read_model_file(link)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "adapter.bin"])
 def test_pipes_and_devices_are_not_opened(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match="got a named pipe, expected a regular file"):
+    with pytest.raises(CheckpointError, match="got no regular file but a named pipe"):
         read_model_file(tmp_path / name)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match="got a device, expected a regular file"):
+    with pytest.raises(CheckpointError, match="got no regular file but a device"):
         read_model_file(tmp_path / name)
 
 

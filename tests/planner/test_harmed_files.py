@@ -7,6 +7,8 @@ import gzip
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,3 +224,12 @@ def test_timelines_that_are_larger_inside(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither"):
         os.mkfifo(tmp_path / "log.jsonl")
         read_run(str(tmp_path))
+
+
+def test_a_log_without_checkpoints_is_read_without_torch(tmp_path: Path) -> None:
+    """Its import takes longer than 200,000 lines."""
+    line = {"iteration": 1, "learning_rate": 1e-4, "lm_loss": 3.0}
+    (tmp_path / "log.jsonl").write_text(json.dumps(line) + "\n")
+    code = "import sys; from megatron_llama.planner.run.folder import read_run; "
+    code += "read_run(sys.argv[1]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -27,9 +27,9 @@ from megatron_llama.checkpoint.index import (
     parse_index,
     shared_bytes,
 )
-from megatron_llama.checkpoint.small_files import read_small
 from megatron_llama.checkpoint.storage import file_problems, refuse
 from megatron_llama.config.limits import LARGEST_INDEX
+from megatron_llama.config.model_files import read_bounded
 from megatron_llama.conversion.safetensors_file import DTYPES
 from megatron_llama.conversion.torch_file import TorchFile
 from megatron_llama.errors import CheckpointError, describe
@@ -45,7 +45,7 @@ class Container:
         names code to run."""
         self.folder = folder
         path = folder / METADATA
-        content = read_small(path, largest=LARGEST_INDEX, do=COPY_AGAIN)
+        content = read_bounded(path, limit=LARGEST_INDEX, do=COPY_AGAIN)
         index = parse_index(path, content, do=COPY_AGAIN)
         self.tensors = index.tensors
         self.objects = index.objects

@@ -12,8 +12,9 @@ from megatron_llama.checkpoint.checksums import file_sum
 from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.meta import META
 from megatron_llama.checkpoint.storage import refuse
-from megatron_llama.config.fields import shown
 from megatron_llama.config.json_file import read_json_object
+from megatron_llama.config.model_files import MANIFEST as MANIFEST
+from megatron_llama.config.model_files import read_sums, sum_problem
 from megatron_llama.conversion.megatron.names import find_folder
 from megatron_llama.conversion.torch_dist.container import COPY_AGAIN, Container
 from megatron_llama.conversion.torch_file import TorchFile
@@ -21,9 +22,6 @@ from megatron_llama.errors import CheckpointError, describe
 
 BACKEND = "metadata.json"
 COMMON = "common.pt"
-MANIFEST = "integrity.json"
-"""SHA-256 of every other file. Later releases of Megatron-Core compare it with
-``--verify-integrity``; here it is compared where it lies beside."""
 MODELOPT = "modelopt_state"
 """A folder in which TensorRT Model Optimizer keeps what it has changed in a model."""
 VERSIONS: Mapping[str, Any] = MappingProxyType(
@@ -77,23 +75,20 @@ class TorchDistFolder:
 
 def _integrity_problems(folder: Path) -> Iterator[str]:
     """Yield a line for each small file that is not the one of which the folder has a checksum.
-    Tensors have checksums of their own."""
+    ``metadata.json`` is compared where it is read, and tensors have checksums of their own."""
     path = folder / MANIFEST
     if not path.is_file():
         return
-    manifest = read_json_object(path, do=COPY_AGAIN)
-    files = manifest.get("files")
-    if manifest.get("algorithm") != "sha256" or not isinstance(files, dict):
+    sums = {name: entry for name, entry in read_sums(folder)[0].items() if entry.list == path}
+    if not sums:
         got = "no checksums of kind sha256"
         yield describe(path, got=got, expected="one of each file", do=COPY_AGAIN)
-        return
-    for name in (BACKEND, COMMON, METADATA):
+    for name in (COMMON, METADATA):
         file = folder / name
-        digest = file_sum(file) if file.is_file() else "no such file"
-        if name in files and files[name] != digest:
-            expected = f"{shown(files[name])}, by {MANIFEST}"
-            do = f"{COPY_AGAIN}, or remove {MANIFEST} if you changed it yourself"
-            yield describe(file, got=digest, expected=expected, do=do)
+        if name in sums:
+            digest = f"sha256 {file_sum(file)}" if file.is_file() else "no such file"
+            if digest != f"sha256 {sums[name].digest}":
+                yield sum_problem(file, digest, sums[name])
 
 
 def _backend_problems(folder: Path) -> Iterator[str]:

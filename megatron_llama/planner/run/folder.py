@@ -381,7 +381,9 @@ def _skipped(path: Path, problems: _Problems) -> Iterator[Skipped]:
 def _newest_meta(folder: Path, problems: _Problems) -> Mapping[str, Any]:
     """Return what the newest checkpoint says of the run; empty if there is none that can be
     read."""
-    # Here, since these import torch, which a run with events does not need.
+    if not any(folder.glob("iter_*")):
+        return {}
+    # Here, since these import torch, which a run with events, or with a log alone, does not need.
     from megatron_llama.checkpoint.checkpoint_dir import complete
     from megatron_llama.checkpoint.meta import parse_meta
 
