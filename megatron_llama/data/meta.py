@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron_llama.config.fields import Fields, read_fields, shown
 from megatron_llama.config.json_file import parse_json_object
-from megatron_llama.config.limits import LARGEST_SIZE
+from megatron_llama.config.limits import LARGEST_SIZE, LARGEST_SMALL_FILE
+from megatron_llama.config.model_files import read_bounded
 from megatron_llama.data.byte_ranges import find_file, is_url, read_range
 from megatron_llama.data.sums import DatasetSums
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+from megatron_llama.tokenizer.files import replace_file, to_json
 from megatron_llama.tokenizer.fingerprint import VERSION, Fingerprint
 
 SUMS = "sums"
@@ -60,7 +61,10 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
     path = Path(f"{prefix}.meta.json")
     if not path.exists():
         return None
-    values = _checked(read_json_object(path), path)
+    # Datasets are linked together from several places, and nothing of this file is published: it
+    # may be a link.
+    data = read_bounded(path, limit=LARGEST_SMALL_FILE, do=_RESTORE, error=DataError)
+    values = _checked(parse_json_object(data, path, do=_RESTORE, error=DataError), path)
     if "tokenizer" in values:
         values["tokenizer"] = str(path.absolute().parent / values["tokenizer"])
     return values

@@ -98,6 +98,7 @@ def test_neither_the_base_nor_somebody_elses_adapter_is_replaced(
 def test_an_adapter_with_another_tokenizer_is_not_merged(adapted: Adapted, layouts: Path, refuse: Refuse, tmp_path: Path) -> None:
     shutil.copytree(adapted.adapter, tmp_path / "adapter")
     shutil.copy(layouts / "unigram" / "tokenizer.json", tmp_path / "adapter")
+    (tmp_path / "adapter" / "SHA256SUMS").unlink()
     said = refuse(["merge", adapted.base, tmp_path / "out", "--adapter", tmp_path / "adapter"], code=1)
     assert said.startswith(f"error: {tmp_path}/adapter: got a tokenizer in which token ")
     assert f"expected the ids of {adapted.base}; give the model that the adapter was trained on" in said

@@ -261,7 +261,7 @@ def test_transformers_makes_the_same_tokens(trained: Trained, product: Product) 
 def test_export_says_what_it_wrote(product: Product, trained: Trained) -> None:
     assert trained.exported.out == f"exported {trained.folder}/iter_0000020 to {trained.hf} (float32)\n"
     files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
-    assert {path.name for path in trained.hf.iterdir()} == files
+    assert {path.name for path in trained.hf.iterdir()} == files | {"SHA256SUMS"}
 
 
 def test_export_of_a_run_without_tokenizer(product: Product, tmp_path: Path) -> None:
