@@ -69,12 +69,12 @@ class ConfigReader(Fields):
         return super().switch(name, default=default)
 
     def token(self, name: str) -> int | None:
-        """Return a token id, the first of a list. -1 means in files of 2023 that there is none, for
-        the padding token alone."""
+        """Return a token id, the first of a list. That of padding may count from the end, as the row
+        of torch's embedding; -1 stands in files of 2023."""
         value = self.value(name, None)
         several = isinstance(value, list) and name == "eos_token_id"
         ids = value if several else [] if value is None else [value]
-        least = -1 if name == "pad_token_id" else 0
+        least = -LARGEST if name == "pad_token_id" else 0
         if not all(type(id) is int and least <= id <= LARGEST for id in ids):
             self.problem(name, shown(value), "a token id or a list of them")
             return None
