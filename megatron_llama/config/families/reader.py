@@ -69,8 +69,8 @@ class ConfigReader(Fields):
         return super().switch(name, default=default)
 
     def token(self, name: str) -> int | None:
-        """Return a token id, the first of a list. That of padding may count from the end, as the row
-        of torch's embedding; -1 stands in files of 2023."""
+        """Return a token id, the first of a list. That of padding may count from the end, as rows
+        of torch's embedding do; -1 stands in files of 2023."""
         value = self.value(name, None)
         several = isinstance(value, list) and name == "eos_token_id"
         ids = value if several else [] if value is None else [value]
