@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby, zip_longest
 from operator import attrgetter
 
@@ -624,11 +624,6 @@ def stage_units(
     return tuple(_with_muon(unit) if muon else unit for unit in frozen)
 
 
-_kept_stage_units = lru_cache(maxsize=4)(stage_units)
-"""A report of a plan asks for the same units a dozen times, and those of 2,048 layers take a second
-to be listed."""
-
-
 def rank_units(
     config: Config, *, rank: int = 0, tp_rank: int = 0
 ) -> tuple[tuple[UnitSpec, ...], ...]:
@@ -636,7 +631,7 @@ def rank_units(
     partition = partition_of(config)
     parallel = config.parallel
     build = partial(
-        _kept_stage_units,
+        stage_units,
         config.model,
         partition,
         tp=parallel.tensor_model_parallel_size,
