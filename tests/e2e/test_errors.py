@@ -436,6 +436,7 @@ def infinite(product: Product, straight: Callable[[str], Path], tmp_path_factory
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.inf
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "SHA256SUMS").unlink()
     return folder
 
 

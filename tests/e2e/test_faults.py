@@ -74,6 +74,7 @@ def poisoned(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Mapp
     weights = load_file(folder / "hf" / "model.safetensors")
     weights["model.embed_tokens.weight"][word] = torch.inf
     save_file(weights, folder / "hf" / "model.safetensors", {"format": "pt"})
+    (folder / "hf" / "SHA256SUMS").unlink()
     data = changed(product, folder / "docs", BAD, slice(5, 6), word)
     # The word is in every checkpoint of these runs.
     options = {"data_order": "sequential", "lr_decay_style": "constant", "lr": 1e-2, "on_bad_checkpoint": "warn"}
