@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    Store,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.checkpoint_dir import Retention
@@ -46,6 +51,8 @@ SLOTS = 2
 ALIGN_BYTES = 64
 PATIENCE_SECONDS = 30.0
 """A run that ends with an error waits so long for its last saves."""
+STORE_GONE_SECONDS = 4.0
+"""A writing process that has lost the job's store waits so long before its rank hears of it."""
 NICENESS = 10
 """Where cores are few, training comes before writing."""
 
@@ -266,11 +273,26 @@ def _serve(
         outlines, index, room = pickle.loads(connection.recv_bytes())
         writer = _Writer(place, SharedBuffers(memory, outlines), index, room)
         while True:
-            connection.send_bytes(
-                pickle.dumps(writer.perform(pickle.loads(connection.recv_bytes())))
-            )
+            task = pickle.loads(connection.recv_bytes())
+            try:
+                outcome = writer.perform(task)
+            except DistNetworkError:
+                # Why the store's host is gone the rank finds out by itself, and says it: a launcher
+                # that was killed, a dead rank.
+                connection.poll(STORE_GONE_SECONDS)
+                outcome = SaveOutcome(task.target, _without_store(task.target, place.rank))
+            connection.send_bytes(pickle.dumps(outcome))
     except (EOFError, OSError):
         return
+
+
+def _without_store(target: Path, rank: int) -> CheckpointError:
+    return CheckpointError(
+        f"{target} on rank {rank}",
+        got="no connection to the job's store",
+        expected="the other ranks' word that their parts are written",
+        do="look at the process that hosts the store: torchrun, or rank 0",
+    )
 
 
 def _die_with(parent: int) -> None:
