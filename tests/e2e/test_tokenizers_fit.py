@@ -90,6 +90,8 @@ def test_a_moved_dataset_and_a_run_that_never_saved(product: Product, layouts: P
     without a checkpoint has left in --save."""
     shutil.copytree(layouts / "unigram", tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"  # its class has no other file than the one that is gone
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": "LlamaTokenizer"}))
     made = ["--input", product.data.with_suffix(".jsonl"), "--output-prefix", tmp_path / "made" / "docs", "--append-eod", "--workers", 1]
     product.run("preprocess", *made, "--tokenizer-model", tmp_path / "tokenizer").ok()
     shutil.rmtree(tmp_path / "tokenizer")
