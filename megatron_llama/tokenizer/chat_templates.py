@@ -89,6 +89,8 @@ def _named(given: Any, where: str) -> dict[str, str]:
 def read_template(path: Path, where: str, also: str = "") -> TemplateSource:
     """Read a file of jinja; ``also`` says what else could be given there. Raises DataError."""
     expected = f"a jinja file in UTF-8{also}"
+    if not path.exists():  # a name that was meant for a built-in one
+        raise DataError(where, got="no such file", expected=expected, do="check the path")
     try:
         content = read_model_file(path, do="check the path", error=DataError)
         text = content.decode("utf-8")

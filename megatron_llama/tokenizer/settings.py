@@ -105,7 +105,7 @@ def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
             if settings.get(name) is not None:
                 fields.switch(name)
         if not _is_template(fields.value("chat_template", None)):
-            expected = "a text, or an array of objects with a name and a template"
+            expected = "a text, or texts with names"
             fields.problem("chat_template", shown(settings["chat_template"]), expected)
         # transformers writes 1e30 for a tokenizer without such a length.
         fields.number("model_max_length", above=0, default=None, null=True)
@@ -142,6 +142,10 @@ def _is_template(value: object) -> bool:
             and isinstance(entry.get("template"), str)
             for entry in value
         )
+    if isinstance(
+        value, Mapping
+    ):  # read as names with templates, though transformers writes a list
+        return all(isinstance(text, str) for text in value.values())
     return isinstance(value, str | None)
 
 

@@ -287,7 +287,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_scaling": {"rope_type": ["linear"]}}, 1, "rope_scaling.rope_type: got ['linear']"),
         ({"rope_scaling": {"factor": 2.0}}, 1, "rope_scaling.factor: got 2.0, expected no such field with rope_type default"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, 1, "rope_scaling.factor: got 0, expected a positive number"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 1, "rope_scaling.factor: got 2, expected a positive number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 1, "rope_scaling.factor: got '2', expected a positive number"),
         ({"rope_scaling": LLAMA3}, 1, "rope_scaling.original_max_position_embeddings: got nothing"),
         ({"context_parallel_size": 2}, 3, "processes: got 3, expected a multiple of tp 1 x cp 2 x pp 1 = 2; start 2 or 4 processes"),
         ({"global_batch_size": 4, "context_parallel_size": 2}, 6, "expected a multiple of micro_batch_size 1 x dp 3 = 3; choose 3 or 6"),
