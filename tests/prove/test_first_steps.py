@@ -109,7 +109,8 @@ def test_a_log_that_begins_behind_a_checkpoint(cluster: Cluster, mine: tuple[dic
 
 
 def test_options_of_checkpoints_that_do_not_save_say_how_a_run_starts() -> None:
-    saves = {"save", "steal_save", "save_interval", "save_first_step", "save_retain", "save_retain_interval", "async_save", "export_hf"}
+    when = {"save_interval", "save_first_step", "save_retain", "save_retain_interval"}
+    saves = {"save", "steal_save", "on_bad_checkpoint", "async_save", "export_hf"} | when
     assert {field.name for field in fields(CheckpointConfig)} == {*STARTS, *saves}
 
 
