@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -171,20 +172,17 @@ def test_what_has_no_effect_without_load(product: Product, capsys: pytest.Captur
     assert "warning: --log-timers-to-tensorboard without --tensorboard-dir: nothing is written\n" in said
 
 
-def test_tokenizer_type(product: Product, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_type(product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Decides which file of a folder counts."""
-    folder = f"{product.data}-tokenizer"
+    folder = shutil.copytree(f"{product.data}-tokenizer", tmp_path / "tokenizer")
     for kind, status in (("Llama2Tokenizer", 0), ("PretrainedFromHF", 0)):
         assert main(product.command(tokenizer_model=folder, tokenizer_type=kind, dry_run=True)) == status
-        assert "warning: " + folder not in capsys.readouterr().out
-    (Path(folder) / "tokenizer.json").write_text("{}")
-    try:
-        assert main(product.command(tokenizer_model=folder, tokenizer_type="Llama2Tokenizer", vocab_size=512, dry_run=True)) == 0
-        assert "tokenizer.json" not in capsys.readouterr().out
-        assert main(product.command(tokenizer_model=folder, tokenizer_type="PretrainedFromHF", vocab_size=512, dry_run=True)) == 1
-        assert f"error: {folder}/tokenizer.json: " in capsys.readouterr().err
-    finally:
-        (Path(folder) / "tokenizer.json").unlink()
+        assert f"warning: {folder}" not in capsys.readouterr().out
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(product.command(tokenizer_model=folder, tokenizer_type="Llama2Tokenizer", vocab_size=512, dry_run=True)) == 0
+    assert "tokenizer.json" not in capsys.readouterr().out
+    assert main(product.command(tokenizer_model=folder, tokenizer_type="PretrainedFromHF", vocab_size=512, dry_run=True)) == 1
+    assert f"error: {folder}/tokenizer.json: " in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_is_only_a_name(
