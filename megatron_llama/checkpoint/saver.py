@@ -42,8 +42,10 @@ from megatron_llama.metrics.events import NOT_FINITE, SAVED
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.tokenizer.base import Tokenizer
 
-STOP, WARN, ROLLBACK = "stop", "warn", "rollback"
-"""Values of --on-bad-checkpoint."""
+# Values of --on-bad-checkpoint.
+STOP = "stop"
+WARN = "warn"
+ROLLBACK = "rollback"
 
 
 @dataclass(frozen=True)

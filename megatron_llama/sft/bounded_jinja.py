@@ -285,9 +285,10 @@ def _numbers(values: Any) -> Iterator[int]:
 def _replaced(budget: Budget, text: Any, others: Sequence[Any]) -> int:
     if len(others) < 2:
         return 0
-    text, old, new = str(text), str(others[0]), str(others[1])
-    places = text.count(old) if old else len(text) + 1
-    return len(text) + places * len(new)
+    whole = str(text)
+    old = str(others[0])
+    places = whole.count(old) if old else len(whole) + 1
+    return len(whole) + places * len(str(others[1]))
 
 
 def _joined(budget: Budget, values: Any, others: Sequence[Any]) -> int:
