@@ -112,8 +112,8 @@ UNKNOWN = "got an unknown flag, expected an option of this command"
         (["inspect"], "error: inspect: got nothing, expected one of config, checkpoint, dataset, presets; write inspect KIND PATH\n"),
         (["inspect", "dataset"], "error: inspect dataset: got nothing, expected one path; write inspect dataset PATH\n"),
         (
-            ["inspect", "dataset", "x", "--verify"],
-            "inspect dataset: got --verify, expected --verify at most, with a checkpoint; leave it out\n",
+            ["inspect", "config", "x", "--verify"],
+            "inspect config: got --verify, expected --verify at most, with a checkpoint or a dataset; leave it out\n",
         ),
         (["inspect", "presets", "x"], "error: inspect presets: got x, expected no path; write inspect presets\n"),
     ],

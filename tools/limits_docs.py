@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +43,15 @@ def with_table(page: str) -> str:
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.limits_docs",
+        description="Write the table of megatron_llama/config/limits.py between the two marks of a page.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="rewritten in place: docs/faults.md")
+    path = parser.parse_args().file
     path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
