@@ -153,10 +153,12 @@ def _hf(shop: Workshop, folder: Path) -> None:
 
 def _foreign(kind: str, *options: str) -> Callable[[Workshop, Path], None]:
     def make(shop: Workshop, folder: Path) -> None:
-        """The checkpoints in a format of others, with the optimizer's state where it has one."""
+        """The checkpoints in a format of others, with the optimizer's state where it has one.
+        Without a list of sums, which others do not write."""
         for number, run in enumerate(_readable_runs(shop)):
             words = ("--to", kind, *options)
             shop.run(folder, "convert", run, folder / str(number), *words)
+            (folder / str(number) / "SHA256SUMS").unlink()
 
     return make
 
@@ -167,7 +169,7 @@ def _base(shop: Workshop, folder: Path) -> None:
 
 
 def _peft(shop: Workshop, folder: Path) -> None:
-    """Adapters of PEFT of three runs."""
+    """Adapters of PEFT of three runs. Without a list of sums, which PEFT does not write."""
     base = shop.make("base")[0]
     lora = ("--lora-rank", 2, "--lora-alpha", 4, "--init-from-hf", base)
     for number, more in enumerate(((), ("--seed", 7), ("--lora-alpha", 8))):
@@ -176,6 +178,7 @@ def _peft(shop: Workshop, folder: Path) -> None:
         shop.run(folder, "pretrain", *words)
         output = folder / str(number)
         shop.run(folder, "export", "--load", save, "--output", output, "--adapter")
+        (output / "SHA256SUMS").unlink()
 
 
 def _tokenizer(name: str) -> Callable[[Workshop, Path], None]:
