@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -23,19 +24,23 @@ be_patient()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+MARKS = MappingProxyType({"long": ("--all", "--soak"), "soak": ("--soak",)})
+"""Which options ask for the tests of a mark."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the tests that are marked long")
     parser.addoption("--soak", action="store_true", help="hours of what a usual run does for seconds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``long``, unless ``--all`` or ``--soak`` is given or the test is named on the command line."""
+    """Leave out what is marked ``long`` or ``soak``, unless an option asks for it or the test is named on the command line."""
     # The longest of all, seven minutes: at its place near the end the other processes would have nothing left to do.
     items.sort(key=lambda item: item.path.name != "test_planted.py")
     named = [argument for argument in config.args if "::" in argument]
-    if config.getoption("--all") or config.getoption("--soak") or "long" in config.getoption("-m"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("long") and not _is_named(item, named)]
+    wanted = {mark for mark in MARKS if any(config.getoption(option) for option in MARKS[mark]) or mark in config.getoption("-m")}
+    unwanted = MARKS.keys() - wanted
+    left_out = [item for item in items if unwanted & {mark.name for mark in item.iter_markers()} and not _is_named(item, named)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 

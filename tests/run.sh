@@ -3,14 +3,15 @@
 #   bash tests/run.sh          all that a change can break
 #   bash tests/run.sh --all    also what is marked long, the kernels, trackers, launchers, lm-evaluation-harness and Mistral's tokenizers, and the documentation in a browser
 #                             (tests/kernels.sh, ...): what .ci/run does
-#   bash tests/run.sh --soak   200 SIGKILLs at random moments, twice: saves that training waits for, and in the background
+#   bash tests/run.sh --soak   200 SIGKILLs at random moments, twice: saves that training waits for, and in the background; then what is marked soak
 # Other arguments go to pytest: bash tests/run.sh tests/plans/test_buckets.py -x, or with long tests: bash tests/run.sh --all tests/e2e
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh test
 export OMP_NUM_THREADS=1 # several processes share the cores; more threads in each only get in each other's way
 if [ "$*" = --soak ]; then
-    set -- tests/e2e/test_signals.py -k killed_at_random --soak
+    .venv/bin/python -m pytest tests/e2e/test_signals.py -k killed_at_random --soak
+    set -- -m soak --soak
 fi
 if [ $# -gt 0 ] && [ "$*" != --all ]; then
     exec .venv/bin/python -m pytest "$@"

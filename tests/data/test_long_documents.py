@@ -131,7 +131,7 @@ MEASURE = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama2", "mistral", "llama3", "qwen", TIKTOKEN])
+@pytest.mark.parametrize("name", ["llama2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mistral", "llama3", "qwen", TIKTOKEN))])
 def test_memory_of_a_hundred_megabytes_on_one_line(name: str, layouts: Path, texts: list[str], tmp_path: Path) -> None:
     """One emoji, for which Python takes four bytes for each character of the text; and a special token that is spelt."""
     text = "".join(texts)

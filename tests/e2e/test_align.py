@@ -244,7 +244,7 @@ def test_resuming_as_another_run_is_refused(align: Align, straight: Path, pairs:
     assert refused.codes == (1,) and "--train-data: got other training samples than those of " in refused.err
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_preferences_carry_over_to_texts_that_nobody_has_seen(product: Product, tmp_path: Path) -> None:
     """Documentation against the same with common words in it, in small, three seeds; `examples/align_docstrings.sh` is the same in full,
     and counts likelihoods, too."""
