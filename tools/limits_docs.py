@@ -46,9 +46,9 @@ def with_table(page: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.limits_docs",
-        description="Write the table of megatron_llama/config/limits.py between the two marks of a page.",
+        description="Write the table of config/limits.py between the two marks of a page.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="rewritten in place: docs/faults.md")
+    parser.add_argument("file", type=Path, metavar="FILE", help="docs/faults.md")
     path = parser.parse_args().file
     path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama.config.limits import LARGEST_SMALL_FILE
+from megatron_llama.config.limits import LARGEST_SMALL_FILE, SHOWN_CHARACTERS
 from megatron_llama.config.lines import parse_json
 from megatron_llama.config.model_files import is_name_within, read_model_file
 from megatron_llama.errors import CheckpointError, UserError
@@ -77,6 +77,9 @@ def read_weight_map(path: Path) -> dict[str, str]:
     if outside:
         expected = f"names of files in {path.parent}"
         raise CheckpointError(
-            f"{path} weight_map", got=repr(outside[0]), expected=expected, do=COPY_AGAIN
+            f"{path} weight_map",
+            got=repr(outside[0][:SHOWN_CHARACTERS]),
+            expected=expected,
+            do=COPY_AGAIN,
         )
     return dict(found)

@@ -9,6 +9,8 @@ LARGEST_INTEGER = 2**63 - 1
 """Integers of files become int64 in torch."""
 SHOWN_CHARACTERS = 80
 """An error shows so much of a value."""
+LONGEST_NAME = 255
+"""Bytes of a file's name, by the file systems in use."""
 LARGEST_DIMENSIONS = 64
 """torch knows no tensor of more dimensions."""
 LARGEST_CHECKSUM_LIST = 2**26

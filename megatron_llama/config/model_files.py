@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST, LARGEST_SMALL_FILE
+from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST, LARGEST_SMALL_FILE, LONGEST_NAME
 from megatron_llama.config.lines import require_regular
 from megatron_llama.errors import CheckpointError, UserError
 
@@ -139,9 +140,10 @@ def require_within(path: Path, *, error: type[UserError] = CheckpointError) -> N
 
 
 def is_name_within(name: str) -> bool:
-    """Return whether a name that a file gives stays in the folder of that file."""
+    """Return whether a name that a file gives is one of a file in the folder of that file."""
     parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
+    within = bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
+    return within and all(len(os.fsencode(part)) <= LONGEST_NAME for part in parts)
 
 
 def read_sums(

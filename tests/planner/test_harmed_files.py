@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,13 @@ def test_a_log_of_nothing_that_is_understood(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("x\n" * 100_000 + json.dumps(STEP) + "\n")
     problems = show(tmp_path)
     assert len(problems) == 1001 and problems[-1] == "and 99,000 more lines"
+
+
+@pytest.mark.parametrize("place", [lambda path: path.mkdir(), lambda path: path.symlink_to("nowhere")], ids=["folder", "link"])
+def test_what_is_no_file_is_named(place: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(json.dumps(STEP) + "\n")
+    place(tmp_path / "events.jsonl")
+    assert read_run(str(tmp_path)).problems == ("events.jsonl: neither a file nor a link to one",)
 
 
 def test_a_billion_layers_get_no_plan(tmp_path: Path) -> None:

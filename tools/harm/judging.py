@@ -29,7 +29,10 @@ MEANING: Mapping[Verdict, str] = {
     "memory": "more memory than an input of this size may take",
     "time": "more time than an input may take",
 }
-_WARNING = re.compile(r"warning|note:|damaged|cannot be|instead|left out|missing", re.IGNORECASE)
+_WARNING = re.compile(
+    r"warning|note:|damaged|cannot be|instead|left out|leave out|missing|not understood",
+    re.IGNORECASE,
+)
 _NUMBER = re.compile(r"\d+")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -259,6 +260,8 @@ def _curves(path: Path, problems: _Problems) -> tuple[Mapping[str, Floats], Mapp
 def _entries(path: Path, problems: _Problems) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file with the numbers of their lines. What is none is a problem."""
     if not path.is_file():
+        if os.path.lexists(path):
+            problems.add(f"{path.name}: neither a file nor a link to one")
         return
     try:
         file = path.open("rb")

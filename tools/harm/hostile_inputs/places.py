@@ -62,6 +62,8 @@ def cases() -> Iterator[Hostile]:
     """Yield all of them."""
     for format, file in FILES:
         for name, put in PUTS.items():
+            if (format, name) == ("options-file", "a pipe"):
+                continue  # --config <(command) is one: it waits for its writer
             yield Hostile(f"{file} is {name}", format, _put(file, put))
     for target in (
         "../../secret.txt",

@@ -67,7 +67,9 @@ def _json() -> Iterator[Hostile]:
         yield Hostile(
             f"{file} begins with a mark", format, with_bytes(file, lambda b: b"\xef\xbb\xbf" + b)
         )
-        yield Hostile(f"{file} is empty", format, replaced(file, b""))
+        # A run that was killed before its first step leaves empty ones.
+        empty = replaced(file, b"")
+        yield Hostile(f"{file} is empty", format, empty, may_be_taken=format == "report")
 
 
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -160,6 +162,7 @@ def _expressions() -> Iterator[Hostile]:
         "blanks": r"(\s*)*x",
     }
     for name, pattern in patterns.items():
+        # Where it is one that can be used, the tokenizer is another, as it says.
         split = {
             "type": "Split",
             "pattern": {"Regex": pattern},
@@ -168,9 +171,9 @@ def _expressions() -> Iterator[Hostile]:
         }
         for layout in ("gpt2", "qwen"):
             edit = with_field("tokenizer.json", "pre_tokenizer", split)
-            yield Hostile(f"tokenizer.json with {name}", f"tokenizer/{layout}", edit)
+            yield Hostile(f"tokenizer.json with {name}", f"tokenizer/{layout}", edit, True)
         edit = with_field("tekken.json", "config.pattern", pattern)
-        yield Hostile(f"tekken.json with {name}", "tokenizer/tekken-json", edit)
+        yield Hostile(f"tekken.json with {name}", "tokenizer/tekken-json", edit, True)
     for field, value in TEKKEN_FIELDS:
         edit = with_field("tekken.json", f"config.{field}", value)
         yield Hostile(f"tekken.json {field} {value}", "tokenizer/tekken-json", edit)
