@@ -84,6 +84,7 @@ class Corruptor:
 
     def _read(self, files: Files, allowed: Limits) -> Outcome:
         folder = emptied(self._folder)
+        (folder / READ).mkdir()  # also where the only file is dropped
         for name, content in files.items():
             path = folder / READ / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -216,7 +216,7 @@ def render(_: Workshop) -> Values:
 
 def tune(shop: Workshop) -> Values:
     """Tune on all conversations of a file."""
-    (data,) = READ.iterdir()
+    data = next(READ.glob("*"), READ / "missing.jsonl")
     words = ("--train-data", data, "--train-iters", 6, "--data-cache-path", "cache")
     command("sft", *sft_words(shop), *words, "--save", WRITTEN)
     return {"curve": str(exact_curve(WRITTEN))}
@@ -292,6 +292,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("dataset", "dataset", inspect_dataset, True),
             Format("dataset/train", "dataset", train_on_dataset, True),
             Format("torch_dist", "torch_dist", partial(convert, "native"), False),
+            Format("torch_dist/sums", "torch_dist/sums", partial(convert, "native"), True),
             Format("megatron", "megatron", partial(convert, "hf"), False),
             Format("megatron-llama", "megatron-llama", partial(convert, "hf"), False),
             Format("meta", "meta", partial(convert, "hf"), False),

@@ -151,14 +151,20 @@ def _hf(shop: Workshop, folder: Path) -> None:
         (folder / exported.name / "SHA256SUMS").unlink(missing_ok=True)
 
 
-def _foreign(kind: str, *options: str) -> Callable[[Workshop, Path], None]:
+LISTS_OF_SUMS = ("SHA256SUMS", "integrity.json")
+
+
+def _foreign(kind: str, *options: str, sums: bool = False) -> Callable[[Workshop, Path], None]:
     def make(shop: Workshop, folder: Path) -> None:
         """The checkpoints in a format of others, with the optimizer's state where it has one.
-        Without a list of sums, which others do not write."""
+        Without the lists of sums that this project adds, unless with ``sums``."""
         for number, run in enumerate(_readable_runs(shop)):
-            words = ("--to", kind, *options)
-            shop.run(folder, "convert", run, folder / str(number), *words)
-            (folder / str(number) / "SHA256SUMS").unlink()
+            output = folder / str(number)
+            shop.run(folder, "convert", run, output, "--to", kind, *options)
+            if not sums:
+                for name in LISTS_OF_SUMS:
+                    for path in output.rglob(name):
+                        path.unlink()
 
     return make
 
@@ -386,6 +392,7 @@ MATERIALS: Mapping[str, Callable[[Workshop, Path], None]] = MappingProxyType(
         "export": _export,
         "hf": _hf,
         "torch_dist": _foreign("torch_dist"),
+        "torch_dist/sums": _foreign("torch_dist", sums=True),
         "megatron": _foreign("megatron", "--tensor-model-parallel-size", "2"),
         "megatron-llama": _foreign("megatron-llama", "--pipeline-model-parallel-size", "2"),
         "meta": _foreign("meta"),
