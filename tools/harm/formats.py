@@ -24,6 +24,7 @@ from tools.harm.materials import (
     Workshop,
     align_words,
     data_of,
+    lora_words,
     records,
     sft_words,
     texts,
@@ -237,6 +238,26 @@ def align(shop: Workshop) -> Values:
     return {"curve": str(exact_curve(WRITTEN))}
 
 
+def align_from_records(shop: Workshop) -> Values:
+    """Tune on all pairs of a file."""
+    data = next(READ.glob("*"), READ / "missing.jsonl")
+    command(*align_words(shop, data, iterations=6), "--data-cache-path", "cache", "--save", WRITTEN)
+    return {"curve": str(exact_curve(WRITTEN))}
+
+
+def resume_adapter(shop: Workshop) -> Values:
+    """Go on with a run that trains an adapter."""
+    where = ("--load", READ, "--save", WRITTEN, "--train-iters", SAVED + 1)
+    command("pretrain", *lora_words(shop), *where)
+    return saved_values(WRITTEN)
+
+
+def compare_timeline(_: Workshop) -> Values:
+    """Hold a recorded timeline against its plan."""
+    command("plan", "compare", READ / "timeline.json.gz", "--json", "compared.json")
+    return dict(flattened(json.loads(Path("compared.json").read_text())))
+
+
 def report(_: Workshop) -> Values:
     """Report on a run."""
     command("report", READ, "--json", "report.json", "--html", "report.html")
@@ -286,6 +307,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("native/export", "native", export, True),
             Format("export", "export", begin_from_hf, True),
             Format("export/convert", "export", partial(convert, "hf"), True),
+            Format("lora", "lora", resume_adapter, True),
             Format("hf", "hf", begin_from_hf, False),
             Format("hf/convert", "hf", partial(convert, "hf"), False),
             Format("hf/generate", "hf", generate, False),
@@ -300,10 +322,12 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             *(Format(f"tokenizer/{name}", f"tokenizer/{name}", tokenize, False) for name in ENDING),
             *(Format(f"chat/{name}", f"tokenizer/{name}", render, False) for name in CHATTING),
             *(Format(f"records/{kind}", f"records/{kind}", tune, False) for kind in KINDS),
+            Format("records/pairs", "records/pairs", align_from_records, False),
             Format("token-store", "token-store", tune_with_store, True),
             Format("scores", "scores", align, True),
             Format("report", "run-logs", report, False),
             Format("trainer-logs", "trainer-logs", read_trainer_logs, False),
+            Format("timeline", "timeline", compare_timeline, False),
             Format("calibration", "calibration", plan, False),
             Format("options-file", "options-file", read_options, False),
         )

@@ -187,6 +187,33 @@ def _peft(shop: Workshop, folder: Path) -> None:
         (output / "SHA256SUMS").unlink()
 
 
+def lora_words(shop: Workshop) -> tuple[object, ...]:
+    """The options of a run that trains an adapter."""
+    lora = ("--lora-rank", 2, "--lora-alpha", 4, "--init-from-hf", shop.make("base")[0])
+    return (*STEPS, *data_of(shop)[:4], *lora)
+
+
+def _lora(shop: Workshop, folder: Path) -> None:
+    """The folder of a run that trains an adapter; its sibling has another seed."""
+    for number, more in enumerate(((), ("--seed", 7))):
+        save = folder / str(number)
+        words = (*lora_words(shop), *more, "--train-iters", SAVED, "--save", save)
+        shop.run(folder, "pretrain", *words)
+        for name in ("log.jsonl", "events.jsonl"):
+            (save / name).unlink(missing_ok=True)
+
+
+def _timeline(shop: Workshop, folder: Path) -> None:
+    """What two runs have recorded of their steps."""
+    for number, more in enumerate(((), ("--micro-batch-size", 1))):
+        (folder / str(number)).mkdir()
+        save = folder / f"run-{number}"
+        words = (*TINY, *data_of(shop), *more, "--train-iters", 4, "--save", save)
+        steps = ("--profile-step-start", 2, "--profile-step-end", 4)
+        file = folder / str(number) / "timeline.json.gz"
+        shop.run(folder, "pretrain", *words, *steps, "--record-timeline", file)
+
+
 def _tokenizer(name: str) -> Callable[[Workshop, Path], None]:
     def make(_: Workshop, folder: Path) -> None:
         """A tokenizer as third parties ship it, and another of its kind."""
@@ -259,12 +286,14 @@ def pairs(count: int, start: int = 0) -> list[dict[str, object]]:
     ]
 
 
-def _records(ending: str) -> Callable[[Workshop, Path], None]:
+def _records(
+    ending: str, drawn: Callable[[int, int], list[dict[str, object]]] = records
+) -> Callable[[Workshop, Path], None]:
     def make(_: Workshop, folder: Path) -> None:
-        """A file of conversations, and another."""
+        """A file of conversations or pairs, and another."""
         for number in range(2):
             (folder / str(number)).mkdir()
-            write_records(folder / str(number) / f"data{ending}", records(24, 100 * number))
+            write_records(folder / str(number) / f"data{ending}", drawn(24, 100 * number))
 
     return make
 
@@ -321,11 +350,14 @@ def _scores(shop: Workshop, folder: Path) -> None:
         shop.run(folder, *align_words(shop, data, folder / str(number) / "scores"))
 
 
-def align_words(shop: Workshop, data: Path, scores: object) -> tuple[object, ...]:
-    """The command that tunes on pairs with the scores of a file."""
+def align_words(
+    shop: Workshop, data: Path, scores: object = None, iterations: int = 2
+) -> tuple[object, ...]:
+    """The command that tunes on pairs, with the scores of a file if it is named."""
     template = ("--chat-template", chat_template(shop))
     steps = ("--seq-length", 256, *STEPS[2:], "--init-from-hf", shop.make("base")[0])
-    words = ("--train-data", data, "--reference-scores", scores, "--train-iters", 2)
+    kept = () if scores is None else ("--reference-scores", scores)
+    words = ("--train-data", data, *kept, "--train-iters", iterations)
     return ("align", *steps, *template, *words)
 
 
@@ -397,6 +429,7 @@ MATERIALS: Mapping[str, Callable[[Workshop, Path], None]] = MappingProxyType(
         "megatron-llama": _foreign("megatron-llama", "--pipeline-model-parallel-size", "2"),
         "meta": _foreign("meta"),
         "base": _base,
+        "lora": _lora,
         "peft": _peft,
         **{f"tokenizer/{name}": _tokenizer(name) for name in LAYOUTS},
         "tokenizer/ranks": _ranks,
@@ -405,9 +438,11 @@ MATERIALS: Mapping[str, Callable[[Workshop, Path], None]] = MappingProxyType(
         "records/parquet": _records(".parquet"),
         "records/arrow": _records(".arrow"),
         "token-store": _token_store,
+        "records/pairs": _records(".jsonl", pairs),
         "scores": _scores,
         "run-logs": _run_logs,
         "trainer-logs": _trainer_logs,
+        "timeline": _timeline,
         "calibration": _calibration,
         "options-file": _options_file,
     }
