@@ -235,7 +235,9 @@ def _logs() -> Iterator[Hostile]:
     for name, line in lines.items():
         for file in ("megatron.log", "titan.log"):
             edit = extended(file, f"{line}\n".encode())
-            yield Hostile(f"{file} with {name}", "trainer-logs", edit)
+            # A run that has diverged writes it.
+            diverged = name == "a loss of nan"
+            yield Hostile(f"{file} with {name}", "trainer-logs", edit, may_be_taken=diverged)
 
 
 def _entry(**fields: object) -> bytes:
