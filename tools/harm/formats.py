@@ -79,7 +79,7 @@ def tensor_values(checkpoint: Path) -> Values:
 
 def saved_values(run: Path) -> Values:
     """Everything of a run's newest checkpoint, and its curve."""
-    newest = max(run.glob("iter_*"), default=None)
+    newest = max(run.glob("iter_" + 7 * "[0-9]"), default=None)
     if newest is None:  # it took itself for done
         return {"saved": "nothing"}
     values = {f"tensor {name}": text for name, text in tensor_values(newest).items()}
@@ -144,7 +144,7 @@ def convert(to: str, _: Workshop) -> Values:
     """Write a model in another format."""
     command("convert", READ, WRITTEN, "--to", to)
     if to == "native":
-        newest = max(WRITTEN.glob("iter_*"))
+        newest = max(WRITTEN.glob("iter_" + 7 * "[0-9]"))
         tensors = tensor_values(newest)
         return tensors | dict(flattened(json.loads((newest / "meta.json").read_text())))
     return file_values(WRITTEN, HF_CARRIED)
