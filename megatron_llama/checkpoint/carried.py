@@ -20,16 +20,13 @@ from megatron_llama.errors import CheckpointError
 from megatron_llama.tokenizer.base import Tokenizer
 
 GENERATION = "generation_config.json"
-COUNTS = (
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "num_beams",
-    "num_return_sequences",
-    "top_k",
+NUMBERS = (
+    *("max_length", "max_new_tokens", "min_length", "num_beams", "num_return_sequences", "top_k"),
+    *("typical_p", "length_penalty", "diversity_penalty", "min_p"),
+    *("temperature", "top_p", "repetition_penalty"),
 )
-NUMBERS = ("typical_p", "length_penalty", "diversity_penalty", "min_p")
-"""Numbers of generation_config.json, whole and not."""
+"""Numbers of generation_config.json. Nobody computes with them here, and others have meanings for
+many of their values (-1 is no top_k for vLLM), but JSON has none that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,11 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def require_generation(content: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError for a field of a ``generation_config.json`` that is no number of its
-    kind. What else it says is carried as it is."""
+    """Raise CheckpointError for a number of a ``generation_config.json`` that is none. What else it
+    says is carried as it is."""
     with read_fields(content, path) as fields:
-        for name in COUNTS:
-            fields.integer(name, default=None, null=True)
         for name in NUMBERS:
             fields.number(name, default=None, null=True)
-        for name in ("temperature", "top_p", "repetition_penalty"):
-            fields.number(name, low=0, default=None, null=True)
 
 
 def read_carried(folder: str | Path) -> Carried:

@@ -49,12 +49,11 @@ def read_model_file(
     Raises ``error`` with the remedy ``do`` where there is none that can be read, and where it is
     not a regular file, leads out of its folder, is larger than ``limit`` bytes, or is not the one
     that a list of checksums in its folder, or in the one above, names."""
+    content = read_bounded(path, limit=limit, do=do, error=error)
     # An object store has neither links nor lists beside a file.
     on_disk = isinstance(path, Path)
     if on_disk:
-        require_model_file(path, do=do, error=error)
-        require_within(path, error=error)
-    content = read_bounded(path, limit=limit, do=do, error=error)
+        require_within(path, content, error=error)
     listed = listed_sum(path, error=error) if on_disk else None
     if listed is not None:
         digest = hashlib.new(listed.kind, content, usedforsecurity=False).hexdigest()
@@ -114,29 +113,36 @@ def require_model_file(
         raise error(path, got=got, expected="a readable file", do=do) from problem
 
 
-def require_within(path: Path, *, error: type[UserError] = CheckpointError) -> None:
+def require_within(path: Path, content: bytes, *, error: type[UserError] = CheckpointError) -> None:
     """Raise ``error`` where a path is a link that leads out of its folder. A snapshot in the hub's
-    cache links to the blobs of its own repository."""
+    cache links to the blobs of its own repository. A store in which the name of a file is the
+    digest of its ``content`` may lie anywhere (DVC's, git-annex's, the hub's for downloads of
+    2023): only who has a content can make such a link to it."""
     target = path.resolve()
     folder = path.parent.resolve()
-    if folder in target.parents:
-        return
     # .../models--org--name/snapshots/COMMIT/file -> .../models--org--name/blobs/DIGEST
     repository = next((p.parent for p in (folder, *folder.parents) if p.name == "snapshots"), None)
-    if repository is not None and target.parent == repository / "blobs":
-        return
-    # Downloads of 2023 into a folder link to .../models--org--name/blobs/DIGEST. The name says what
-    # is in the file, so only who has that can make such a link.
-    by_digest = re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", target.name)
-    if by_digest and target.parent.name == "blobs" and "--" in target.parent.parent.name:
+    own = repository is not None and target.parent == (repository / "blobs").resolve()
+    if folder in target.parents or own or _is_named_by_digest(target, content):
         return
     raise error(
         path,
         got=f"a link to {target}",
         expected=f"a file in {folder}: what is read there can end in a folder that is published",
-        do="name the file that it leads to, if you mean that one, or copy the folder with what its "
-        f"links lead to: cp -rL {path.parent} COPY",
+        do="name the file that it leads to, if you mean that one, or put the file in the place of "
+        f"the link: cp --remove-destination {target} {path}",
     )
+
+
+def _is_named_by_digest(path: Path, content: bytes) -> bool:
+    """Return whether the name of a file is the digest of its content."""
+    name = path.name
+    # DVC: files/md5/ab/cdef...; git-annex: SHA256E-s123--DIGEST.json
+    names = {name, path.parent.name + name, name.rpartition("--")[2].partition(".")[0]}
+    blob = b"blob %d\0" % len(content) + content  # git's name of a file, and the hub's
+    made = [hashlib.new(kind, content, usedforsecurity=False) for kind in ("md5", "sha1", "sha256")]
+    digests = {digest.hexdigest() for digest in made}
+    return bool(names & {*digests, hashlib.sha1(blob, usedforsecurity=False).hexdigest()})
 
 
 def is_name_within(name: str) -> bool:
@@ -147,11 +153,11 @@ def is_name_within(name: str) -> bool:
 
 
 def read_sums(
-    folder: Path, *, error: type[UserError] = CheckpointError
+    folder: Path, *, asked: str | None = None, error: type[UserError] = CheckpointError
 ) -> tuple[dict[str, ListedSum], int]:
     """Return what the lists of checksums in a folder say of its files, by their paths in it, and
-    how many of their lines say nothing of a file in it. Raises ``error`` for two sums of one
-    file."""
+    how many of their lines say nothing of a file in it. Raises ``error`` for two sums of one file;
+    where one file is ``asked`` for, only for two of that."""
     sums: dict[str, ListedSum] = {}
     others = 0
     for kind, list_name in (("md5", META_SUMS), ("sha256", SUMS)):
@@ -171,7 +177,7 @@ def read_sums(
                 continue
             listed = ListedSum(kind, match[1].lower(), path)
             known = sums.setdefault(match[2], listed)
-            if known.list == path and known != listed:
+            if known.list == path and known != listed and asked in (None, match[2]):
                 got = f"two sums of {match[2]}"
                 raise error(path, got=got, expected="one", do="remove the line that is wrong")
             sums[match[2]] = listed
@@ -208,7 +214,7 @@ def listed_sum(path: Path, *, error: type[UserError] = CheckpointError) -> Liste
     folder = path.parent
     for place, name in ((folder, path.name), (folder.parent, f"{folder.name}/{path.name}")):
         if any((place / listing).is_file() for listing in (SUMS, META_SUMS, MANIFEST)):
-            sums, _ = read_sums(place, error=error)
+            sums, _ = read_sums(place, asked=name, error=error)
             if name in sums:
                 return sums[name]
     return None

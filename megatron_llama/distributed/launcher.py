@@ -169,7 +169,8 @@ def launching_processes(environ: Mapping[str, str] | None = None) -> tuple[Proce
     parent = process_of(os.getppid())
     if parent is None:
         return ()
-    if "TORCHELASTIC_RUN_ID" not in env:
+    # What a rank starts by itself may lack these, and is a run of its own.
+    if "TORCHELASTIC_RUN_ID" not in env or not all(name in env for name in TORCHRUN):
         owned = _in_slurm_step(env) and program_of(parent.pid) == _SLURM
         return (parent,) if owned else ()
     own = {name: env.get(name) for name in _OF_ONE_RANK}

@@ -112,7 +112,8 @@ def first_environment(pid: int) -> Mapping[str, str]:
 def program_of(pid: int) -> str:
     """The name of the program that a process runs, at most 15 characters."""
     try:
-        return (PROC / str(pid) / "comm").read_text().strip()
+        # The kernel cuts the name between two bytes, which may be those of one character.
+        return os.fsdecode((PROC / str(pid) / "comm").read_bytes()).strip()
     except OSError:
         return ""
 
@@ -134,7 +135,7 @@ def _stat(pid: int) -> list[str] | None:
     nothing, which ``_may_exist`` explains."""
     try:
         # The name of the program, in brackets, may hold anything, blanks and brackets too.
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return os.fsdecode((PROC / str(pid) / "stat").read_bytes()).rpartition(")")[2].split()
     except OSError:
         return None
 

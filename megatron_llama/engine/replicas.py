@@ -68,6 +68,8 @@ def _difference(
         axis,
         device,
     )
+    if bool((digests == digests[:1]).all()):
+        return None  # at once: the loop takes seconds for thousands of ranks and tensors
     for number, one in enumerate(tensors):
         same: dict[tuple[int, ...], list[int]] = {}
         for position, digest in enumerate(digests[:, number].tolist()):

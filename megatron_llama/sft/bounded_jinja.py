@@ -3,12 +3,14 @@ an error and not with the machine.
 
 What repeats something (loops, calls, filters) counts its steps and looks at the clock. What makes a
 text or a list counts its characters before it makes them, since one operation of Python cannot be
-interrupted: ``'a' * 10**10`` is one.
+interrupted: ``'a' * 10**10`` is one. What walks through a value (comparisons, keys) counts it, too:
+lists that hold each other have more entries than can be walked through.
 """
 
 from __future__ import annotations
 
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateRuntimeError
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_llama.config.limits import (
@@ -32,13 +34,16 @@ from megatron_llama.config.limits import (
 
 _LOOP = "bounded loop"
 _JOIN = "bounded join"
-"""Filters that no template can name: they stand in the place of loops and of ``~``."""
+_WALK = "bounded walk"
+"""Filters that no template can name: they stand in the place of loops and of ``~``, and around what
+is compared or a key."""
 _CLOCK_STEPS = 64
 """The clock is asked once in so many steps."""
 _OF_AN_ENTRY = 256
 """Characters for which an entry of a list counts, beside its own."""
-_WIDTHS = re.compile(r"\d+|\*|:[^{}]*\{")
-"""What in a format may ask for a width: digits, and a place for a number."""
+_MEMORY_CHECKS = 4
+"""The memory is looked at each time that texts of this part of the bound were made."""
+_WIDTHS = re.compile(r"\d+")
 
 
 class Budget:
@@ -50,6 +55,7 @@ class Budget:
         self._most = TEMPLATE_CHARACTERS
         self._seconds = TEMPLATE_SECONDS
         self._end = time.thread_time() + TEMPLATE_SECONDS
+        self._peak = _peak_bytes()
 
     def widen(self, conversation: object) -> None:
         """Allow what a conversation of this size may need."""
@@ -64,15 +70,25 @@ class Budget:
         self._steps += 1
         if self._steps > TEMPLATE_STEPS:
             raise TemplateRuntimeError(f"more than {TEMPLATE_STEPS:,} passes of loops and calls")
-        if self._steps % _CLOCK_STEPS == 0 and time.thread_time() > self._end:
+        if self._steps % _CLOCK_STEPS == 0:
+            self._look_at_clock()
+
+    def _look_at_clock(self) -> None:
+        if time.thread_time() > self._end:
             raise TemplateRuntimeError(f"more than {self._seconds:.3g} s of the processor")
 
     def take(self, characters: int) -> None:
         """Count characters that are about to be made. Raises TemplateRuntimeError beyond the
         bounds."""
         self._characters += characters
-        if self._characters > self._most:
+        if self._characters <= self._most // _MEMORY_CHECKS:
+            return
+        # Most of what is made is dropped again: a template that gathers its text makes it anew with
+        # each piece. What counts is what one text has, and what has been kept.
+        if characters > self._most or _peak_bytes() - self._peak > self._most:
             raise TemplateRuntimeError(f"texts of more than {self._most:,} characters together")
+        self._characters = 0
+        self._look_at_clock()
 
     def size(self, value: Any) -> int:
         """Return about how many characters a value takes as text. Raises TemplateRuntimeError for
@@ -98,6 +114,11 @@ class Budget:
         return total
 
 
+def _peak_bytes() -> int:
+    """Return the most memory that this process has ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox in which chat templates run."""
 
@@ -112,6 +133,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = self._bounded_filter(name, function)
         self.filters[_LOOP] = self._loop
         self.filters[_JOIN] = self._join
+        self.filters[_WALK] = self._walked
+        for name in _COMPARING & self.tests.keys():
+            self.tests[name] = self._bounded_test(self.tests[name])
 
     def bound(self, name: str, function: Callable[..., Any]) -> None:
         """Add a filter, whose results are counted."""
@@ -136,6 +160,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, _LOOP, [], [], None, None).set_lineno(loop.lineno)
         _bound_joins(tree)
+        for comparison in tree.find_all(nodes.Compare):
+            _bound_comparison(comparison)
+        for pair in tree.find_all(nodes.Pair):
+            pair.key = _walk(pair.key)
         return tree
 
     def concat(self, parts: Iterable[str]) -> str:
@@ -155,6 +183,25 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.step()
         budget.take(sum(map(budget.size, parts)))
         return "".join(map(str, parts))
+
+    def _walked(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            self._budget.size(value)
+        return value
+
+    def _bounded_test(self, function: Callable[..., bool]) -> Callable[..., bool]:
+        @wraps(function)
+        def bounded(*values: Any) -> bool:
+            return function(*map(self._walked, values))
+
+        return bounded
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return an entry of a value."""
+        # Only tuples can be keys and hold each other.
+        return super().getitem(
+            obj, self._walked(argument) if isinstance(argument, tuple) else argument
+        )
 
     def _loop(self, iterable: Any) -> Any:
         # Undefined and the like are for the loop itself to refuse.
@@ -195,6 +242,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.take(_formatted(budget, wrapped, (args, kwargs)))
         elif isinstance(__obj, BuiltinMethodType) and isinstance(owner, str | bytes | int):
             budget.take(_method_size(budget, __obj.__name__, owner, [*args, *kwargs.values()]))
+        elif not isinstance(__obj, Macro | LoopContext):  # index, count, get, dict: these walk
+            for value in (*args, *kwargs.values()):
+                __self._walked(value)
         return super().call(__context, __obj, *args, **kwargs)
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,6 +302,29 @@ def _bound_joins(node: nodes.Node) -> None:
             setattr(node, name, replaced(value))
 
 
+def _walk(node: nodes.Expr) -> nodes.Expr:
+    """Return an expression whose value is counted, unless it is a constant."""
+    if isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, _WALK, [], [], None, None).set_lineno(node.lineno)
+
+
+def _bound_comparison(comparison: nodes.Compare) -> None:
+    """Count what is compared, unless all but one operand are constants: they end the walk through
+    the other one."""
+    operands = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+    if sum(not _is_constant(operand) for operand in operands) < 2:
+        return
+    comparison.expr = _walk(comparison.expr)
+    for operand in comparison.ops:
+        operand.expr = _walk(operand.expr)
+
+
+def _is_constant(node: nodes.Expr) -> bool:
+    listed = isinstance(node, nodes.List | nodes.Tuple)
+    return isinstance(node, nodes.Const) or (listed and all(map(_is_constant, node.items)))
+
+
 def _length(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
@@ -264,9 +337,9 @@ def _largest(values: Iterable[Any]) -> int:
 
 def _formatted(budget: Budget, form: str, values: Any) -> int:
     """Return how many characters a format may make of values, at most about."""
-    widths = _WIDTHS.findall(form)
-    widest = max((int(width[:12]) for width in widths if width.isdecimal()), default=0)
-    if any(not width.isdecimal() for width in widths):
+    widest = max((int(width[:12]) for width in _WIDTHS.findall(form)), default=0)
+    # %*d, {:{}}: the width is one of the values.
+    if "*" in form or (":" in form and "{" in form):
         widest = max(widest, _largest(_numbers(values)))
     places = form.count("{") + form.count("%")
     return len(form) + places * (budget.size(values) + widest)
@@ -332,6 +405,11 @@ _REPEATING: Mapping[str, Callable[[Budget, Any, Sequence[Any]], int]] = MappingP
     }
 )
 """Filters that can make more than they are given, and about how many characters."""
+_COMPARING = frozenset(
+    {"eq", "equalto", "==", "ne", "!=", "in", "lt", "lessthan", "<", "le", "<=", "gt"}
+    | {"greaterthan", ">", "ge", ">="}
+)
+"""Tests that walk through their values."""
 _WHOLE = frozenset(
     {"string", "tojson", "pprint", "e", "escape", "forceescape", "trim", "upper", "lower", "title"}
     | {"capitalize", "striptags", "urlencode", "urlize", "xmlattr", "truncate", "wordcount"}

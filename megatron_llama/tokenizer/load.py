@@ -86,7 +86,8 @@ def require_expressible(tokenizer: Tokenizer) -> None:
 
 def require_named(folder: Path) -> None:
     """Raise DataError where a folder has no tokenizer.json and its tokenizer_config.json is one of
-    a tokenizer that lies nowhere else."""
+    a tokenizer that lies nowhere else. A tokenizer_file says so too, unless there is another file:
+    transformers writes where a tokenizer was once loaded from."""
     file = folder / "tokenizer.json"
     config = folder / CONFIG
     if is_there(file, error=DataError) or not is_there(config, error=DataError):
@@ -95,7 +96,9 @@ def require_named(folder: Path) -> None:
     own = settings.get("tokenizer_class")
     named = settings.get("tokenizer_file")
     by = f"tokenizer_class {own}" if own in ONLY_JSON else ""
-    if isinstance(named, str) and Path(named).name == file.name:
+    others = [name for name in USUAL_NAMES if name != file.name]
+    beside = any(is_there(folder / name, error=DataError) for name in others)
+    if isinstance(named, str) and Path(named).name == file.name and not beside:
         by = f"tokenizer_file {named}"
     if by:
         expected = f"it, by {config.name}: {by}"

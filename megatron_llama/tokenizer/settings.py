@@ -107,8 +107,6 @@ def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
         if not _is_template(fields.value("chat_template", None)):
             expected = "a text, or texts with names"
             fields.problem("chat_template", shown(settings["chat_template"]), expected)
-        # transformers writes 1e30 for a tokenizer without such a length.
-        fields.number("model_max_length", above=0, default=None, null=True)
     listed = settings.get("added_tokens_decoder", {})
     if not isinstance(listed, Mapping) or not all(
         re.fullmatch("[0-9]{1,10}", id)

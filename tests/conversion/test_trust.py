@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -114,7 +115,7 @@ def test_links_out_of_a_folder(source: Path, tmp_path: Path, capsys: Capture) ->
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
         said = refusal(capsys, folder, tmp_path / "out", "--to", "hf")
-        assert f"{name}: got a link to {secret}" in said and "cp -rL" in said
+        assert f"{name}: got a link to {secret}" in said and "cp --remove-destination" in said
 
 
 def test_the_links_of_a_hub_cache(source: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -134,21 +135,54 @@ def test_the_links_of_a_hub_cache(source: Path, tmp_path: Path, capsys: Capture)
     assert "got a link to" in generated(snapshot, capsys)[1]
 
 
-def test_links_of_a_download_into_the_blobs_of_the_hub_cache(source: Path, tmp_path: Path) -> None:
-    """As huggingface_hub made them in folders of the user's until 2024: named by their content."""
-    blobs = tmp_path / "cache" / "models--org--name" / "blobs"
-    blobs.mkdir(parents=True)
-    shutil.copyfile(source / "config.json", blobs / ("0123456789" * 4))
-    folder = tmp_path / "download"
-    folder.mkdir()
-    link = folder / "config.json"
-    link.symlink_to(blobs / ("0123456789" * 4))
-    assert read_model_file(link) == (source / "config.json").read_bytes()
-    link.unlink()
-    (blobs / "secret").write_text("{}")
-    link.symlink_to(blobs / "secret")
-    with pytest.raises(CheckpointError, match="got a link to"):
+def git_digest(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+STORES: dict[str, Callable[[bytes], str]] = {
+    "the hub's blobs, as its downloads of 2023 link to them": lambda content: f"models--org--name/blobs/{git_digest(content)}",
+    "the hub's blobs of large files": lambda content: f"models--org--name/blobs/{hashlib.sha256(content).hexdigest()}",
+    "DVC": lambda content: f"files/md5/{(digest := hashlib.md5(content).hexdigest()):.2}/{digest[2:]}",
+    "git-annex": lambda content: f"annex/SHA256E-s{len(content)}--{hashlib.sha256(content).hexdigest()}.json",
+}
+
+
+@pytest.mark.parametrize("named", STORES.values(), ids=STORES)
+def test_links_into_a_store_that_names_files_by_their_content(named: Callable[[bytes], str], source: Path, tmp_path: Path) -> None:
+    content = (source / "config.json").read_bytes()
+    stored = tmp_path / "store" / named(content)
+    stored.parent.mkdir(parents=True)
+    stored.write_bytes(content)
+    (tmp_path / "model").mkdir()
+    link = tmp_path / "model" / "config.json"
+    link.symlink_to(stored)
+    assert read_model_file(link) == content
+    stored.write_bytes(content + b" ")  # a file that only has such a name
+    with pytest.raises(CheckpointError, match=r"got a link to .*cp --remove-destination"):
         read_model_file(link)
+
+
+def test_blobs_that_lie_on_another_disk(source: Path, tmp_path: Path) -> None:
+    repository, disk = tmp_path / "models--org--name", tmp_path / "disk"
+    (repository / "snapshots" / "0123").mkdir(parents=True)
+    disk.mkdir()
+    (repository / "blobs").symlink_to(disk)
+    shutil.copyfile(source / "config.json", disk / "etag")
+    link = repository / "snapshots" / "0123" / "config.json"
+    link.symlink_to("../../blobs/etag")
+    assert read_model_file(link) == (source / "config.json").read_bytes()
+
+
+def test_a_list_in_the_folder_above_is_of_its_own_files(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "config.json"
+    file.write_text("{}")
+    twice = "".join(f"{digit * 64}  other.iso\n" for digit in "01")
+    (tmp_path / "SHA256SUMS").write_text(twice)
+    assert read_model_file(file) == b"{}"
+    (tmp_path / "SHA256SUMS").write_text(twice.replace("other.iso", "model/config.json"))
+    with pytest.raises(CheckpointError, match=r"got two sums of model/config\.json"):
+        read_model_file(file)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "adapter.bin"])

@@ -19,7 +19,7 @@ from megatron_llama.distributed import processes
 from megatron_llama.distributed.comm.watch import Diagnosis, Watch
 from megatron_llama.distributed.launcher import Place, launching_processes
 from megatron_llama.distributed.orphan import following_launcher
-from megatron_llama.distributed.processes import STOPPED, TRACED, UNKNOWN, Process, parent_of, process_of, this_process
+from megatron_llama.distributed.processes import STOPPED, TRACED, UNKNOWN, Process, parent_of, process_of, program_of, this_process
 from megatron_llama.distributed.recorder import Recorder
 
 
@@ -73,9 +73,27 @@ def test_a_process_without_a_launcher_depends_on_none() -> None:
     assert launching_processes({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}) == (), "its parent is no slurmstepd"
 
 
+def test_what_a_rank_starts_by_itself_depends_on_none() -> None:
+    """It may have a part of the rank's variables."""
+    assert launching_processes({"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0"}) == ()
+
+
+def test_a_program_whose_name_is_cut_inside_a_character(tmp_path: Path) -> None:
+    """The kernel keeps 15 bytes of it: here the last is the first of two."""
+    script = tmp_path / "entrainer_modeéle.sh"
+    assert script.name.encode()[14] == "é".encode()[0]
+    script.write_text("#!/bin/sh\necho ready\nread line\n")
+    script.chmod(0o755)
+    with subprocess.Popen([script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stdout.readline() == "ready\n"
+        process = process_of(running.pid)
+        assert process is not None and process.state and program_of(running.pid).startswith("entrainer_")
+        running.communicate("\n")
+
+
 def test_torchruns_parent_counts_and_so_do_scripts_between() -> None:
     """The script has the variables of its rank; the launcher, this process, has none of them."""
-    rank = {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "0"}
+    rank = {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     code = "from megatron_llama.distributed.launcher import launching_processes as found; print([one.pid for one in found()])"
     script = f"{sys.executable} -c '{code}' && echo $$"
     printed = subprocess.run(["/bin/sh", "-c", script], env={**os.environ, **rank}, capture_output=True, text=True, check=True).stdout
@@ -163,7 +181,8 @@ def test_a_proc_that_does_not_show_a_process(
 
 def test_nothing_follows_a_launcher_behind_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may fork then, and a fork copies no thread."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
     following = [thread.name for thread in threading.enumerate()].count("launcher")
     with following_launcher(lambda why: None):
         assert [thread.name for thread in threading.enumerate()].count("launcher") == following + 1

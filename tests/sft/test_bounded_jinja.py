@@ -15,6 +15,7 @@ from megatron_llama.sft.template import ChatTemplate
 MESSAGES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 DOUBLED = "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
 LISTS = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+TUPLES = "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
 HOSTILE = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "loops with text": "{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
@@ -55,6 +56,19 @@ HOSTILE = {
     "bytes": "{{ (5).to_bytes(3000000000, 'big') | length }}",
     "map": "{{ range(99999) | map('string') | map('center', 1000000) | list | length }}",
     "lists walked": "{% set r = range(99999) | list %}{% for i in r %}{% for j in r | sort | unique %}{% endfor %}{% endfor %}",
+    "places for widths": "{{ (':' * 100000) % 1 }}{{ (':' * 100000).format(1) }}" * 9,
+    "lists compared": LISTS + LISTS.replace("ns", "other") + "{{ ns.x == other.x }}",
+    "lists ordered": LISTS + LISTS.replace("ns", "other") + "{{ ns.x < other.x }}",
+    "lists searched": LISTS + LISTS.replace("ns", "other") + "{{ ns.x in [1, other.x] }}",
+    "lists compared by a test": LISTS + LISTS.replace("ns", "other") + "{{ [ns.x] | select('eq', other.x) | list | length }}",
+    "lists counted": LISTS + LISTS.replace("ns", "other") + "{{ [ns.x].count(other.x) }}",
+    "tuples as keys": TUPLES + "{{ {ns.x: 1} | length }}",
+    "tuples as keys of dict()": TUPLES + "{{ dict([(ns.x, 1)]) | length }}",
+    "tuples looked up": TUPLES + "{{ {1: 2}[ns.x] }}",
+    "tuples given to get": TUPLES + "{{ {1: 2}.get(ns.x) }}",
+    "texts that are kept": "{% set ns = namespace(x=[]) %}{% for i in range(999) %}{% set ns.x = [ns.x, 'a' * 1000000] %}{% endfor %}",
+    "texts that are kept, by sums": "{% set ns = namespace(x=[], t='a' * 9999999) %}{% for i in range(999) %}"
+    "{% set ns.x = ns.x + [ns.t + 'b'] %}{% endfor %}",
     "lipsum": "{{ lipsum(n=10 ** 9) }}",
 }
 
@@ -103,9 +117,11 @@ def test_threads_have_budgets_of_their_own() -> None:
 
 
 def test_a_long_conversation_has_room() -> None:
-    long = [{"role": "user", "content": "word " * 1000} for _ in range(400)]
-    source = "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x ~ m.content %}{% endfor %}{{ ns.x }}"
-    assert ChatTemplate(source, "t", {}).render(long).text == "word " * 400_000
+    """Its text is gathered: each piece makes it anew, several times."""
+    long = [{"role": "user", "content": "word " * 200} for _ in range(1000)]
+    piece = "ns.x + '<|' + m.role + '|>' + m.content + '.'"
+    source = "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = " + piece + " %}{% endfor %}{{ ns.x }}"
+    assert ChatTemplate(source, "t", {}).render(long).text == f"<|user|>{'word ' * 200}." * 1000
 
 
 @pytest.mark.parametrize(
@@ -120,6 +136,8 @@ def test_a_long_conversation_has_room() -> None:
         ("{{ 'x' * 3 + 'y' }}{{ 2 * 3 ** 2 }}{{ '%3d|%s' % (7, 'a') }}{{ '{:>4}'.format('z') }}", "xxxy18  7|a   z"),
         ("{{ ' a ' | trim | upper | center(5) }}{{ [1, 2] | join(', ') }}{{ 'aXb'.replace('X', '--') }}", "  A  1, 2a--b"),
         ("{% macro m(a) %}<{{ a }}{{ caller() }}>{% endmacro %}{% call m(1) %}in{% endcall %}", "<1in>"),
+        ("{{ messages == messages }}{{ [1] in [[1]] }}{{ 'a' < 'b' <= 'b' }}{{ {(1, 2): 'k'}[(1, 2)] }}{{ {'a': 1}.get('a') }}", "TrueTrueTruek1"),
+        ("{{ messages | selectattr('role', 'eq', 'user') | map(attribute='content') | join }}{{ dict(a=1).a }}", "a b1"),
         ("{{ {'a': [1, none]} | tojson(indent=1) }}{{ messages[0] | length }}", '{\n "a": [\n  1,\n  null\n ]\n}2'),
     ],
 )
