@@ -22,7 +22,7 @@ from tests.e2e.product import words as command_words
 from tests.launch import Finished, Launcher
 from tests.refusals import UNKNOWABLE, first_line
 from tools.harm.judging import Journal, Result, Verdict, emptied
-from tools.harm.materials import CHAT, Workshop, records, write_records
+from tools.harm.materials import CHAT, Workshop, write_records
 from tools.harm.sandbox import GIB, Limits, Outcome, run_forked, valueless, warm
 
 PART = "options"
@@ -120,7 +120,8 @@ class Liner:
         return [name, *value.split()] if value.split() else [name, value]
 
     def _write_data(self, folder: Path) -> None:
-        write_records(folder / "data.jsonl", records(40))
+        for name, start in (("data.jsonl", 0), ("valid.jsonl", 40)):
+            write_records(folder / name, _short_records(40, start))
         (folder / "chat.jinja").write_text(CHAT)
 
     def _tried(
@@ -159,6 +160,19 @@ def agreement(planned: Outcome, ran: Finished) -> tuple[Verdict, str]:
     if errors and any(re.search(pattern, said) for pattern in UNKNOWABLE):
         return "refused", f"only the run can know: {said}"
     return "silent", f"the dry run takes what the run refuses: {said}"
+
+
+def _short_records(count: int, start: int) -> list[dict[str, object]]:
+    """Conversations that fit into the shortest samples that are drawn."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {number}"},
+                {"role": "assistant", "content": f"{number}"},
+            ]
+        }
+        for number in range(start, start + count)
+    ]
 
 
 def _word(value: object) -> object:
