@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from megatron_llama.commands.inspect import inspect
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data import sums as sums_module
+from megatron_llama.data import verification
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.meta import read_meta, write_meta
 from megatron_llama.data.page_cache import absent_ranges, forget, read_nothing_ahead
@@ -153,11 +156,73 @@ def test_the_check_beside_a_run_names_the_file(tmp_path: Path, small_pieces: Non
             problems += [str(check.problem)] if check.problem is not None else []
         (problem,) = problems
         assert problem.startswith(f"{tmp_path}/b.bin: bytes 20480 to 24000: got the SHA-256 ")
-    (tmp_path / "a.bin").unlink()
-    with DatasetCheck(prefixes, say=said.append) as check:
-        check.finish()
-    assert "a.bin: got No such file or directory, expected a readable file" in str(check.problem)
     assert said == []
+
+
+def check_alone(prefix: Path) -> DatasetCheck:
+    with DatasetCheck([str(prefix)], say=lambda line: pytest.fail(line)) as check:
+        check.finish()
+    return check
+
+
+@pytest.fixture
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "RETRY_SECONDS", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("call", ["stat", "open", "fstat", "preadv", "posix_fadvise"])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_read_that_the_system_refuses_once_is_tried_again(
+    call: str, code: int, tmp_path: Path, no_rest: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(tmp_path / "c")
+    refused = iter([OSError(code, os.strerror(code))])
+    system_call = getattr(os, call)
+
+    def refuse_once(*arguments: Any, **options: Any) -> Any:
+        for error in refused:
+            raise error
+        return system_call(*arguments, **options)
+
+    monkeypatch.setattr(os, call, refuse_once)
+    assert check_alone(tmp_path / "c").problem is None
+    assert next(refused, None) is None
+    flip(tmp_path / "c.bin", 100)
+    assert "c.bin: bytes 0 to 24000" in str(check_alone(tmp_path / "c").problem)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_cannot_be_read_is_said_and_ends_no_run(tmp_path: Path, no_rest: None, capfd: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "c")
+    (tmp_path / "c.bin").unlink()
+    assert check_alone(tmp_path / "c").problem is None
+    (line,) = capfd.readouterr().err.splitlines()
+    words = "c.bin: bytes 0 to 24000: not compared with their sums, since they cannot be read: No such file or directory; 0.0 GiB were"
+    assert line.startswith("note: ") and words in line
+    with pytest.raises(DataError, match=r"c\.bin: got No such file or directory, expected a readable file"):
+        verify_dataset(str(tmp_path / "c"))
+
+
+def test_without_free_descriptors_nothing_is_damaged(tmp_path: Path, no_rest: None, capfd: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "c")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        check = check_alone(tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert check.problem is None
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"note: {tmp_path}/c is not compared with its sums: ") and "Too many open files" in line
+
+
+def test_what_nobody_expects_in_the_check_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(tmp_path / "c")
+    monkeypatch.setattr(PieceReader, "require", lambda *arguments: 1 // 0)
+    assert check_alone(tmp_path / "c").problem is None
+    assert "note: the check of --data-path has ended with ZeroDivisionError: " in capfd.readouterr().err
 
 
 def test_the_check_ends_when_its_time_is_up_and_says_so(tmp_path: Path) -> None:
