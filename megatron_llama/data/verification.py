@@ -19,6 +19,7 @@ from megatron_llama.config.limits import DATASET_CHECK_SECONDS
 from megatron_llama.data import page_cache
 from megatron_llama.data.byte_ranges import SourceFile, is_url, read_range
 from megatron_llama.data.meta import SUMS, read_meta
+from megatron_llama.data.mounts import file_identity
 from megatron_llama.data.remote_indexed import required_file
 from megatron_llama.data.sums import SUFFIXES, DatasetSums, FileSums
 from megatron_llama.distributed import device as devices
@@ -255,8 +256,7 @@ def seen_files(prefixes: Sequence[str]) -> str:
     for prefix in prefixes:
         for suffix in SUFFIXES if not is_url(prefix) else ():
             with suppress(OSError):
-                found = os.stat(prefix + suffix)
-                digest.update(f"{found.st_ino} {found.st_size} {found.st_mtime_ns};".encode())
+                digest.update(f"{file_identity(prefix + suffix)};".encode())
     return digest.hexdigest() if prefixes else ""
 
 

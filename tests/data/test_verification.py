@@ -8,7 +8,9 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ import numpy as np
 import pytest
 from megatron_llama.commands.inspect import inspect
 from megatron_llama.config.schema import DataConfig
+from megatron_llama.data import mounts, verification
 from megatron_llama.data import sums as sums_module
-from megatron_llama.data import verification
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.meta import read_meta, write_meta
 from megatron_llama.data.page_cache import absent_ranges, forget, read_nothing_ahead
@@ -26,6 +28,8 @@ from megatron_llama.data.sums import DatasetSums, FileSums, RunningSums
 from megatron_llama.data.verification import BLOCK_BYTES, DatasetCheck, PieceReader, seen_files, share_of, verify_dataset
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.fingerprint import Fingerprint
+
+from tests.machines import Machine, run_on
 
 PIECE = 1 << 12
 
@@ -324,10 +328,63 @@ def test_a_read_that_gave_less_than_was_asked_for_is_gone_on_with(tmp_path: Path
 
 
 def test_machines_that_share_a_disk_share_the_work(tmp_path: Path) -> None:
-    """One with copies of its own reads them all; ranks that read nothing count for nobody."""
+    """One with other files reads them all; ranks that read nothing count for nobody."""
     write_dataset(tmp_path / "c")
     for suffix in (".bin", ".idx", ".meta.json"):
         shutil.copy2(tmp_path / f"c{suffix}", tmp_path / f"copy{suffix}")
     shared, own = seen_files([str(tmp_path / "c")]), seen_files([str(tmp_path / "copy")])
     seen = [shared, "", own, "", shared, ""]
     assert [share_of(rank, seen) for rank in (0, 2, 4)] == [(0, 2), (0, 1), (1, 2)]
+
+
+COPIED = (".bin", ".idx", ".meta.json")
+
+
+def see_own_copy(machine: int, folder: Path) -> None:
+    disk = folder / "disk"
+    subprocess.run(["mount", "-t", "tmpfs", "own", str(disk)], check=True)
+    for suffix in COPIED:
+        shutil.copy2(folder / f"c{suffix}", disk / f"c{suffix}")
+    status = [os.stat(disk / f"c{suffix}") for suffix in COPIED]
+    numbers = [(found.st_ino, found.st_size, found.st_mtime_ns) for found in status]
+    (folder / f"seen-{machine}").write_text(json.dumps([seen_files([str(disk / "c")]), numbers]))
+
+
+def test_copies_on_disks_of_each_machine_are_no_shared_disk(tmp_path: Path) -> None:
+    """``cp -p`` onto fresh file systems gives them inodes and times alike: each machine reads all of its own."""
+    write_dataset(tmp_path / "c")
+    (tmp_path / "disk").mkdir()
+    machines = [Machine(name, {"eth0": [f"10.0.0.{number}/24"]}, "127.0.0.1 localhost\n") for number, name in enumerate("ab", 1)]
+    run_on(machines, partial(see_own_copy, folder=tmp_path), tmp_path)
+    (seen_a, numbers_a), (seen_b, numbers_b) = (json.loads((tmp_path / f"seen-{machine}").read_text()) for machine in range(2))
+    assert numbers_a == numbers_b
+    assert [share_of(rank, [seen_a, seen_b]) for rank in range(2)] == [(0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "same_inode", "other_inode"),
+    [
+        *((kind, True, False) for kind in ("nfs4", "lustre", "gpfs", "cifs", "ceph", "beegfs", "9p", "afs", "wekafs")),
+        *((kind, True, True) for kind in ("fuse", "fuse.gcsfuse", "fuse.juicefs")),
+        *((kind, False, False) for kind in ("ext4", "xfs", "tmpfs", "overlay", "fuseblk", "fuse.bindfs", "unheard-of", None)),
+    ],
+)
+def test_only_file_systems_of_a_network_are_shared(
+    kind: str | None, same_inode: bool, other_inode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second inode is that of a file with size and time of the first, in its place."""
+    path = tmp_path / "c.bin"
+    path.write_bytes(bytes(100))
+    status = path.stat()
+    table = tmp_path / "mountinfo"
+    number = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    table.write_text(f"1 0 0:0 / /proc rw - proc proc rw\n2 0 {number} /x /y z rw shared:3 - {kind} server:/x rw\n" if kind else "")
+    seen = []
+    for name in ("a", "b", "b"):
+        monkeypatch.setattr(mounts, "machine_name", lambda name=name: name)
+        seen.append(mounts.file_identity(str(path), table))
+        if len(seen) == 2:
+            path.rename(tmp_path / "kept")  # so that its inode is not given again
+            path.write_bytes(bytes(100))
+            os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    assert (seen[0] == seen[1], seen[0] == seen[2]) == (same_inode, other_inode)
