@@ -18,6 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LINUX = sys.platform == "linux"
+PROBE_BYTES = 128 << 10
+"""Bytes of a read that takes only what is in memory. Some kernels begin to read the rest from the
+disk, so they are not few."""
 
 
 @cache
@@ -32,15 +35,19 @@ def absent_ranges(file: int, start: int, count: int) -> Sequence[tuple[int, int]
     [first, last) of whole pages; none where ``start`` is not the start of a page, as after a read
     that gave less than was asked for.
 
-    The kernel tells that only to who may write the file, and says to others that all is there."""
+    Who may not write the file learns less: where a page is absent, those behind it, up to
+    ``PROBE_BYTES``, count as absent, too."""
     if not _LINUX or start % mmap.ALLOCATIONGRANULARITY:
         return ()
     try:
         count = min(count, os.fstat(file).st_size - start)
         resident = _resident_pages(file, start, count)
+        if resident.all():
+            # The kernel says so of every page to who may neither write nor own the file.
+            resident = _readable_pages(file, start, count)
     except (OSError, ValueError):  # the latter if the file becomes shorter
         return ()
-    absent = np.concatenate(([False], resident & 1 == 0, [False]))
+    absent = np.concatenate(([False], resident == 0, [False]))
     edges = np.flatnonzero(absent[1:] != absent[:-1])
     bounds = (start + edges * mmap.PAGESIZE).tolist()
     return list(zip(bounds[::2], bounds[1::2], strict=True))
@@ -49,7 +56,7 @@ def absent_ranges(file: int, start: int, count: int) -> Sequence[tuple[int, int]
 def _resident_pages(file: int, start: int, count: int) -> NDArray[np.uint8]:
     """Return for each page of [start, start + count) a byte, whose lowest bit says whether it is in
     memory."""
-    resident = np.ones(max(-(-count // mmap.PAGESIZE), 0), np.uint8)
+    resident = np.ones(_pages(count), np.uint8)
     if count > 0:
         with mmap.mmap(file, count, access=mmap.ACCESS_READ, offset=start) as mapped:
             view = np.frombuffer(mapped, np.uint8)
@@ -57,7 +64,27 @@ def _resident_pages(file: int, start: int, count: int) -> NDArray[np.uint8]:
             del view  # a mapping that is looked at cannot be closed
         if failed:
             resident[:] = 1
-    return resident
+    return resident & np.uint8(1)
+
+
+def _readable_pages(file: int, start: int, count: int) -> NDArray[np.uint8]:
+    """Return what ``_resident_pages`` does, as reads that may not wait for a disk tell it. Raises
+    OSError for a file system that has no such reads."""
+    readable = np.ones(_pages(count), np.uint8)
+    buffer = memoryview(bytearray(PROBE_BYTES))
+    for first in range(0, count, PROBE_BYTES):
+        wanted = buffer[: min(PROBE_BYTES, count - first)]
+        try:
+            taken = os.preadv(file, [wanted], start + first, os.RWF_NOWAIT)
+        except BlockingIOError:
+            taken = 0
+        if taken < len(wanted):
+            readable[(first + taken) // mmap.PAGESIZE : _pages(first + len(wanted))] = 0
+    return readable
+
+
+def _pages(count: int) -> int:
+    return max(-(-count // mmap.PAGESIZE), 0)
 
 
 def read_nothing_ahead(file: int) -> None:

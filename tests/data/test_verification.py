@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -258,6 +260,40 @@ def test_the_check_leaves_in_memory_what_was_there_and_nothing_else(tmp_path: Pa
         with PieceReader(str(path), running.result()) as reader:
             assert reader.require(0)
         assert absent_ranges(file.fileno(), 0, 4 * BLOCK_BYTES) == before
+
+
+def read_as_nobody(path: Path, sums: FileSums) -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    assert not os.access(path, os.W_OK)
+    with PieceReader(str(path), sums) as reader:
+        assert reader.require(0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user who may not write the file")
+def test_a_user_who_may_only_read_leaves_nothing_in_memory_either(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp())  # pytest's folders are closed to other users
+    try:
+        path = folder / "c.bin"
+        folder.chmod(0o755)
+        with open(path, "w+b") as file:
+            file.write(os.urandom(4 * BLOCK_BYTES))
+            os.fsync(file.fileno())
+            running = RunningSums()
+            running.add(memoryview(path.read_bytes()))
+            forget(file.fileno(), [(0, 4 * BLOCK_BYTES)])
+            read_nothing_ahead(file.fileno())
+            os.pread(file.fileno(), BLOCK_BYTES, BLOCK_BYTES)
+            before = absent_ranges(file.fileno(), 0, 4 * BLOCK_BYTES)
+            assert before in ([(0, BLOCK_BYTES), (2 * BLOCK_BYTES, 4 * BLOCK_BYTES)], [])
+            child = multiprocessing.get_context("fork").Process(target=read_as_nobody, args=(path, running.result()))
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+            assert absent_ranges(file.fileno(), 0, 4 * BLOCK_BYTES) == before
+    finally:
+        shutil.rmtree(folder)
 
 
 META: dict[str, Any] = {"tokenizer": "t", "vocab_size": 500, "eod": 2, "documents": 3, "tokens": 9}
