@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import socket
 import sys
 import threading
@@ -157,12 +158,17 @@ class DatasetCheck:
         share: tuple[int, int] = (0, 1),
         say: Callable[[str], None],
         seconds: float = DATASET_CHECK_SECONDS,
+        first: float | None = None,
     ) -> None:
         """``share`` (r, n): of each file the r-th of n parts is read, because other machines read
-        the others: see ``share_of``. ``say`` prints a line, from any thread."""
+        the others: see ``share_of``. ``say`` prints a line, from any thread. ``first``, from 0 to
+        1, is where in the share the check begins; by default at a place of chance, so that starts
+        that all end too soon read all of a large dataset together."""
         self.problem: DataError | None = None
         """What is wrong with a file, as soon as it is known."""
         self._share = share
+        # Not of the generators that a run seeds: each start would draw the same.
+        self._first = random.SystemRandom().random() if first is None else first
         self._say = say
         self._deadline = time.monotonic() + seconds
         self._seconds = seconds
@@ -194,24 +200,26 @@ class DatasetCheck:
 
     def _compare(self, prefixes: Sequence[str]) -> None:
         files = [file for prefix in prefixes for file in self._files(prefix)]
-        size = sum(_size(sums, self._own(sums)) for _, sums in files)
+        size = sum(sums.size for _, sums in files)
+        pieces = [(name, sums, piece) for name, sums in files for piece in self._own(sums)]
+        share = sum(map(_size, pieces))
+        first = min(int(self._first * len(pieces)), len(pieces) - 1)
         read = 0
-        for name, sums in files:
-            for piece in self._own(sums):
-                try:
-                    whole = self._retry(partial(self._require, name, sums, piece))
-                except DataError as error:
-                    self.problem = error
-                    return
-                except OSError as error:
-                    start, stop = sums.ends(piece)
-                    _note(_given_up(f"{name}: bytes {start} to {stop}", error, read, size))
-                    return
-                if not whole:
-                    if not self._end.is_set():
-                        self._say(_unfinished(read, size, self._seconds))
-                    return
-                read += _size(sums, [piece])
+        for name, sums, piece in pieces[first:] + pieces[:first]:
+            try:
+                whole = self._retry(partial(self._require, name, sums, piece))
+            except DataError as error:
+                self.problem = error
+                return
+            except OSError as error:
+                start, stop = sums.ends(piece)
+                _note(_given_up(f"{name}: bytes {start} to {stop}", error, read, share))
+                return
+            if not whole:
+                if not self._end.is_set():
+                    self._say(_unfinished(read, share, size, self._seconds))
+                return
+            read += _size((name, sums, piece))
 
     def _files(self, prefix: str) -> Sequence[tuple[str, FileSums]]:
         """Return the files of a dataset with their sums; none where its meta.json, which the run
@@ -268,9 +276,11 @@ def share_of(rank: int, seen: Sequence[str]) -> tuple[int, int]:
     return sharing.index(rank), len(sharing)
 
 
-def _size(sums: FileSums, pieces: Sequence[int]) -> int:
-    """Return how many bytes some pieces of a file have."""
-    return sum(stop - start for start, stop in map(sums.ends, pieces))
+def _size(piece: tuple[str, FileSums, int]) -> int:
+    """Return how many bytes a piece of a file has."""
+    _, sums, number = piece
+    start, stop = sums.ends(number)
+    return stop - start
 
 
 def _sums_of_files(prefix: str) -> Mapping[str, FileSums]:
@@ -285,11 +295,14 @@ def _sums_of_files(prefix: str) -> Mapping[str, FileSums]:
     return MappingProxyType({}) if sums is None else dict(reversed(sums.by_suffix().items()))
 
 
-def _unfinished(read: int, size: int, seconds: float) -> str:
+def _unfinished(read: int, share: int, size: int, seconds: float) -> str:
+    whole = f"the {size / 2**30:,.1f} GiB of --data-path that have sums and are on disks"
+    if share < size:
+        whole = f"this machine's share of {share / 2**30:,.1f} GiB of {whole}"
     return (
-        f" after {seconds / 60:g} minutes {read / 2**30:,.1f} of the {size / 2**30:,.1f} GiB of "
-        "--data-path are compared with their sums, and are as they were written; "
-        "inspect dataset PREFIX --verify reads all"
+        f" after {seconds / 60:g} minutes {read / 2**30:,.1f} GiB of {whole} are compared with "
+        "their sums, and are as they were written; the next start begins at another place of "
+        "chance; inspect dataset PREFIX --verify reads all"
     )
 
 

@@ -239,7 +239,51 @@ def test_the_check_ends_when_its_time_is_up_and_says_so(tmp_path: Path) -> None:
         check.finish()
     assert check.problem is None
     (line,) = said
-    assert line.startswith(" after 0 minutes 0.0 of the 0.0 GiB of --data-path are compared with their sums")
+    words = "the 0.0 GiB of --data-path that have sums and are on disks are compared with their sums, and are as they were written; the next"
+    assert line.startswith(f" after 0 minutes 0.0 GiB of {words} start begins at another place of chance; inspect dataset ")
+
+
+def test_the_check_says_what_it_has_read_of_what(tmp_path: Path) -> None:
+    """Its own share is a quarter of a .bin of 3 GiB, which takes none on the disk."""
+    write_dataset(tmp_path / "c")
+    os.truncate(tmp_path / "c.bin", 3 << 30)
+    meta = json.loads((tmp_path / "c.meta.json").read_text())
+    meta["sums"][".bin"] = {"bytes": 3 << 30, "sha256": ["0" * 64] * 48}
+    (tmp_path / "c.meta.json").write_text(json.dumps(meta))
+    said: list[str] = []
+    with DatasetCheck([str(tmp_path / "c")], share=(1, 4), say=said.append, seconds=0.0) as check:
+        check.finish()
+    (line,) = said
+    assert line.startswith(" after 0 minutes 0.0 GiB of this machine's share of 0.8 GiB of the 3.0 GiB of --data-path that have sums")
+
+
+def test_each_start_of_the_check_begins_at_another_place(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts that all end too soon read everything together; one that does not end reads everything."""
+    write_dataset(tmp_path / "c", 1000)
+    read: list[tuple[str, int]] = []
+
+    class RecordingReader(PieceReader):
+        def require(self, piece: int, pause: Callable[[float], bool] = lambda _: False) -> bool:
+            read.append((self._name, piece))
+            return super().require(piece, pause)
+
+    monkeypatch.setattr(verification, "PieceReader", RecordingReader)
+
+    def order(**options: Any) -> list[tuple[str, int]]:
+        read.clear()
+        with DatasetCheck([str(tmp_path / "c")], say=lambda _: None, **options) as check:
+            check.finish()
+        assert check.problem is None
+        return list(read)
+
+    usual = order(first=0.0)
+    assert len(usual) == 25 and len(set(usual)) == 25
+    assert order(first=0.5) == usual[12:] + usual[:12]
+    assert order(first=1.0) == usual[-1:] + usual[:-1]
+    firsts = {tuple(order(seconds=0.0)) for _ in range(400)}
+    assert firsts == {(piece,) for piece in usual}  # by chance one is missing in 2 of 1,000,000 runs
 
 
 def test_the_check_leaves_in_memory_what_was_there_and_nothing_else(tmp_path: Path) -> None:
