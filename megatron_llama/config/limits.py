@@ -150,5 +150,5 @@ TEMPLATE_INDENT = 100
 LARGEST_SCORES_HEADER = 1 << 20
 """Bytes of a file of reference scores beside its scores."""
 LARGEST_RECORD = 1 << 30
-"""Bytes of a line of JSON, or of a text that is one document. Compressed files of some kilobytes
-can hold lines that fill any memory."""
+"""Bytes of a line of JSON, or of a compressed text that is one document. Compressed files of some
+kilobytes can hold lines that fill any memory."""

@@ -50,6 +50,10 @@ _ABANDONED = 3600.0
 """Seconds after which a file that nobody has renamed belongs to a process that was killed."""
 _TEMPORARY = ".tmp-"
 _WHOLE = "whole"
+_STAMP = "summed"
+_STAMP_SECONDS = 300.0
+"""How long a copy that one process has summed is not summed by others. All ranks of a machine open
+it when a run starts, one after another; a disk that decays has longer than that."""
 
 
 def cache_folder(path: str | None) -> Path:
@@ -120,13 +124,18 @@ class BlockCache:
         with self._claimed(file, 0):
             for path in self._folder(file).glob(f"{_WHOLE}-*"):
                 with suppress(OSError):
+                    if _has_stamp(path):
+                        return path
                     if path.name == _whole_name(_content_sum(path)):
                         _mark_used(path)
+                        _leave_stamp(path)
                         return path
                     path.unlink()  # the disk has changed it, or somebody else
             starts = range(0, file.size, WHOLE_BYTES)
             pieces = (read_range(file, at, min(at + WHOLE_BYTES, file.size)) for at in starts)
-            return self._write(self._folder(file) / _WHOLE, pieces, name_by_sum=True)
+            path = self._write(self._folder(file) / _WHOLE, pieces, name_by_sum=True)
+            _leave_stamp(path)
+            return path
 
     def _numbers(self, start: int, stop: int) -> range:
         return range(start // self._block_bytes, -(-stop // self._block_bytes))
@@ -268,6 +277,29 @@ class BlockCache:
 def _whole_name(content_sum: int) -> str:
     """Return the name of the copy of a whole file. That of an earlier version has none."""
     return f"{_WHOLE}-{content_sum:08x}"
+
+
+def _leave_stamp(path: Path) -> None:
+    """Say to other processes that a copy has its sum, which takes a second of each GiB."""
+    with suppress(OSError):
+        stamp = path.with_name(_STAMP)
+        stamp.write_text(_stamp_of(path))
+        _mark_used(stamp)
+
+
+def _has_stamp(path: Path) -> bool:
+    """Whether a copy had its sum a moment ago, and was not touched since."""
+    stamp = path.with_name(_STAMP)
+    try:
+        age = time.time() - stamp.stat().st_mtime
+        return abs(age) < _STAMP_SECONDS and stamp.read_text() == _stamp_of(path)
+    except (OSError, UnicodeError):
+        return False
+
+
+def _stamp_of(path: Path) -> str:
+    status = path.stat()
+    return f"{path.name} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def _content_sum(path: Path) -> int:

@@ -31,7 +31,10 @@ _PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {".zst": ("zstandard", "zstd"), PARQUET: ("pyarrow", "parquet")}
 )
 """By suffix: the package that reads such a file, and the extra that installs it."""
-_RESTORE = "restore the file or leave it out"
+
+
+class LongRecordError(EOFError):
+    """A line or a text is longer than any: the rest of the file is not read."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,19 @@ def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
             else:
                 yield from _text(file)
         except (OSError, EOFError, UnicodeError, zlib.error, library_error(file)) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            problem = describe(file, got=reason, expected="a readable file", do=_RESTORE)
-            yield Chunk(str(file), None, 0, problem=problem)
+            yield Chunk(str(file), None, 0, problem=unreadable(file, error))
+
+
+def unreadable(file: Path | str, error: Exception) -> str:
+    """Return the words of an error that came while a file was read."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, LongRecordError):
+        expected = f"at most {LARGEST_RECORD:,} bytes"
+        do = "split it into several documents, as JSON lines or files of their own"
+        return describe(file, got=reason, expected=expected, do=do)
+    return describe(
+        file, got=reason, expected="a readable file", do="restore the file or leave it out"
+    )
 
 
 def library_error(file: Path) -> type[Exception]:
@@ -177,8 +190,8 @@ def _lines(file: Path) -> Iterator[Chunk]:
 
 
 def _next_lines(stream: IO[bytes]) -> list[bytes]:
-    """Return lines of ``CHUNK_BYTES`` or a little more; none at the end. Raises EOFError for one
-    that is longer than any."""
+    """Return lines of ``CHUNK_BYTES`` or a little more; none at the end. Raises LongRecordError for
+    one that is longer than any."""
     lines = []
     size = 0
     while size < CHUNK_BYTES and (line := stream.readline(LARGEST_RECORD + 1)):
@@ -189,17 +202,19 @@ def _next_lines(stream: IO[bytes]) -> list[bytes]:
 
 
 def refuse_long(line: bytes) -> None:
-    """Raise EOFError, as for a file that cannot be read to its end, for a line that is longer than
-    any."""
+    """Raise LongRecordError for a line that is longer than any."""
     if len(line) > LARGEST_RECORD:
-        raise EOFError(f"a line or a text of more than {LARGEST_RECORD:,} bytes")
+        raise LongRecordError(f"a line or a text of more than {LARGEST_RECORD:,} bytes")
 
 
 def _text(file: Path) -> Iterator[Chunk]:
     with ExitStack() as stack:
         stream, raw = _open(file, stack)
-        text = stream.read(LARGEST_RECORD + 1)
-        refuse_long(text)
+        if file.suffix in COMPRESSED:
+            text = stream.read(LARGEST_RECORD + 1)
+            refuse_long(text)
+        else:
+            text = stream.read()  # it takes the memory that its size has announced
         yield Chunk(str(file), None, lines=[text], size=raw.tell())
 
 

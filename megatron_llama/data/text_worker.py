@@ -27,6 +27,7 @@ from megatron_llama.data.readers import (
     kind,
     library_error,
     refuse_long,
+    unreadable,
 )
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer.load import load_tokenizer
@@ -36,7 +37,6 @@ CHARACTERS_AT_ONCE = 1 << 18
 """Documents that are tokenized together, and what they may have together."""
 ROWS_AT_ONCE = 64
 SKIPPED_AT_ONCE = 1 << 20
-_RESTORE = "restore the file or leave it out"
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,7 @@ def read_documents(file: SourceFile, start: int, stop: int, place: int, key: str
     try:
         yield from reads(file, start, stop, place, key)
     except errors as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(file.path, got=reason, expected="a readable file", do=_RESTORE) from error
+        raise DataError(unreadable(file.path, error)) from error
 
 
 def _name(file: SourceFile) -> Path:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,6 +227,40 @@ def test_a_process_that_is_killed_in_a_download_is_in_nobodys_way(dataset: Index
         # A disk that was full, or lost power, may leave less than was written.
         again._path(file, 0).write_bytes(b"half")
         assert again.read(file, 10, 20000) == whole[10:20000]
+
+
+def test_one_process_sums_a_copy_for_all_that_start_with_it(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
+    """A bit that flips without a trace shows who has summed what it read."""
+    url = f"{server.url}/corpus.idx"
+    content = Path(dataset.prefix + ".idx").read_bytes()
+    flipped = bytes([content[0] ^ 1]) + content[1:]
+
+    def read() -> bytes:
+        return reader(url, tmp_path, "whole").communicate()[0]
+
+    def age(seconds: float) -> None:
+        (stamp,) = tmp_path.rglob("summed")
+        then = time.time() - seconds
+        os.utime(stamp, (then, then))
+
+    def flip() -> None:
+        (copy,) = tmp_path.rglob("whole-*")
+        before = copy.stat()
+        with copy.open("r+b") as file:
+            file.write(flipped)
+        os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    assert read() == content
+    age(1000)
+    assert read() == content  # and has left a new stamp
+    flip()
+    assert read() == flipped
+    age(1000)
+    assert read() == content  # which the server had to give again
+    flip()
+    (copy,) = tmp_path.rglob("whole-*")
+    copy.touch()
+    assert read() == content
 
 
 @pytest.mark.parametrize("store", ["http", "file"])
