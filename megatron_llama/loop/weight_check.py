@@ -1,0 +1,68 @@
+"""The files from which a run takes its weights are compared with the sums beside them while the run
+loads them and trains. What one rank finds is known to all before anything is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from megatron_llama.checkpoint.listed_files import ListedFilesCheck, listed_files
+from megatron_llama.distributed.comm.object_collectives import (
+    MEETING_SECONDS,
+    all_reduce_max,
+    raise_error_on_all_ranks,
+    raise_on_all_ranks,
+)
+from megatron_llama.distributed.launcher import place_from_environment
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.errors import CheckpointError
+
+
+class WeightCheck:
+    """A comparison in which each rank has its share of the files. It is a section, whose end stops
+    what has not been compared."""
+
+    def __init__(self, check: ListedFilesCheck, world: Axis) -> None:
+        self._check = check
+        self._world = world
+
+    @property
+    def problem(self) -> CheckpointError | None:
+        """What is wrong with the files that this rank has compared so far."""
+        return self._check.problem
+
+    def require(self) -> None:
+        """Wait until the files are compared on all ranks. Collective. Raises CheckpointError, on
+        every rank, with those that differ."""
+        words = "comparing the files of the weights with their sums"
+        with self._world.recorder.outside_steps(words):
+            # A large share of a slow disk takes longer than a collective may wait.
+            waiting = True
+            while waiting:
+                waits = int(not self._check.is_done(MEETING_SECONDS))
+                waits_somewhere, agreed = all_reduce_max(waits, self._world)
+                agreed.wait()
+                waiting = bool(waits_somewhere)
+            raise_error_on_all_ranks(self.problem, self._world)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._check.__exit__(*error)
+
+
+def begin_weight_check(
+    folder: str | Path | None, world: Axis, *, in_background: bool = False
+) -> WeightCheck:
+    """Begin to compare the files of a folder of weights, each process of a machine its share of
+    them; ``None`` has none. With ``in_background`` the threads leave the processors to whoever
+    computes meanwhile. Collective. Raises CheckpointError, on every rank, for a list that cannot be
+    read."""
+    path = Path(folder) if folder is not None else None
+    # No thread is started before all ranks go on: nobody would end those of the others.
+    with raise_on_all_ranks(world):
+        files = listed_files(path)
+    place = place_from_environment()
+    own = files[place.local_rank % max(place.local_world_size, 1) :: max(place.local_world_size, 1)]
+    return WeightCheck(ListedFilesCheck(path, own, in_background=in_background), world)

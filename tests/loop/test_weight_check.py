@@ -1,0 +1,99 @@
+"""Files of weights that a list beside them names are compared while a run goes on: who reads which, who waits, and what is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_llama.checkpoint import listed_files
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Axis, build_mesh
+from megatron_llama.errors import CheckpointError
+from megatron_llama.loop import weight_check
+from megatron_llama.loop.weight_check import begin_weight_check
+
+from tests.harness import Cluster
+from tests.parallel.cases import Layout
+
+
+def world_of(place: Place) -> Axis:
+    return build_mesh(Layout(dp=2).sized(), rank=place.rank, world_size=place.world_size, device=torch.device("cpu")).world
+
+
+def listed(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """A folder of files with the list of their sums."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    (folder / "SHA256SUMS").write_text("".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()))
+    return folder
+
+
+def test_nothing_is_begun_where_another_rank_cannot_begin(cluster: Cluster, tmp_path: Path) -> None:
+    """Nobody would end it: the process would hash all files before it is gone."""
+    good = listed(tmp_path / "good", {f"{number}.safetensors": bytes(1000) for number in range(4)})
+    bad = listed(tmp_path / "bad", {"0.safetensors": b""})
+    with (bad / "SHA256SUMS").open("a") as file:
+        file.write(f"{'0' * 64}  0.safetensors\n")
+    found = cluster.run(2, begins, [good, bad])
+    assert [said for said, _ in found] == [f"rank 1: {bad}/SHA256SUMS: got two sums of 0.safetensors, expected one; remove the line that is wrong"] * 2
+    assert [started for _, started in found] == [0, 0]
+
+
+def begins(place: Place, folders: list[Path]) -> tuple[str, int]:
+    """What is raised on this rank, and how many threads were started."""
+    world = world_of(place)
+    with patch.object(listed_files, "thread_pool", wraps=listed_files.thread_pool) as pool, pytest.raises(CheckpointError) as error:
+        begin_weight_check(folders[place.rank], world)
+    return str(error.value), pool.call_count
+
+
+def test_what_is_queued_is_not_read_after_the_end(tmp_path: Path) -> None:
+    folder = listed(tmp_path, {f"{number}.safetensors": b"x" for number in range(8)})
+    begun: list[Path] = []
+
+    def slow(path: Path, kind: str, stopped: threading.Event) -> str:
+        begun.append(path)
+        stopped.wait()
+        return ""
+
+    with patch.object(listed_files, "file_sum", slow), listed_files.ListedFilesCheck(folder, workers=2) as check:
+        while len(begun) < 2:
+            time.sleep(0.01)
+        assert not check.is_done(0) and check.problem is None
+    assert len(begun) == 2 and check.problem is None, "damage is neither found nor made up"
+
+
+def test_ranks_meet_while_one_of_them_reads_a_large_file(cluster: Cluster, tmp_path: Path) -> None:
+    """A collective waits for minutes at most, and 140 GB take longer."""
+    folder = listed(tmp_path, {"0.safetensors": b"damaged", "1.safetensors": b"sound"})
+    (folder / "0.safetensors").write_bytes(b"Damaged")
+    (said, met), (other, _) = cluster.run(2, reads_slowly, folder)
+    assert met >= 5
+    assert said == other and f"{folder}/0.safetensors: got sha256 " in said
+
+
+def reads_slowly(place: Place, folder: Path) -> tuple[str, int]:
+    """What is raised on this rank, and how often it has met the others."""
+    hashed = listed_files.file_sum
+
+    def slow(path: Path, kind: str, stopped: threading.Event) -> str:
+        if place.rank == 0:
+            time.sleep(1.0)
+        return hashed(path, kind, stopped)
+
+    world = world_of(place)
+    with (
+        patch.object(listed_files, "file_sum", slow),
+        patch.object(weight_check, "MEETING_SECONDS", 0.1),
+        patch.object(weight_check, "all_reduce_max", wraps=weight_check.all_reduce_max) as meetings,
+        begin_weight_check(folder, world) as check,pytest.raises(CheckpointError) as error
+    ):
+        check.require()
+    return str(error.value), meetings.call_count
