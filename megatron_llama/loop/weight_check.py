@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron_llama.checkpoint.listed_files import ListedFilesCheck, listed_files
+from megatron_llama.conversion.formats import weight_files
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     all_reduce_max,
@@ -55,14 +56,16 @@ class WeightCheck:
 def begin_weight_check(
     folder: str | Path | None, world: Axis, *, in_background: bool = False
 ) -> WeightCheck:
-    """Begin to compare the files of a folder of weights, each process of a machine its share of
-    them; ``None`` has none. With ``in_background`` the threads leave the processors to whoever
-    computes meanwhile. Collective. Raises CheckpointError, on every rank, for a list that cannot be
-    read."""
+    """Begin to compare the files from which the weights of a folder are read, each process of a
+    machine its share of them; ``None`` has none. With ``in_background`` the threads leave the
+    processors to whoever computes meanwhile. Collective. Raises CheckpointError, on every rank, for
+    a list that cannot be read, or a folder without weights."""
     path = Path(folder) if folder is not None else None
     # No thread is started before all ranks go on: nobody would end those of the others.
     with raise_on_all_ranks(world):
-        files = listed_files(path)
+        # What else lies beside, such as the weights in another format, takes nobody's time.
+        read = set(weight_files(path)) if path is not None else set()
+        files = [file for file in listed_files(path) if file.path in read]
     place = place_from_environment()
     own = files[place.local_rank % max(place.local_world_size, 1) :: max(place.local_world_size, 1)]
     return WeightCheck(ListedFilesCheck(path, own, in_background=in_background), world)

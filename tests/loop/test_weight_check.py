@@ -37,12 +37,12 @@ def listed(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 def test_nothing_is_begun_where_another_rank_cannot_begin(cluster: Cluster, tmp_path: Path) -> None:
     """Nobody would end it: the process would hash all files before it is gone."""
-    good = listed(tmp_path / "good", {f"{number}.safetensors": bytes(1000) for number in range(4)})
-    bad = listed(tmp_path / "bad", {"0.safetensors": b""})
+    good = listed(tmp_path / "good", {f"consolidated.0{number}.pth": bytes(1000) for number in range(4)})
+    bad = listed(tmp_path / "bad", {"consolidated.00.pth": b""})
     with (bad / "SHA256SUMS").open("a") as file:
-        file.write(f"{'0' * 64}  0.safetensors\n")
+        file.write(f"{'0' * 64}  consolidated.00.pth\n")
     found = cluster.run(2, begins, [good, bad])
-    assert [said for said, _ in found] == [f"rank 1: {bad}/SHA256SUMS: got two sums of 0.safetensors, expected one; remove the line that is wrong"] * 2
+    assert [said for said, _ in found] == [f"rank 1: {bad}/SHA256SUMS: got two sums of consolidated.00.pth, expected one; remove the line that is wrong"] * 2
     assert [started for _, started in found] == [0, 0]
 
 
@@ -55,7 +55,7 @@ def begins(place: Place, folders: list[Path]) -> tuple[str, int]:
 
 
 def test_what_is_queued_is_not_read_after_the_end(tmp_path: Path) -> None:
-    folder = listed(tmp_path, {f"{number}.safetensors": b"x" for number in range(8)})
+    folder = listed(tmp_path, {f"consolidated.0{number}.pth": b"x" for number in range(8)})
     begun: list[Path] = []
 
     def slow(path: Path, kind: str, stopped: threading.Event) -> str:
@@ -72,11 +72,11 @@ def test_what_is_queued_is_not_read_after_the_end(tmp_path: Path) -> None:
 
 def test_ranks_meet_while_one_of_them_reads_a_large_file(cluster: Cluster, tmp_path: Path) -> None:
     """A collective waits for minutes at most, and 140 GB take longer."""
-    folder = listed(tmp_path, {"0.safetensors": b"damaged", "1.safetensors": b"sound"})
-    (folder / "0.safetensors").write_bytes(b"Damaged")
+    folder = listed(tmp_path, {"consolidated.00.pth": b"damaged", "consolidated.01.pth": b"sound"})
+    (folder / "consolidated.00.pth").write_bytes(b"Damaged")
     (said, met), (other, _) = cluster.run(2, reads_slowly, folder)
     assert met >= 5
-    assert said == other and f"{folder}/0.safetensors: got sha256 " in said
+    assert said == other and f"{folder}/consolidated.00.pth: got sha256 " in said
 
 
 def reads_slowly(place: Place, folder: Path) -> tuple[str, int]:
@@ -97,3 +97,14 @@ def reads_slowly(place: Place, folder: Path) -> tuple[str, int]:
     ):
         check.require()
     return str(error.value), meetings.call_count
+
+
+def test_what_the_run_does_not_read_is_not_compared(tmp_path: Path) -> None:
+    """Downloads have the weights in Meta's format, too, or in that of another program."""
+    folder = listed(tmp_path, {"model.safetensors": b"x", "original/consolidated.00.pth": b"y", "consolidated.00.pth": b"y", "model.gguf": b"z"})
+    for other in ("original/consolidated.00.pth", "consolidated.00.pth", "model.gguf"):
+        (folder / other).write_bytes(b"damaged")
+    world = world_of(Place(0, 1, 0))
+    with patch.object(listed_files, "file_sum", wraps=listed_files.file_sum) as hashed, begin_weight_check(folder, world) as check:
+        check.require()
+    assert [call.args[0] for call in hashed.call_args_list] == [folder / "model.safetensors"]
