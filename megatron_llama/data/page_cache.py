@@ -1,5 +1,7 @@
 """What the kernel has of a file in its memory, so that whoever reads a large file once leaves there
-what was there before, and nothing else. On systems other than Linux the kernel decides alone."""
+what was there before, and nothing else. On systems other than Linux the kernel decides alone.
+
+All of it is advice: what the kernel refuses is no error."""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _LINUX = sys.platform == "linux"
 
@@ -31,26 +35,36 @@ def absent_ranges(file: int, start: int, count: int) -> Sequence[tuple[int, int]
     The kernel tells that only to who may write the file, and says to others that all is there."""
     if not _LINUX or start % mmap.ALLOCATIONGRANULARITY:
         return ()
-    count = min(count, os.fstat(file).st_size - start)
-    pages = -(-count // mmap.PAGESIZE)
-    resident = np.ones(max(pages, 0), np.uint8)
-    if pages > 0:
-        with mmap.mmap(file, count, access=mmap.ACCESS_READ, offset=start) as mapped:
-            view = np.frombuffer(mapped, np.uint8)
-            failed = _mincore()(view.ctypes.data, count, resident.ctypes.data)
-            del view  # a mapping that is looked at cannot be closed
-        if failed:
-            return ()
+    try:
+        count = min(count, os.fstat(file).st_size - start)
+        resident = _resident_pages(file, start, count)
+    except (OSError, ValueError):  # the latter if the file becomes shorter
+        return ()
     absent = np.concatenate(([False], resident & 1 == 0, [False]))
     edges = np.flatnonzero(absent[1:] != absent[:-1])
     bounds = (start + edges * mmap.PAGESIZE).tolist()
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
+def _resident_pages(file: int, start: int, count: int) -> NDArray[np.uint8]:
+    """Return for each page of [start, start + count) a byte, whose lowest bit says whether it is in
+    memory."""
+    resident = np.ones(max(-(-count // mmap.PAGESIZE), 0), np.uint8)
+    if count > 0:
+        with mmap.mmap(file, count, access=mmap.ACCESS_READ, offset=start) as mapped:
+            view = np.frombuffer(mapped, np.uint8)
+            failed = _mincore()(view.ctypes.data, count, resident.ctypes.data)
+            del view  # a mapping that is looked at cannot be closed
+        if failed:
+            resident[:] = 1
+    return resident
+
+
 def read_nothing_ahead(file: int) -> None:
     """Have the kernel read of an open file what is asked for, and nothing behind it."""
     if _LINUX:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        with suppress(OSError):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def forget(file: int, ranges: Iterable[tuple[int, int]]) -> None:
@@ -58,4 +72,5 @@ def forget(file: int, ranges: Iterable[tuple[int, int]]) -> None:
     process maps and has touched: those it keeps."""
     if _LINUX:
         for first, last in ranges:
-            os.posix_fadvise(file, first, last - first, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):
+                os.posix_fadvise(file, first, last - first, os.POSIX_FADV_DONTNEED)

@@ -5,24 +5,33 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 from megatron_llama.config.limits import DATASET_CHECK_SECONDS
 from megatron_llama.data import page_cache
 from megatron_llama.data.byte_ranges import SourceFile, is_url, read_range
 from megatron_llama.data.meta import SUMS, read_meta
+from megatron_llama.data.mounts import file_identity
 from megatron_llama.data.remote_indexed import required_file
 from megatron_llama.data.sums import SUFFIXES, DatasetSums, FileSums
 from megatron_llama.distributed import device as devices
 from megatron_llama.errors import DataError, listing
 
+T = TypeVar("T")
 BLOCK_BYTES = 4 << 20
 """Bytes that are read at a time: long enough that the interpreter is rarely asked for, and short
 enough that a run which ends need not wait."""
+RETRY_SECONDS = (1.0, 5.0, 20.0)
+"""How long to rest after each read of a run's check that the system has refused: a file of a server
+may have a new handle then, and a process a free descriptor."""
 
 
 def dataset_sums(prefix: str) -> DatasetSums | None:
@@ -62,9 +71,14 @@ def verify_dataset(prefix: str) -> DatasetSums:
 
 
 def _verify_local(name: str, sums: FileSums) -> None:
-    with PieceReader(name, sums) as reader:
-        for piece in range(len(sums.pieces)):
-            reader.require(piece)
+    try:
+        with PieceReader(name, sums) as reader:
+            for piece in range(len(sums.pieces)):
+                reader.require(piece)
+    except OSError as error:
+        do = "mend the disk or its permissions, or copy the dataset again"
+        got = _words(error)
+        raise DataError(name, got=got, expected="a readable file", do=do) from error
 
 
 def _verify_remote(name: str, sums: FileSums) -> None:
@@ -87,17 +101,14 @@ class PieceReader:
     left there: a run's own pages must not go for bytes that are read once."""
 
     def __init__(self, name: str, sums: FileSums) -> None:
-        """Raises DataError if the file cannot be opened, or has another size."""
+        """Raises DataError if the file has another size, OSError if it cannot be opened."""
         self._name = name
         self._sums = sums
         self._buffer = memoryview(bytearray(BLOCK_BYTES))
-        try:
-            self._file = os.open(name, os.O_RDONLY)
-        except OSError as error:
-            raise _unreadable(name, error) from error
+        self._file = os.open(name, os.O_RDONLY)
         try:
             sums.require_size(name, os.fstat(self._file).st_size)
-        except DataError:
+        except BaseException:
             os.close(self._file)
             raise
         page_cache.read_nothing_ahead(self._file)
@@ -109,16 +120,14 @@ class PieceReader:
         os.close(self._file)
 
     def require(self, piece: int, pause: Callable[[float], bool] = lambda _: False) -> bool:
-        """Raise DataError unless a piece is what was written. ``pause`` is called with the seconds
-        of each block, and says whether to end here; return False then."""
+        """Raise DataError unless a piece is what was written, OSError if it cannot be read.
+        ``pause`` is called with the seconds of each block, and says whether to end here; return
+        False then."""
         digest = hashlib.sha256()
         start, stop = self._sums.ends(piece)
         while start < stop:
             began = time.monotonic()
-            try:
-                content = self._read(start, min(stop - start, BLOCK_BYTES))
-            except OSError as error:
-                raise _unreadable(self._name, error) from error
+            content = self._read(start, min(stop - start, BLOCK_BYTES))
             if not content:
                 self._sums.require_size(self._name, start)  # it has become shorter
             digest.update(content)
@@ -179,23 +188,55 @@ class DatasetCheck:
     def _run(self, prefixes: Sequence[str]) -> None:
         devices.take_least_priority()
         try:
-            files = [
-                (prefix + suffix, sums)
-                for prefix in prefixes
-                for suffix, sums in _sums_of_files(prefix).items()
-            ]
-            size = sum(_size(sums, self._own(sums)) for _, sums in files)
-            read = 0
-            for name, sums in files:
-                with PieceReader(name, sums) as reader:
-                    for piece in self._own(sums):
-                        if not reader.require(piece, self._pause):
-                            if not self._end.is_set():
-                                self._say(_unfinished(read, size, self._seconds))
-                            return
-                        read += _size(sums, [piece])
-        except DataError as error:
-            self.problem = error
+            self._compare(prefixes)
+        except Exception as error:  # nobody else hears of what a thread raises
+            _note(f"the check of --data-path has ended with {type(error).__name__}: {error}")
+
+    def _compare(self, prefixes: Sequence[str]) -> None:
+        files = [file for prefix in prefixes for file in self._files(prefix)]
+        size = sum(_size(sums, self._own(sums)) for _, sums in files)
+        read = 0
+        for name, sums in files:
+            for piece in self._own(sums):
+                try:
+                    whole = self._retry(partial(self._require, name, sums, piece))
+                except DataError as error:
+                    self.problem = error
+                    return
+                except OSError as error:
+                    start, stop = sums.ends(piece)
+                    _note(_given_up(f"{name}: bytes {start} to {stop}", error, read, size))
+                    return
+                if not whole:
+                    if not self._end.is_set():
+                        self._say(_unfinished(read, size, self._seconds))
+                    return
+                read += _size(sums, [piece])
+
+    def _files(self, prefix: str) -> Sequence[tuple[str, FileSums]]:
+        """Return the files of a dataset with their sums; none where its meta.json, which the run
+        has read before, cannot be read now: without sums nothing is known to be damaged."""
+        try:
+            sums = self._retry(partial(_sums_of_files, prefix))
+        except (OSError, DataError) as error:
+            _note(f"{prefix} is not compared with its sums: {error}")
+            return ()
+        return [(prefix + suffix, of_file) for suffix, of_file in (sums or {}).items()]
+
+    def _require(self, name: str, sums: FileSums, piece: int) -> bool:
+        # It is opened anew for each piece, since the handle of a server's file may become stale.
+        with PieceReader(name, sums) as reader:
+            return reader.require(piece, self._pause)
+
+    def _retry(self, act: Callable[[], T]) -> T | None:
+        """Return what ``act`` does, which is called again after OSErrors; None if the check ends
+        meanwhile. Raises the last OSError."""
+        for seconds in RETRY_SECONDS:
+            with suppress(OSError):
+                return act()
+            if self._pause(seconds):
+                return None
+        return act()
 
     def _own(self, sums: FileSums) -> range:
         """The pieces of a file that this process reads."""
@@ -215,8 +256,7 @@ def seen_files(prefixes: Sequence[str]) -> str:
     for prefix in prefixes:
         for suffix in SUFFIXES if not is_url(prefix) else ():
             with suppress(OSError):
-                found = os.stat(prefix + suffix)
-                digest.update(f"{found.st_ino} {found.st_size} {found.st_mtime_ns};".encode())
+                digest.update(f"{file_identity(prefix + suffix)};".encode())
     return digest.hexdigest() if prefixes else ""
 
 
@@ -234,8 +274,14 @@ def _size(sums: FileSums, pieces: Sequence[int]) -> int:
 
 
 def _sums_of_files(prefix: str) -> Mapping[str, FileSums]:
-    """Return the sums of the files of a dataset, the index first; none of one without sums."""
-    sums = dataset_sums(prefix)
+    """Return the sums of the files of a dataset, the index first; none of one without sums. Raises
+    OSError if its meta.json cannot be read."""
+    try:
+        sums = dataset_sums(prefix)
+    except DataError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from error
+        raise
     return MappingProxyType({}) if sums is None else dict(reversed(sums.by_suffix().items()))
 
 
@@ -247,6 +293,18 @@ def _unfinished(read: int, size: int, seconds: float) -> str:
     )
 
 
-def _unreadable(name: str, error: OSError) -> DataError:
-    do = "mend the disk or its permissions, or copy the dataset again"
-    return DataError(name, got=error.strerror or error, expected="a readable file", do=do)
+def _given_up(where: str, error: OSError, read: int, size: int) -> str:
+    return (
+        f"{where}: not compared with their sums, since they cannot be read: {_words(error)}; "
+        f"{read / 2**30:,.1f} GiB were compared before and are as they were written, the rest of "
+        f"{size / 2**30:,.1f} GiB is not compared; inspect dataset PREFIX --verify reads all"
+    )
+
+
+def _note(words: str) -> None:
+    """Print a line of this machine, whose ranks may all be ones that print no log."""
+    print(f"note: {words} (on {socket.gethostname()})", file=sys.stderr, flush=True)
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)

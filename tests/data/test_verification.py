@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import shutil
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import numpy as np
 import pytest
 from megatron_llama.commands.inspect import inspect
 from megatron_llama.config.schema import DataConfig
+from megatron_llama.data import mounts, verification
 from megatron_llama.data import sums as sums_module
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.meta import read_meta, write_meta
@@ -23,6 +28,8 @@ from megatron_llama.data.sums import DatasetSums, FileSums, RunningSums
 from megatron_llama.data.verification import BLOCK_BYTES, DatasetCheck, PieceReader, seen_files, share_of, verify_dataset
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.fingerprint import Fingerprint
+
+from tests.machines import Machine, run_on
 
 PIECE = 1 << 12
 
@@ -153,11 +160,73 @@ def test_the_check_beside_a_run_names_the_file(tmp_path: Path, small_pieces: Non
             problems += [str(check.problem)] if check.problem is not None else []
         (problem,) = problems
         assert problem.startswith(f"{tmp_path}/b.bin: bytes 20480 to 24000: got the SHA-256 ")
-    (tmp_path / "a.bin").unlink()
-    with DatasetCheck(prefixes, say=said.append) as check:
-        check.finish()
-    assert "a.bin: got No such file or directory, expected a readable file" in str(check.problem)
     assert said == []
+
+
+def check_alone(prefix: Path) -> DatasetCheck:
+    with DatasetCheck([str(prefix)], say=lambda line: pytest.fail(line)) as check:
+        check.finish()
+    return check
+
+
+@pytest.fixture
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "RETRY_SECONDS", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("call", ["stat", "open", "fstat", "preadv", "posix_fadvise"])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_read_that_the_system_refuses_once_is_tried_again(
+    call: str, code: int, tmp_path: Path, no_rest: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(tmp_path / "c")
+    refused = iter([OSError(code, os.strerror(code))])
+    system_call = getattr(os, call)
+
+    def refuse_once(*arguments: Any, **options: Any) -> Any:
+        for error in refused:
+            raise error
+        return system_call(*arguments, **options)
+
+    monkeypatch.setattr(os, call, refuse_once)
+    assert check_alone(tmp_path / "c").problem is None
+    assert next(refused, None) is None
+    flip(tmp_path / "c.bin", 100)
+    assert "c.bin: bytes 0 to 24000" in str(check_alone(tmp_path / "c").problem)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_cannot_be_read_is_said_and_ends_no_run(tmp_path: Path, no_rest: None, capfd: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "c")
+    (tmp_path / "c.bin").unlink()
+    assert check_alone(tmp_path / "c").problem is None
+    (line,) = capfd.readouterr().err.splitlines()
+    words = "c.bin: bytes 0 to 24000: not compared with their sums, since they cannot be read: No such file or directory; 0.0 GiB were"
+    assert line.startswith("note: ") and words in line
+    with pytest.raises(DataError, match=r"c\.bin: got No such file or directory, expected a readable file"):
+        verify_dataset(str(tmp_path / "c"))
+
+
+def test_without_free_descriptors_nothing_is_damaged(tmp_path: Path, no_rest: None, capfd: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "c")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        check = check_alone(tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert check.problem is None
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"note: {tmp_path}/c is not compared with its sums: ") and "Too many open files" in line
+
+
+def test_what_nobody_expects_in_the_check_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(tmp_path / "c")
+    monkeypatch.setattr(PieceReader, "require", lambda *arguments: 1 // 0)
+    assert check_alone(tmp_path / "c").problem is None
+    assert "note: the check of --data-path has ended with ZeroDivisionError: " in capfd.readouterr().err
 
 
 def test_the_check_ends_when_its_time_is_up_and_says_so(tmp_path: Path) -> None:
@@ -259,10 +328,63 @@ def test_a_read_that_gave_less_than_was_asked_for_is_gone_on_with(tmp_path: Path
 
 
 def test_machines_that_share_a_disk_share_the_work(tmp_path: Path) -> None:
-    """One with copies of its own reads them all; ranks that read nothing count for nobody."""
+    """One with other files reads them all; ranks that read nothing count for nobody."""
     write_dataset(tmp_path / "c")
     for suffix in (".bin", ".idx", ".meta.json"):
         shutil.copy2(tmp_path / f"c{suffix}", tmp_path / f"copy{suffix}")
     shared, own = seen_files([str(tmp_path / "c")]), seen_files([str(tmp_path / "copy")])
     seen = [shared, "", own, "", shared, ""]
     assert [share_of(rank, seen) for rank in (0, 2, 4)] == [(0, 2), (0, 1), (1, 2)]
+
+
+COPIED = (".bin", ".idx", ".meta.json")
+
+
+def see_own_copy(machine: int, folder: Path) -> None:
+    disk = folder / "disk"
+    subprocess.run(["mount", "-t", "tmpfs", "own", str(disk)], check=True)
+    for suffix in COPIED:
+        shutil.copy2(folder / f"c{suffix}", disk / f"c{suffix}")
+    status = [os.stat(disk / f"c{suffix}") for suffix in COPIED]
+    numbers = [(found.st_ino, found.st_size, found.st_mtime_ns) for found in status]
+    (folder / f"seen-{machine}").write_text(json.dumps([seen_files([str(disk / "c")]), numbers]))
+
+
+def test_copies_on_disks_of_each_machine_are_no_shared_disk(tmp_path: Path) -> None:
+    """``cp -p`` onto fresh file systems gives them inodes and times alike: each machine reads all of its own."""
+    write_dataset(tmp_path / "c")
+    (tmp_path / "disk").mkdir()
+    machines = [Machine(name, {"eth0": [f"10.0.0.{number}/24"]}, "127.0.0.1 localhost\n") for number, name in enumerate("ab", 1)]
+    run_on(machines, partial(see_own_copy, folder=tmp_path), tmp_path)
+    (seen_a, numbers_a), (seen_b, numbers_b) = (json.loads((tmp_path / f"seen-{machine}").read_text()) for machine in range(2))
+    assert numbers_a == numbers_b
+    assert [share_of(rank, [seen_a, seen_b]) for rank in range(2)] == [(0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "same_inode", "other_inode"),
+    [
+        *((kind, True, False) for kind in ("nfs4", "lustre", "gpfs", "cifs", "ceph", "beegfs", "9p", "afs", "wekafs")),
+        *((kind, True, True) for kind in ("fuse", "fuse.gcsfuse", "fuse.juicefs")),
+        *((kind, False, False) for kind in ("ext4", "xfs", "tmpfs", "overlay", "fuseblk", "fuse.bindfs", "unheard-of", None)),
+    ],
+)
+def test_only_file_systems_of_a_network_are_shared(
+    kind: str | None, same_inode: bool, other_inode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second inode is that of a file with size and time of the first, in its place."""
+    path = tmp_path / "c.bin"
+    path.write_bytes(bytes(100))
+    status = path.stat()
+    table = tmp_path / "mountinfo"
+    number = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    table.write_text(f"1 0 0:0 / /proc rw - proc proc rw\n2 0 {number} /x /y z rw shared:3 - {kind} server:/x rw\n" if kind else "")
+    seen = []
+    for name in ("a", "b", "b"):
+        monkeypatch.setattr(mounts, "machine_name", lambda name=name: name)
+        seen.append(mounts.file_identity(str(path), table))
+        if len(seen) == 2:
+            path.rename(tmp_path / "kept")  # so that its inode is not given again
+            path.write_bytes(bytes(100))
+            os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    assert (seen[0] == seen[1], seen[0] == seen[2]) == (same_inode, other_inode)
