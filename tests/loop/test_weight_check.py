@@ -16,7 +16,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, build_mesh
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop import weight_check
-from megatron_llama.loop.weight_check import begin_weight_check
+from megatron_llama.loop.weight_check import begin_weight_check, share_of
 
 from tests.harness import Cluster
 from tests.parallel.cases import Layout
@@ -108,3 +108,35 @@ def test_what_the_run_does_not_read_is_not_compared(tmp_path: Path) -> None:
     with patch.object(listed_files, "file_sum", wraps=listed_files.file_sum) as hashed, begin_weight_check(folder, world) as check:
         check.require()
     assert [call.args[0] for call in hashed.call_args_list] == [folder / "model.safetensors"]
+
+
+def test_machines_that_share_a_disk_share_the_files(cluster: Cluster, tmp_path: Path) -> None:
+    """Each of two machines reads half of a disk of the network, and all of a copy of its own."""
+    folder = listed(tmp_path, {f"consolidated.0{number}.pth": bytes(9 - number) for number in range(4)})
+    names = [f"consolidated.0{number}.pth" for number in range(4)]
+    assert cluster.run(2, compares, folder, ["server", "server"]) == [names[::2], names[1::2]]
+    assert cluster.run(2, compares, folder, ["a", "b"]) == [names, names]
+
+
+def compares(place: Place, folder: Path, disks: list[str]) -> list[str]:
+    """Which files the only process of this machine has compared."""
+    alone = Place(place.rank, place.world_size, 0, local_world_size=1)
+    world = world_of(place)
+    with (
+        patch.object(weight_check, "place_from_environment", lambda: alone),
+        patch.object(weight_check, "file_identity", lambda name: f"{disks[place.rank]} {name}"),
+        patch.object(listed_files, "file_sum", wraps=listed_files.file_sum) as hashed,
+        begin_weight_check(folder, world) as check,
+    ):
+        check.require()
+    return sorted(call.args[0].name for call in hashed.call_args_list)
+
+
+def test_the_shares_of_a_thousand_machines() -> None:
+    """Each file is read once; the first, which are the largest, by machines of their own."""
+    seen = [("server", rank % 8) for rank in range(8000)]
+    shares = [share_of(rank, seen) for rank in range(0, 8000, 97)]
+    assert {count for _, count in shares} == {8000} and len({share for share, _ in shares}) == len(shares)
+    assert [share_of(8 * machine, seen)[0] for machine in range(0, 1000, 99)] == [*range(0, 1000, 99)]
+    seen[5] = ("its own disk", 5)
+    assert share_of(5, seen) == (0, 1) and share_of(6, seen)[1] == 7999
