@@ -272,7 +272,7 @@ def train(
         reason = "the last iteration"
         early_stop_reason = None
         stopped_by: Signals | None = None
-        weights_are_checked = False
+        stopped = False
 
         while not bad_steps.is_last(state):
             profiling.before(state.iteration)
@@ -324,14 +324,13 @@ def train(
                     evaluations[state.iteration] = evaluated
                 called.evaluation(evaluated)
             if saving or early_stop_reason:
-                if not weights_are_checked:
-                    weight_check.require()
-                    weights_are_checked = True
+                weight_check.wait_before_save(log, interrupts, stopping=stopping)
                 with mesh.recorder.outside_steps("saving"):
                     validation_loss = evaluated.loss if evaluated is not None else None
                     saved = with_places(bad_steps.with_history(state), inputs.training, mesh.world)
                     ends = last or stopping or early_stop_reason is not None
                     saver.save(saved, log, validation_loss, last=ends)
+                weight_check.remember_save(saver.newest)
                 if saver.refusal is None:
                     interrupts.saved()
             if writing_texts:
@@ -354,6 +353,7 @@ def train(
                 log.say(f" stopped after iteration {state.iteration}: {reason}")
                 break
             if stopping:
+                stopped = True
                 stopped_by = SIGNALS.get(request)
                 reason = interrupts.reason(request) if request in STOPS else "--exit-interval"
                 log.say(f" stopped by {reason} after iteration {state.iteration}")
@@ -361,15 +361,15 @@ def train(
 
         progress.check_last_step()
         optimizer.settle()
-        if not weights_are_checked:
-            weight_check.require()
         with mesh.recorder.outside_steps("saving"):
             saver.finish(log)
         called.saves(saver.take_written())
+        are_weights_compared = weight_check.wait_at_end(log, interrupts, stopped=stopped)
         # Damage that was found during the last step has not reached the other ranks yet.
         raise_error_on_all_ranks(data_check.problem, mesh.world)
         exported = None
-        if early_stop_reason or bad_steps.is_last(state):
+        # What is published has begun with weights that are known to be sound.
+        if are_weights_compared and (early_stop_reason or bad_steps.is_last(state)):
             with mesh.recorder.outside_steps("exporting"):
                 exported = export.write(state, saver.newest, log)
         called.end()

@@ -82,6 +82,11 @@ class ListedFilesCheck:
             return error
         return None
 
+    @property
+    def left(self) -> list[ListedFile]:
+        """The files that have not been compared yet."""
+        return [file for file, comparison in self._comparisons.items() if not comparison.done()]
+
     def is_done(self, seconds: float) -> bool:
         """Wait for all comparisons, ``seconds`` at most, and return whether they have ended."""
         return not wait(self._comparisons.values(), seconds).not_done

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +19,9 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, build_mesh
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop import weight_check
-from megatron_llama.loop.weight_check import begin_weight_check, share_of
+from megatron_llama.loop.prefetch import Interrupts
+from megatron_llama.loop.weight_check import WeightCheck, begin_weight_check, share_of
+from megatron_llama.metrics.log import MetricLog
 
 from tests.harness import Cluster
 from tests.parallel.cases import Layout
@@ -140,3 +145,97 @@ def test_the_shares_of_a_thousand_machines() -> None:
     assert [share_of(8 * machine, seen)[0] for machine in range(0, 1000, 99)] == [*range(0, 1000, 99)]
     seen[5] = ("its own disk", 5)
     assert share_of(5, seen) == (0, 1) and share_of(6, seen)[1] == 7999
+
+
+class Lines:
+    """What a log is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.told: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def event(self, what: str, *, words: str) -> None:
+        self.told.append(f" warning: {words}")
+
+
+@pytest.fixture
+def reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightCheck, threading.Event]]:
+    """A check of two files, the second of which is damaged and is read when the event is set."""
+    folder = listed(tmp_path / "weights", {"consolidated.00.pth": b"sound", "consolidated.01.pth": b"soun"})
+    (folder / "consolidated.01.pth").write_bytes(b"soon")
+    goes_on = threading.Event()
+    hashed = listed_files.file_sum
+
+    def slow(path: Path, kind: str, stopped: threading.Event) -> str:
+        while path.name == "consolidated.01.pth" and not goes_on.wait(0.01) and not stopped.is_set():
+            pass
+        return hashed(path, kind, stopped)
+
+    monkeypatch.setattr(listed_files, "file_sum", slow)
+    monkeypatch.setattr(weight_check, "WEIGHT_CHECK_SECONDS", 0.5)
+    with begin_weight_check(folder, world_of(Place(0, 1, 0))) as check:
+        yield check, goes_on
+
+
+def test_a_save_waits_once_and_not_for_ever(reading: tuple[WeightCheck, threading.Event], tmp_path: Path) -> None:
+    """What is found later ends the run, and its error names what was saved meanwhile and is there."""
+    check, goes_on = reading
+    log = Lines()
+    took = []
+    for iteration in range(3):
+        began = time.monotonic()
+        check.wait_before_save(cast(MetricLog, log), Interrupts(), stopping=False)
+        took.append(time.monotonic() - began)
+        check.remember_save(tmp_path / f"iter_{iteration}")
+    (tmp_path / "iter_1").mkdir()
+    assert 0.5 <= took[0] < 5 and max(took[1:]) < 0.4
+    folder = tmp_path / "weights"
+    assert log.said == log.told == [
+        f" warning: 1 file of the weights in {folder}, 0.0 GiB, is not compared with {folder}/SHA256SUMS yet, so what the run keeps now may have "
+        "begun with damaged weights; the comparison goes on, and damage ends the run"
+    ]
+    assert check.problem is None
+    goes_on.set()
+    with pytest.raises(CheckpointError) as error:
+        check.wait_at_end(cast(MetricLog, log), Interrupts(), stopped=False)
+    assert f"{folder}/consolidated.01.pth: got sha256 " in str(error.value)
+    names = f"remove it: {tmp_path}/iter_1, {tmp_path}/iter_2"
+    assert str(error.value).endswith(f"what this run has saved meanwhile began with these weights; {names}"), "the first was removed, the last is coming"
+
+
+def test_a_stop_waits_for_nothing(reading: tuple[WeightCheck, threading.Event], tmp_path: Path) -> None:
+    check, _ = reading
+    log = Lines()
+    began = time.monotonic()
+    check.wait_before_save(cast(MetricLog, log), Interrupts(), stopping=True)
+    assert not check.wait_at_end(cast(MetricLog, log), Interrupts(), stopped=True)
+    assert time.monotonic() - began < 0.4
+    assert len(log.said) == 1 and "it ends without comparing the rest, and exports nothing: compare the files" in log.said[0]
+
+
+@pytest.mark.parametrize("at", ["save", "end"])
+def test_a_signal_ends_the_wait(at: str, reading: tuple[WeightCheck, threading.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    check, _ = reading
+    log = Lines()
+    monkeypatch.setattr(weight_check, "WEIGHT_CHECK_SECONDS", 60.0)
+    with Interrupts() as interrupts:
+        interrupts.listen()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        began = time.monotonic()
+        if at == "save":
+            check.wait_before_save(cast(MetricLog, log), interrupts, stopping=False)
+        else:
+            assert not check.wait_at_end(cast(MetricLog, log), interrupts, stopped=False)
+        assert 0.2 < time.monotonic() - began < 10
+    assert len(log.said) == 1
+
+
+def test_a_sound_folder_is_waited_for_at_the_end(reading: tuple[WeightCheck, threading.Event], tmp_path: Path) -> None:
+    check, goes_on = reading
+    (tmp_path / "weights" / "consolidated.01.pth").write_bytes(b"soun")
+    log = Lines()
+    threading.Timer(0.3, goes_on.set).start()
+    assert check.wait_at_end(cast(MetricLog, log), Interrupts(), stopped=False) and log.said == []
