@@ -12,7 +12,6 @@ from signal import Signals
 
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.lease import Lease
-from megatron_llama.checkpoint.listed_files import check_of_machine
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
@@ -33,12 +32,10 @@ from megatron_llama.loop.build import (
     Validation,
     build_loader,
     check_datasets,
-    check_weight_files,
     find_not_finite_at_start,
     load_or_init,
     open_log,
     read_first_step,
-    require_weight_files,
     roll_back,
     warn_of_start,
 )
@@ -48,9 +45,10 @@ from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, open_samples,
 from megatron_llama.loop.prefetch import RETURN, SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
 from megatron_llama.loop.progress import Progress
-from megatron_llama.loop.start import trained_weights
+from megatron_llama.loop.start import folder_from_elsewhere, trained_weights
 from megatron_llama.loop.text_inputs import with_places
 from megatron_llama.loop.text_samples import SampleTexts
+from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.metrics.events import END, FAULT, START
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
@@ -126,7 +124,8 @@ def forward_runtime(config: Config, mesh: Mesh) -> tuple[PipelineRuntime, TrainS
     dtype = compute_dtype(config)
     with raise_on_all_ranks(mesh.world):
         trained = trained_weights(config)
-        with check_of_machine(trained.folder) as check:
+    with begin_weight_check(trained.folder, mesh.world) as check:
+        with raise_on_all_ranks(mesh.world):
             load_stages(
                 stages.values(),
                 rank_specs(config, mesh),
@@ -134,7 +133,7 @@ def forward_runtime(config: Config, mesh: Mesh) -> tuple[PipelineRuntime, TrainS
                 dtype=dtype,
                 device=mesh.device,
             )
-            check.require()
+        check.require()
     return PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype), trained.state
 
 
@@ -194,7 +193,10 @@ def train(
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
             # The run begins to train before all files are compared, and keeps nothing until then.
-            weight_check = stack.enter_context(check_weight_files(config, inputs.start, mesh))
+            weights_folder = folder_from_elsewhere(config.checkpoint, inputs.start)
+            weight_check = stack.enter_context(
+                begin_weight_check(weights_folder, mesh.world, in_background=True)
+            )
             state = load_or_init(config, optimizer, mesh, inputs.start)
             not_finite = find_not_finite_at_start(config, optimizer, mesh, inputs.start)
         export = FinalExport(config, mesh, optimizer, inputs.tokenizer, inputs.carried)
@@ -270,7 +272,7 @@ def train(
         reason = "the last iteration"
         early_stop_reason = None
         stopped_by: Signals | None = None
-        weights_are_checked = False
+        stopped = False
 
         while not bad_steps.is_last(state):
             profiling.before(state.iteration)
@@ -322,14 +324,13 @@ def train(
                     evaluations[state.iteration] = evaluated
                 called.evaluation(evaluated)
             if saving or early_stop_reason:
-                if not weights_are_checked:
-                    require_weight_files(weight_check, mesh)
-                    weights_are_checked = True
+                weight_check.wait_before_save(log, interrupts, stopping=stopping)
                 with mesh.recorder.outside_steps("saving"):
                     validation_loss = evaluated.loss if evaluated is not None else None
                     saved = with_places(bad_steps.with_history(state), inputs.training, mesh.world)
                     ends = last or stopping or early_stop_reason is not None
                     saver.save(saved, log, validation_loss, last=ends)
+                weight_check.remember_save(saver.newest)
                 if saver.refusal is None:
                     interrupts.saved()
             if writing_texts:
@@ -352,6 +353,7 @@ def train(
                 log.say(f" stopped after iteration {state.iteration}: {reason}")
                 break
             if stopping:
+                stopped = True
                 stopped_by = SIGNALS.get(request)
                 reason = interrupts.reason(request) if request in STOPS else "--exit-interval"
                 log.say(f" stopped by {reason} after iteration {state.iteration}")
@@ -359,15 +361,15 @@ def train(
 
         progress.check_last_step()
         optimizer.settle()
-        if not weights_are_checked:
-            require_weight_files(weight_check, mesh)
         with mesh.recorder.outside_steps("saving"):
             saver.finish(log)
         called.saves(saver.take_written())
+        are_weights_compared = weight_check.wait_at_end(log, interrupts, stopped=stopped)
         # Damage that was found during the last step has not reached the other ranks yet.
         raise_error_on_all_ranks(data_check.problem, mesh.world)
         exported = None
-        if early_stop_reason or bad_steps.is_last(state):
+        # What is published has begun with weights that are known to be sound.
+        if are_weights_compared and (early_stop_reason or bad_steps.is_last(state)):
             with mesh.recorder.outside_steps("exporting"):
                 exported = export.write(state, saver.newest, log)
         called.end()

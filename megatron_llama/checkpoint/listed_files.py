@@ -5,11 +5,11 @@ they are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from threading import Event
-from typing import Self
+from typing import NamedTuple, Self
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
 from megatron_llama.checkpoint.checksums import file_sum
@@ -17,7 +17,6 @@ from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.model_files import META_SUMS, SUMS, ListedSum, read_sums, sum_problem
 from megatron_llama.distributed.device import take_least_priority, thread_pool
-from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.errors import CheckpointError
 
 HASHING_THREADS = 2
@@ -40,32 +39,39 @@ def seal_files(folder: Path, workers: int = HASHING_THREADS) -> None:
         write_synced(folder / SUMS, "".join(lines).encode())
 
 
+class ListedFile(NamedTuple):
+    """A file that a list names and that is there."""
+
+    path: Path
+    listed: ListedSum
+    size: int
+    """Bytes."""
+
+
 class ListedFilesCheck:
-    """Compares the files of a folder with the lists of checksums there and in the folder above, in
+    """Compares files of a folder with the lists of checksums there and in the folder above, in
     threads, while others read the same files: the bytes come from the disk once. It is a section,
     whose end stops what has not been compared."""
 
     def __init__(
         self,
         folder: Path | None,
+        files: Sequence[ListedFile] | None = None,
         *,
-        rank: int = 0,
-        ranks: int = 1,
         workers: int = HASHING_THREADS,
         in_background: bool = False,
     ) -> None:
-        """``None`` and a folder in an object store have nothing to compare. Of the ``ranks``
-        processes of a machine each compares its share of the files; ``rank`` is this one. With
-        ``in_background`` the threads leave the processors to whoever computes meanwhile. Raises
-        CheckpointError for a list that cannot be read."""
+        """``files`` are by default all ``listed_files`` of the folder. With ``in_background`` the
+        threads leave the processors to whoever computes meanwhile. Raises CheckpointError for a
+        list that cannot be read."""
         self._folder = folder
         self._stopped = Event()
-        files = _listed_files(folder)[rank % ranks :: ranks] if isinstance(folder, Path) else []
+        files = listed_files(folder) if files is None else files
         self._pool = thread_pool(workers)
-        self._comparisons = [
-            self._pool.submit(_compare, *entry, self._stopped, in_background=in_background)
-            for entry in files
-        ]
+        self._comparisons = {
+            file: self._pool.submit(_compare, file, self._stopped, in_background=in_background)
+            for file in files
+        }
 
     @property
     def problem(self) -> CheckpointError | None:
@@ -76,22 +82,24 @@ class ListedFilesCheck:
             return error
         return None
 
+    @property
+    def left(self) -> list[ListedFile]:
+        """The files that have not been compared yet."""
+        return [file for file, comparison in self._comparisons.items() if not comparison.done()]
+
     def is_done(self, seconds: float) -> bool:
         """Wait for all comparisons, ``seconds`` at most, and return whether they have ended."""
-        return not wait(self._comparisons, seconds).not_done
+        return not wait(self._comparisons.values(), seconds).not_done
 
     def require(self) -> None:
         """Wait for all comparisons, and raise CheckpointError with the files that differ. Files
         that are missing are not looked for: their readers miss them."""
-        wait(self._comparisons)
+        wait(self._comparisons.values())
         self._refuse_damaged()
 
     def _refuse_damaged(self) -> None:
-        problems = [
-            problem
-            for comparison in self._comparisons
-            if comparison.done() and (problem := comparison.result()) is not None
-        ]
+        ended = [one for one in self._comparisons.values() if one.done() and not one.cancelled()]
+        problems = [problem for one in ended if (problem := one.result()) is not None]
         refuse(f"{self._folder} is damaged, or its files stand for each other:", problems)
 
     def __enter__(self) -> Self:
@@ -102,35 +110,28 @@ class ListedFilesCheck:
         self._pool.shutdown(cancel_futures=True)
 
 
-def check_of_machine(folder: str | Path | None, *, in_background: bool = False) -> ListedFilesCheck:
-    """Return the share of this process in a check of a folder that all processes of its machine
+def listed_files(folder: Path | None) -> list[ListedFile]:
+    """Return the files of a folder that a list names and that are there, the largest first. There
+    are none for ``None`` and in an object store. Raises CheckpointError for a list that cannot be
     read."""
-    place = place_from_environment()
-    return ListedFilesCheck(
-        None if folder is None else Path(folder),
-        rank=place.local_rank,
-        ranks=max(place.local_world_size, 1),
-        in_background=in_background,
-    )
-
-
-def _listed_files(folder: Path) -> list[tuple[Path, ListedSum]]:
-    """Return the files of a folder that a list names and that are there, the largest first."""
-    found: Mapping[Path, ListedSum] = {
+    if not isinstance(folder, Path):
+        return []
+    named: Mapping[Path, ListedSum] = {
         place / name: listed
         for place in (folder.parent, folder)
         for name, listed in read_sums(place)[0].items()
     }
     present = [
-        (path, listed)
-        for path, listed in found.items()
+        ListedFile(path, listed, path.stat().st_size)
+        for path, listed in named.items()
         if folder in path.parents and path.name not in (SUMS, META_SUMS) and path.is_file()
     ]
-    return sorted(present, key=lambda entry: entry[0].stat().st_size, reverse=True)
+    return sorted(present, key=lambda file: (-file.size, file.path))
 
 
-def _compare(path: Path, listed: ListedSum, stopped: Event, *, in_background: bool) -> str | None:
+def _compare(file: ListedFile, stopped: Event, *, in_background: bool) -> str | None:
     """Return what is wrong with a file; None if nothing is, or if the comparison was stopped."""
+    path, listed, _ = file
     if in_background:
         take_least_priority()
     try:

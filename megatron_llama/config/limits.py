@@ -106,6 +106,9 @@ SMALLEST_REAL = 1e-30
 """A positive number of a model: a smaller one becomes 0 in float32 once it is multiplied."""
 SMALLEST_ROPE = 1e-6
 """A rotary base, or a factor of one: positions are divided by it."""
+WEIGHT_CHECK_SECONDS = 120.0
+"""The first save of a run waits so long for the comparison of its weights with their sums, and is
+made then: what a run keeps late it may lose. 140 GB of a slow disk take ten minutes."""
 
 # Datasets.
 DATASET_CHECK_SECONDS = 600.0

@@ -12,11 +12,17 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.folders import INCOMPLETE
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.hf.reader import WEIGHT_FILES, HFReader
-from megatron_llama.conversion.megatron.reader import MegatronReader, family
-from megatron_llama.conversion.meta.reader import MetaReader
+from megatron_llama.conversion.hf.reader import (
+    WEIGHT_FILES,
+    HFReader,
+    files_named_by,
+    present_weight_files,
+)
+from megatron_llama.conversion.megatron.names import find_folder
+from megatron_llama.conversion.megatron.reader import MegatronReader, family, rank_files
+from megatron_llama.conversion.meta.reader import MetaReader, weight_files_of
 from megatron_llama.conversion.native.reader import NativeReader
-from megatron_llama.conversion.torch_dist.folder import is_torch_dist
+from megatron_llama.conversion.torch_dist.folder import chunk_files, is_torch_dist
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
@@ -151,6 +157,20 @@ def detect(folder: Path) -> str:
             folder, got="a folder without weights", expected=expected, do="check the path"
         )
     return family(folder) if found[0] == "megatron" else found[0]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files from which the weights of a folder are read that ``open_model`` takes, or
+    ``HFWeights``; there is more in many a download. A native checkpoint has none: it is compared
+    where it is read. Raises CheckpointError."""
+    found = list(candidates(folder))
+    if "hf" in found:  # alone, or named as such
+        return files_named_by(present_weight_files(folder)[0])
+    if "meta" in found:
+        return weight_files_of(folder)
+    if "torch_dist" in found:
+        return chunk_files(folder)
+    return [*rank_files(find_folder(folder)).values()] if "megatron" in found else []
 
 
 def candidates(folder: Path) -> Iterator[str]:

@@ -18,7 +18,6 @@ from megatron_llama.checkpoint.finite import (
     find_all_not_finite,
     merge_not_finite,
 )
-from megatron_llama.checkpoint.listed_files import ListedFilesCheck, check_of_machine
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import WARN, Saver
 from megatron_llama.checkpoint.storage_paths import local_folder
@@ -30,9 +29,7 @@ from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.text_stream import text_streams
 from megatron_llama.data.verification import DatasetCheck, seen_files, share_of
 from megatron_llama.distributed.comm.object_collectives import (
-    MEETING_SECONDS,
     all_gather_object,
-    all_reduce_max,
     broadcast_object,
     raise_on_all_ranks,
 )
@@ -41,7 +38,7 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Weig
 from megatron_llama.errors import CheckpointError, TrainingError
 from megatron_llama.loop.callbacks import Evaluation
 from megatron_llama.loop.inputs import Inputs, resumes
-from megatron_llama.loop.start import Start, folder_from_elsewhere, weights_of
+from megatron_llama.loop.start import Start, weights_of
 from megatron_llama.loop.take_over import take_over
 from megatron_llama.metrics.events import FAULT, tracked_runs
 from megatron_llama.metrics.log import (
@@ -85,29 +82,6 @@ def check_datasets(config: Config, mesh: Mesh, say: Callable[[str], None]) -> Da
     prefixes = read_blend(config.data.data_path).prefixes if reads else ()
     seen = all_gather_object(seen_files(prefixes), mesh.world)
     return DatasetCheck(prefixes, share=share_of(mesh.rank, seen), say=say)
-
-
-def check_weight_files(config: Config, start: Start | None, mesh: Mesh) -> ListedFilesCheck:
-    """Begin to compare the files from which the run takes its weights with their sums, each process
-    of a machine its share of them. Collective. Raises CheckpointError."""
-    with raise_on_all_ranks(mesh.world):
-        folder = folder_from_elsewhere(config.checkpoint, start)
-        return check_of_machine(folder, in_background=True)
-
-
-def require_weight_files(check: ListedFilesCheck, mesh: Mesh) -> None:
-    """Wait until the files of ``check`` are compared on all ranks. Collective. Raises
-    CheckpointError, on every rank, with those that differ."""
-    with mesh.recorder.outside_steps("comparing the files of the weights with their sums"):
-        # A large share of a slow disk takes longer than a collective may wait.
-        waiting = True
-        while waiting:
-            waits = int(not check.is_done(MEETING_SECONDS))
-            waits_somewhere, agreed = all_reduce_max(waits, mesh.world)
-            agreed.wait()
-            waiting = bool(waits_somewhere)
-        with raise_on_all_ranks(mesh.world):
-            check.require()
 
 
 class ValidationBatches:

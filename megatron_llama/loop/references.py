@@ -19,7 +19,6 @@ import torch
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.failures import require_writable, writing
-from megatron_llama.checkpoint.listed_files import check_of_machine
 from megatron_llama.checkpoint.meta import without_effect
 from megatron_llama.config.rope import normal_rope
 from megatron_llama.config.schema import Config, ModelConfig
@@ -31,6 +30,7 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError, DataError
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, find_start, folder_from_elsewhere, resumed, weights_of
+from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.lora import additions_off
@@ -71,12 +71,10 @@ def reference_of(config: Config, world: Axis) -> Reference:
         start = on_rank0(lambda: find_start(config.checkpoint), world)
         with raise_on_all_ranks(world):
             source = first_weights(config, start)
-            check = check_of_machine(folder_from_elsewhere(config.checkpoint, start))
-        with check:
+        with begin_weight_check(folder_from_elsewhere(config.checkpoint, start), world) as check:
             digest = digest_of(config, source, world)
             # All that follows is compared with this digest, in later runs too.
-            with raise_on_all_ranks(world):
-                check.require()
+            check.require()
         return Reference(digest, resumed=False)
     known = (meta.state.data or {}).get(REFERENCE)
     if known is None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.config.model_files import read_model_file
+from megatron_llama.conversion.formats import weight_files
 from megatron_llama.errors import CheckpointError
 from megatron_llama.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
@@ -71,6 +72,17 @@ def test_every_file_of_a_conversion_is_listed(written_export: Path, source: Path
         listed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
         there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert there - listed == {"SHA256SUMS"} | ({"latest_checkpointed_iteration.txt"} & there)
+
+
+def test_the_files_of_the_weights(written_export: Path, source: Path, tmp_path: Path) -> None:
+    """They are all in which a format keeps tensors, in the folder itself or in the one that a tracker names, and nothing else."""
+    assert weight_files(written_export) == [written_export / "model.safetensors"]
+    for to, ending in (("meta", "pth"), ("megatron", "pt"), ("torch_dist", "distcp")):
+        folder = convert(source, tmp_path / to, "--to", to, *(["--make-vocab-size-divisible-by", "1"] if to != "meta" else []))
+        tensors = set(folder.rglob(f"*.{ending}"))
+        found = set(weight_files(folder))
+        assert tensors and tensors <= found
+        assert {path.name for path in found - tensors} == ({"common.pt", ".metadata", "metadata.json"} if to == "torch_dist" else set())
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])

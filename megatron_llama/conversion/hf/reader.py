@@ -104,7 +104,7 @@ class HFWeights:
         """Open the weight files and note which of them holds each tensor. Yield the tensors of
         which two files hold different values: transformers takes the value of either."""
         self._read.add(named.name)
-        for path in _listed_files(named):
+        for path in files_named_by(named):
             self._read.add(path.name)
             file = _open(path)
             for name in list(file.keys()):
@@ -231,7 +231,7 @@ def present_weight_files(folder: Path) -> list[Path]:
     return found
 
 
-def _listed_files(named: Path) -> list[Path]:
+def files_named_by(named: Path) -> list[Path]:
     """Return the files of the weights: those that an index names, or ``named`` itself. Raises
     CheckpointError with all that are missing."""
     if named.name not in (INDEX, OLD_INDEX):

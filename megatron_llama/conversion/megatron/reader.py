@@ -71,9 +71,9 @@ class RankFile:
     chunks: tuple[Mapping[str, Tensor], ...]
 
 
-def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
-    """Open the files by (tensor rank, pipeline rank). Raises CheckpointError when some are missing,
-    damaged or of another format."""
+def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the files by (tensor rank, pipeline rank). Raises CheckpointError when there are two
+    of one rank."""
     paths: dict[tuple[int, int], Path] = {}
     for entry in sorted(folder.glob("mp_rank_*")):
         match = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_dp_000)?", entry.name)
@@ -82,6 +82,13 @@ def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
         if match and paths.setdefault((int(match[1]), int(match[2] or 0)), path) != path:
             do = "keep the one that belongs there"
             raise CheckpointError(entry, got="a second folder of one rank", expected="one", do=do)
+    return paths
+
+
+def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
+    """Open the files by (tensor rank, pipeline rank). Raises CheckpointError when some are missing,
+    damaged or of another format."""
+    paths = rank_files(folder)
     tp, pp = (1 + max((key[axis] for key in paths), default=0) for axis in (0, 1))
     # A folder's name alone may claim a rank of nine digits: missing ones are listed as far as they
     # are shown.

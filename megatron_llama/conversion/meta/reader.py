@@ -42,6 +42,11 @@ from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import Rectangle
 
 
+def weight_files_of(folder: Path) -> list[Path]:
+    """Return the files of the weights by rank."""
+    return sorted(folder.glob("consolidated.*.pth"))
+
+
 class MetaReader:
     """A folder of Meta's files as a ModelReader."""
 
@@ -57,7 +62,7 @@ class MetaReader:
         self.format = "meta"
         self.folder = folder
         self.notes = ()
-        paths = sorted(folder.glob("consolidated.*.pth"))
+        paths = weight_files_of(folder)
         expected = [folder / f"consolidated.{rank:02d}.pth" for rank in range(len(paths))]
         if paths != expected or not paths:
             got = ", ".join(path.name for path in paths) or "none"

@@ -44,6 +44,13 @@ def is_torch_dist(folder: Path) -> bool:
     )
 
 
+def chunk_files(path: Path) -> list[Path]:
+    """Return the files of ``path``, or of the checkpoint that the tracker in it names, that hold
+    tensors or say which ones. Raises CheckpointError."""
+    folder = find_folder(path, (BACKEND, METADATA), "a checkpoint in it")
+    return [*folder.glob("*.distcp"), *(folder / name for name in (COMMON, METADATA, BACKEND))]
+
+
 class TorchDistFolder:
     """One checkpoint: its common part, and the index of its tensors."""
 
