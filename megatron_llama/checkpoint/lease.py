@@ -20,7 +20,6 @@ starts within that moment may both go on, until the first renewal of the one who
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -62,7 +61,6 @@ SETTLE_SECONDS = 1.0
 COUNT_DIGITS = 12
 COMMAND_CHARACTERS = 200
 RUN_CHARACTERS = 8
-NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
 
 
 @dataclass(frozen=True)
@@ -427,14 +425,14 @@ def _write_new(own: Held) -> bool:
         return own.is_own()
     except FileNotFoundError:
         return False  # whoever was faster has removed the draft
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
+    except OSError:
+        # File systems without links say so with EPERM, EINVAL, EXDEV, ENOTSUP, the kernel's own 524
+        # and more. If something else is wrong, this says it, too.
         try:
             with own.path.open("xb") as file:
                 file.write(content)
         except FileExistsError:
-            return False
+            return own.is_own()  # it may be the link, whose answer was lost
     finally:
         draft.unlink(missing_ok=True)
     return True

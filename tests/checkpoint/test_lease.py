@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -213,6 +214,37 @@ def test_an_object_store_has_leases_too(hasty: None, monkeypatch: pytest.MonkeyP
             with pytest.raises(LeaseError, match="taken over by"):
                 lease.require()
     assert files(tmp_path / "run") == []
+
+
+NO_LINKS = [errno.EPERM, errno.EINVAL, errno.EXDEV, errno.ENOTSUP, errno.ENOSYS, 524]
+"""What file systems without links say; the last one is the kernel's ENOTSUPP, which has no name outside of it."""
+
+
+@pytest.mark.parametrize("number", NO_LINKS)
+def test_a_file_system_without_links_has_leases_too(number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with leasing(str(tmp_path)) as lease:
+        lease.take(WORLD)
+        lease.require()
+        assert files(tmp_path) == ["lease.1.json"]
+        with leasing(str(tmp_path)) as second, pytest.raises(LeaseError, match=f"process {os.getpid()} on "):
+            second.take(WORLD)
+
+
+def test_a_link_whose_answer_was_lost_is_a_lease(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    link = os.link
+
+    def link_and_fail(*paths: Path) -> None:
+        link(*paths)
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(os, "link", link_and_fail)
+    with leasing(str(tmp_path)) as lease:
+        lease.take(WORLD)
+        assert files(tmp_path) == ["lease.1.json"]
 
 
 def test_a_folder_that_vanishes_while_it_is_looked_at_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
