@@ -58,6 +58,9 @@ STORE_RENEW_SECONDS, STORE_PERIOD_SECONDS = 20.0, 90.0
 """The same in an object store, where each renewal is a request that costs something."""
 SETTLE_SECONDS = 1.0
 """After so long a file in an object store is read back."""
+CHECK_PAUSES = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between tries to see whose the folder is: less than a period, and no more than the other
+ranks can wait in a collective."""
 COUNT_DIGITS = 12
 COMMAND_CHARACTERS = 200
 RUN_CHARACTERS = 8
@@ -133,21 +136,41 @@ class Held:
         return _newest(self.folder) == self.number and self.is_own()
 
     def require(self) -> None:
-        """Raise LeaseError if the folder is another's."""
+        """Raise LeaseError if the folder is another's, and CheckpointError if, after several tries,
+        that cannot be seen."""
+        for pause in CHECK_PAUSES:
+            # A file system fails for a moment, or shows no file while a new one gets its name.
+            with suppress(Exception):
+                if self.is_valid():
+                    return
+                if self._is_anothers():
+                    break
+            time.sleep(pause)
         with writing(self.folder):
             if not self.is_valid():
                 raise self.lost()
 
+    def _is_anothers(self) -> bool:
+        """Whether another start's file is there, in its place or after it. Raises OSError."""
+        there = Holder.read(_read(self.folder, self.number))
+        replaced = there is not None and there.id != self.holder.id
+        return replaced or _newest(self.folder) > self.number
+
     def lost(self) -> LeaseError:
         """The error of the run that had it."""
-        number = _newest(self.folder)
-        thief = Holder.read(_read(self.folder, number)) if number else None
-        got = (
-            f"taken over by {thief}, with --steal-save or because this run gave no sign"
-            if thief is not None
-            else f"no {self.path.name}: another start has taken the folder over and ended, or "
-            "somebody has removed the file"
-        )
+        number, thief = 0, None
+        # Who has it is for people: that it is lost stands, whether or not that can be read.
+        with suppress(Exception):
+            number = _newest(self.folder)
+            thief = Holder.read(_read(self.folder, number))
+        if thief is not None or number > self.number:
+            whom = thief or f"{_path(self.folder, number).name}, which names nobody"
+            got = f"taken over by {whom}, with --steal-save or because this run gave no sign"
+        else:
+            got = (
+                f"no {self.path.name}: another start has taken the folder over and ended, or "
+                "somebody has removed the file"
+            )
         return LeaseError(
             f"--save {self.folder}",
             got=got,
@@ -201,7 +224,8 @@ class Lease:
         self.held = broadcast_object(self._own, world)
 
     def require(self) -> None:
-        """Raise LeaseError if the folder is another's. Called on rank 0."""
+        """Raise LeaseError if the folder is another's, and CheckpointError if that cannot be seen.
+        Called on rank 0."""
         if self._own is None:
             return
         try:

@@ -26,6 +26,7 @@ from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.distributed.processes import Process, process_of, this_process
 from megatron_llama.errors import CheckpointError, LeaseError
+from megatron_llama.metrics.log import MetricLog
 
 from tests.checkpoint.cases import SINGLE, state_at, trained
 from tests.harness import PRELOAD
@@ -61,6 +62,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Periods of parts of a second."""
     for name, seconds in {"RENEW_SECONDS": 0.02, "PERIOD_SECONDS": 0.5, "MEETING_SECONDS": 0.02, "STORE_PERIOD_SECONDS": 0.5}.items():
         monkeypatch.setattr(leases, name, seconds)
+    monkeypatch.setattr(leases, "CHECK_PAUSES", (0.01,) * 4)
 
 
 def take(folder: str, barrier: Barrier, answers: SimpleQueue[str]) -> None:
@@ -281,7 +283,9 @@ def test_a_run_hears_of_its_loss_also_where_the_other_lease_cannot_be_read(first
     while not first.is_lost:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert told == [""]
+    assert [words.startswith(f"--save {tmp_path}: got taken over by lease.2.json, which names nobody, with ") for words in told] == [True]
+    with pytest.raises(LeaseError, match=r"taken over by lease\.2\.json"):
+        first.require()
 
 
 def stolen(folder: Path) -> Held:
@@ -398,3 +402,70 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_lease(first: Lease, monke
     monkeypatch.setattr(leases, "_read", fail)
     first.release()
     monkeypatch.undo()
+
+
+class Failing:
+    """A file system of which some looks into a folder fail in this thread, and those of the renewals do not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times = 0
+        self._look, self._thread = leases._numbers, threading.current_thread()
+        monkeypatch.setattr(leases, "_numbers", self._fail_or_look)
+
+    def _fail_or_look(self, folder: Path) -> list[int]:
+        if self.times and threading.current_thread() is self._thread:
+            self.times -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return self._look(folder)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    return Failing(monkeypatch)
+
+
+def test_a_check_that_fails_is_made_again(first: Lease, failing: Failing) -> None:
+    failing.times = 3
+    first.require()
+    assert failing.times == 0
+    failing.times = 1_000
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ESTALE)) as caught:
+        first.require()
+    assert not isinstance(caught.value, LeaseError) and not first.is_lost
+
+
+def test_a_file_that_is_missing_for_a_moment_is_looked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As while it is replaced, where that takes two steps."""
+    path = plant(tmp_path, this_process())
+    holder = Holder.read(path.read_bytes())
+    assert holder is not None
+    aside = path.rename(tmp_path / "aside")
+    monkeypatch.setattr(leases.time, "sleep", lambda _: aside.exists() and aside.rename(path))
+    Held(tmp_path, 1, holder).require()
+
+
+def test_another_start_is_seen_at_the_first_look(first: Lease, failing: Failing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(tmp_path, this_process(), 2)
+    monkeypatch.setattr(leases, "CHECK_PAUSES", (3600.0,))
+    with pytest.raises(LeaseError, match="taken over by"):
+        first.require()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_of_a_run_whose_saves_succeed_only_another_start_is_the_end(taken: bool, first: Lease, failing: Failing, tmp_path: Path) -> None:
+    run = trained(SINGLE, Layout(), steps=0)
+    config = replace(Layout().config(), checkpoint=CheckpointConfig(save=str(tmp_path)))
+    saver = Saver(config, run.mesh, run.optimizer, None, lease=first)
+    with MetricLog(None, prints=False, start_iteration=0, train_iters=4, progress_bar=False) as log:
+        saver.save(state_at(3), log)
+        if taken:
+            plant(tmp_path, this_process(), 2)
+            with pytest.raises(LeaseError, match="taken over by"):
+                saver.finish(log)
+        else:
+            failing.times = 1_000
+            saver.finish(log)
+            assert failing.times < 1_000, "it was asked"
+            failing.times = 0
+            saver.save(state_at(4), log)
+    assert list(checkpoint_dir.complete(tmp_path)) == ([3] if taken else [3, 4])
