@@ -9,8 +9,10 @@ that was stopped for hours finds on its return that the folder is another's.
 
 - A holder on the same machine is looked up: it runs or it does not, and nobody waits.
 - Of one elsewhere (another machine, another container) only the file is seen. A thread of the
-  holder rewrites a count in it; if the count stands still for a period, the holder is gone. Clocks
+  holder renews a count in it; if the count stands still for a period, the holder is gone. Clocks
   of two machines are never compared.
+- The count is renewed once while the folder is taken. Where that fails it stays 0, and standing
+  still means nothing: such a lease goes only with its process or with --steal-save.
 - A run that has lost its lease writes nothing more. It removes its own file, which tells the other
   one so.
 
@@ -51,18 +53,36 @@ from megatron_llama.errors import LeaseError
 
 PATTERN = re.compile(r"lease\.(\d+)\.json")
 DRAFT = ".draft"
-RENEW_SECONDS = 3.0
-PERIOD_SECONDS = 15.0
-"""For so long the count of a holder that cannot be looked up has to stand still before it counts as
-gone: several renewals, of a thread and a network file system that may be slow."""
-STORE_RENEW_SECONDS, STORE_PERIOD_SECONDS = 20.0, 90.0
-"""The same in an object store, where each renewal is a request that costs something."""
+JOIN_SECONDS = 15.0
+"""A run that ends waits so long for a renewal under way."""
+WARN_FAILURES = 3
+"""So many renewals fail in a row before people hear of it."""
+MOUNTS = Path("/proc/self/mountinfo")
 SETTLE_SECONDS = 1.0
 """After so long a file in an object store is read back."""
+CHECK_PAUSES = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between tries to see whose the folder is: less than a period, and no more than the other
+ranks can wait in a collective."""
 COUNT_DIGITS = 12
 COMMAND_CHARACTERS = 200
 RUN_CHARACTERS = 8
-NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often a lease is renewed, in seconds."""
+
+    renewal: float
+    period: float
+    """For so long the count of a holder that cannot be looked up has to stand still before it
+    counts as gone: several renewals, of a thread and a file system that may be slow."""
+
+
+DISK = Pace(3.0, 15.0)
+STORE = Pace(30.0, 300.0)
+"""In an object store each renewal is a request that costs something. What mounts one as a file
+system (gcsfuse, blobfuse2) shows what others write only after one or two minutes."""
+LONGEST_PERIOD = 3600.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,8 @@ class Holder:
     command: str
     since: str
     """By the clock of its machine; for people."""
+    period: float
+    """The period at its own pace: another machine may see the folder by another way."""
 
     def __str__(self) -> str:
         job = f", {self.job}" if self.job else ""
@@ -100,16 +122,26 @@ class Holder:
                 return None
             if not (type(process.pid) is int and type(process.start) is int and process.pid > 0):
                 return None
-            return Holder(process=process, **{name: values[name] for name in names})
-        except (ValueError, TypeError, KeyError, RecursionError):
+            period = float(values["period"])
+            if not 0.0 < period <= LONGEST_PERIOD:
+                return None
+            words = {name: values[name] for name in names}
+            return Holder(process=process, period=period, **words)
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return None
 
+    @staticmethod
+    def was_renewed(content: bytes) -> bool:
+        """Whether the count in a file that names a holder has ever been renewed."""
+        renewals = json.loads(content).get("renewals")
+        return isinstance(renewals, int) and renewals > 0
 
-def _this_holder() -> Holder:
+
+def _this_holder(period: float) -> Holder:
     words = " ".join(map(shlex.quote, sys.argv))
     command = words if len(words) <= COMMAND_CHARACTERS else words[:COMMAND_CHARACTERS] + " ..."
     since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return Holder(uuid4().hex, this_process(), job_name(), command, since)
+    return Holder(uuid4().hex, this_process(), job_name(), command, since, period)
 
 
 @dataclass(frozen=True)
@@ -126,6 +158,11 @@ class Held:
         return _path(self.folder, self.number)
 
     @property
+    def draft(self) -> Path:
+        """What becomes its file, or takes its place, under another name."""
+        return self.folder / f"lease.{self.holder.id}{DRAFT}"
+
+    @property
     def run(self) -> str:
         """What stands in the names of folders that this run has begun: see ``folders.py``."""
         return self.holder.id[:RUN_CHARACTERS]
@@ -135,21 +172,41 @@ class Held:
         return _newest(self.folder) == self.number and self.is_own()
 
     def require(self) -> None:
-        """Raise LeaseError if the folder is another's."""
+        """Raise LeaseError if the folder is another's, and CheckpointError if, after several tries,
+        that cannot be seen."""
+        for pause in CHECK_PAUSES:
+            # A file system fails for a moment, or shows no file while a new one gets its name.
+            with suppress(Exception):
+                if self.is_valid():
+                    return
+                if self._is_anothers():
+                    break
+            time.sleep(pause)
         with writing(self.folder):
             if not self.is_valid():
                 raise self.lost()
 
+    def _is_anothers(self) -> bool:
+        """Whether another start's file is there, in its place or after it. Raises OSError."""
+        there = Holder.read(_read(self.folder, self.number))
+        replaced = there is not None and there.id != self.holder.id
+        return replaced or _newest(self.folder) > self.number
+
     def lost(self) -> LeaseError:
         """The error of the run that had it."""
-        number = _newest(self.folder)
-        thief = Holder.read(_read(self.folder, number)) if number else None
-        got = (
-            f"taken over by {thief}, with --steal-save or because this run gave no sign"
-            if thief is not None
-            else f"no {self.path.name}: another start has taken the folder over and ended, or "
-            "somebody has removed the file"
-        )
+        number, thief = 0, None
+        # Who has it is for people: that it is lost stands, whether or not that can be read.
+        with suppress(Exception):
+            number = _newest(self.folder)
+            thief = Holder.read(_read(self.folder, number))
+        if thief is not None or number > self.number:
+            whom = thief or f"{_path(self.folder, number).name}, which names nobody"
+            got = f"taken over by {whom}, with --steal-save or because this run gave no sign"
+        else:
+            got = (
+                f"no {self.path.name}: another start has taken the folder over and ended, or "
+                "somebody has removed the file"
+            )
         return LeaseError(
             f"--save {self.folder}",
             got=got,
@@ -162,6 +219,61 @@ class Held:
         """Whether its file is there, and no other start's. Raises OSError."""
         found = Holder.read(_read(self.folder, self.number))
         return found is not None and found.id == self.holder.id
+
+
+class _Renewals:
+    """Renews the count of a lease, in a way that its place allows."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._count = 0
+        self._ways: tuple[Callable[[Held, bytes], None], ...] = (
+            (_write_object,) if is_remote(held.folder) else (_write_in_place, _write_and_rename)
+        )
+
+    def renew(self) -> None:
+        """Renew it. Raises what the last way raises if none works."""
+        content = self._held.holder.content(self._count + 1)
+        for way in self._ways:
+            try:
+                way(self._held, content)
+            except Exception:  # clients of object stores have errors of their own
+                if way is self._ways[-1]:
+                    raise
+            else:
+                # The next time it comes first: a write that is refused may not be harmless.
+                self._ways = (way, *(other for other in self._ways if other is not way))
+                self._count += 1
+                return
+
+
+def _write_object(held: Held, content: bytes) -> None:
+    held.path.write_bytes(content)
+
+
+def _write_in_place(held: Held, content: bytes) -> None:
+    """Write over a file that is there, so that none comes back which another start has removed."""
+    with held.path.open("r+b") as file:
+        file.write(content)
+
+
+def _write_and_rename(held: Held, content: bytes) -> None:
+    """Write a new file under the old name, where none can be written over: Databricks' /dbfs,
+    goofys, rclone."""
+    draft = held.draft
+    try:
+        draft.write_bytes(content)
+        looked = time.monotonic()
+        if not held.is_own():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(held.path))
+        draft.replace(held.path)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    if time.monotonic() - looked > held.holder.period:
+        # Stopped between look and rename for so long that another start may have come and gone. If
+        # so, this has brought the file back; without it the next look says that it is lost.
+        held.path.unlink(missing_ok=True)
 
 
 class Lease:
@@ -203,7 +315,8 @@ class Lease:
         self.held = broadcast_object(self._own, world)
 
     def require(self) -> None:
-        """Raise LeaseError if the folder is another's. Called on rank 0."""
+        """Raise LeaseError if the folder is another's, and CheckpointError if that cannot be seen.
+        Called on rank 0."""
         if self._own is None:
             return
         try:
@@ -237,7 +350,7 @@ class Lease:
         goes."""
         self._over.set()
         if self._thread is not None:
-            self._thread.join(PERIOD_SECONDS)  # no longer: a file system may not answer
+            self._thread.join(JOIN_SECONDS)  # no longer: a file system may not answer
         # Clients of object stores raise errors of their own. The run has ended, whatever they say.
         with suppress(Exception):
             # Also where the folder is another's: that one may be waiting for it.
@@ -253,22 +366,41 @@ class Lease:
         require_writable(local_folder(save) if is_remote(folder) else folder)
         with writing(folder):
             self._made = _make(folder)
-            period = STORE_PERIOD_SECONDS if is_remote(folder) else PERIOD_SECONDS
             own = None
             while own is None:
                 # Another start, which was refused, may have removed what it had made for nothing.
                 folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    pace = _pace(folder)
+                except FileNotFoundError:
+                    continue
                 there = _numbers(folder)
                 before = _read(folder, max(there, default=0))
                 if there and not self._steal:
-                    yield from self._until_gone(folder, there[-1], before, period)
-                own = _take_after(folder, there)
+                    yield from self._until_gone(folder, there[-1], before, pace.period)
+                own = _take_after(folder, there, pace.period)
             # From here on it is renewed, and released, whatever happens.
             self._own = own
-            self._thread = start_thread(self._renew, own, name="lease")
+            renewals = _Renewals(own)
+            renewed = self._show_sign(own, renewals)
+            self._thread = start_thread(self._renew, own, renewals, pace, renewed, name="lease")
             if there and self._steal:
-                yield from self._until_left(own, before, period)
+                yield from self._until_left(own, before, pace.period)
             _remove_others(own)
+
+    def _show_sign(self, own: Held, renewals: _Renewals) -> bool:
+        """Renew for the first time. Returns whether that was possible."""
+        try:
+            renewals.renew()
+        except Exception as error:
+            self.notes.append(
+                f"warning: --save {own.folder} is not guarded: {own.path.name} can neither be "
+                f"written over nor replaced there ({type(error).__name__}: {error}); on another "
+                "machine nobody can tell whether this run still writes, and only --steal-save "
+                "takes the folder over, also after its end if it is killed"
+            )
+            return False
+        return True
 
     def _until_gone(
         self, folder: Path, number: int, before: bytes, period: float
@@ -279,6 +411,7 @@ class Lease:
             if holder.process.state:
                 raise _in_use(folder, holder)
             return
+        period = max(period, holder.period if holder is not None else 0.0)
         whom = str(holder) if holder is not None else f"{_path(folder, number)}, which names nobody"
         print(f" --save {folder}: held by {whom}; looking for a sign of it", flush=True)
         deadline = time.monotonic() + period
@@ -290,6 +423,12 @@ class Lease:
                 return
             if now and now != before:  # empty: it is being written
                 raise _in_use(folder, Holder.read(now) or holder)
+        if holder is not None and not Holder.was_renewed(before):
+            # Its silence proves nothing: it may be training where no file can be renewed. A restart
+            # that has to ask for the folder costs an option; a healthy run that loses it costs what
+            # it would have computed. (A holder that was killed within the moment between taking and
+            # its first renewal looks the same.)
+            raise _in_doubt(folder, holder)
         self.notes.append(
             f"--save {folder}: taken over from {whom}, which gave no sign for {period:g} s"
         )
@@ -299,6 +438,7 @@ class Lease:
         nothing of it is under way when this one begins to write."""
         number = own.number - 1
         holder = Holder.read(before)
+        period = max(period, holder.period if holder is not None else 0.0)
         whom = holder or f"lease {number}"
         deadline = time.monotonic() + period
         limit = deadline + period
@@ -315,10 +455,9 @@ class Lease:
             yield True
         self.notes.append(f"--save {own.folder}: taken over from {whom} (--steal-save)")
 
-    def _renew(self, held: Held) -> None:
-        remote = is_remote(held.folder)
-        renewals = 0
-        while not self._over.wait(STORE_RENEW_SECONDS if remote else RENEW_SECONDS):
+    def _renew(self, held: Held, renewals: _Renewals, pace: Pace, renewed: bool) -> None:
+        failures = 0 if renewed else WARN_FAILURES  # of which the notes have told
+        while not self._over.wait(pace.renewal):
             try:
                 if not held.is_valid():
                     self._lose(held)
@@ -326,18 +465,19 @@ class Lease:
                     if held.is_own():
                         held.path.unlink()
                     return
-                renewals += 1
-                content = held.holder.content(renewals)
-                if remote:
-                    held.path.write_bytes(content)
-                else:
-                    # Not a new file under the old name, which would bring back one that was taken.
-                    with held.path.open("r+b") as file:
-                        file.write(content)
-            except Exception:
+                renewals.renew()
+                failures = 0
+            except Exception as error:
                 # A file system fails for a moment, or a store's client with an error of its own.
-                # What it means, a save will say; without renewals the folder would be another's.
-                continue
+                # What it means for what is saved, a save will say.
+                failures += 1
+                if failures == WARN_FAILURES:
+                    print(
+                        f" warning: --save {held.folder}: {held.path.name} could not be renewed "
+                        f"{failures} times in a row ({type(error).__name__}: {error}); after "
+                        f"{pace.period:g} s a start on another machine may take the folder over",
+                        flush=True,
+                    )
 
 
 @contextmanager
@@ -359,12 +499,40 @@ def _in_use(folder: Path, holder: Holder | None) -> LeaseError:
     )
 
 
-def _take_after(folder: Path, judged: list[int]) -> Held | None:
+def _in_doubt(folder: Path, holder: Holder) -> LeaseError:
+    return LeaseError(
+        f"--save {folder}",
+        got=f"a run that may still write there, for its file was never renewed ({holder})",
+        expected="a folder into which no other run writes",
+        do="look whether that run has ended; if so, take the folder over with --steal-save",
+    )
+
+
+def _pace(folder: Path) -> Pace:
+    """How often a lease on a folder is renewed."""
+    return STORE if is_remote(folder) or _is_mounted_by_program(folder) else DISK
+
+
+def _is_mounted_by_program(folder: Path) -> bool:
+    """Whether a program of a user answers for the file system of a folder (FUSE), which may keep an
+    object store there, and in memory what it has seen of it. False where nothing says so."""
+    status = folder.stat()
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    with suppress(OSError):
+        # Device and type of each mount, see proc_pid_mountinfo(5): ID PARENT DEVICE ... - TYPE ...
+        for line in MOUNTS.read_text(errors="replace").splitlines():
+            fields, _, kind = line.partition(" - ")
+            if device in fields.split()[2:3]:
+                return kind.startswith(("fuse", "virtiofs"))
+    return False
+
+
+def _take_after(folder: Path, judged: list[int], period: float) -> Held | None:
     """Take a folder behind the leases that were judged. Returns None if these are not all: another
     start was faster, or a holder has left."""
     if _numbers(folder) != judged:
         return None
-    own = Held(folder, max(judged, default=0) + 1, _this_holder())
+    own = Held(folder, max(judged, default=0) + 1, _this_holder(period))
     if not _write_new(own):
         return None
     if set(_numbers(folder)) <= {*judged, own.number}:
@@ -418,7 +586,7 @@ def _write_new(own: Held) -> bool:
         time.sleep(SETTLE_SECONDS)
         return own.is_own()
     # A link to a file that is whole, so that nobody reads half of it.
-    draft = own.folder / f"lease.{own.holder.id}{DRAFT}"
+    draft = own.draft
     try:
         write_synced(draft, content)
         os.link(draft, own.path)
@@ -427,14 +595,14 @@ def _write_new(own: Held) -> bool:
         return own.is_own()
     except FileNotFoundError:
         return False  # whoever was faster has removed the draft
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
+    except OSError:
+        # File systems without links say so with EPERM, EINVAL, EXDEV, ENOTSUP, the kernel's own 524
+        # and more. If something else is wrong, this says it, too.
         try:
             with own.path.open("xb") as file:
                 file.write(content)
         except FileExistsError:
-            return False
+            return own.is_own()  # it may be the link, whose answer was lost
     finally:
         draft.unlink(missing_ok=True)
     return True
@@ -445,6 +613,7 @@ def _remove_others(own: Held) -> None:
     for entry in list(own.folder.iterdir()):
         match = PATTERN.fullmatch(entry.name)
         earlier = match is not None and int(match[1]) < own.number
-        if earlier or (entry.name.startswith("lease.") and entry.name.endswith(DRAFT)):
+        draft = entry.name.startswith("lease.") and entry.name.endswith(DRAFT)
+        if earlier or (draft and entry.name != own.draft.name):
             with suppress(FileNotFoundError):
                 entry.unlink()

@@ -37,7 +37,7 @@ from megatron_llama.distributed.comm.object_collectives import (
 )
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.errors import CheckpointError
+from megatron_llama.errors import CheckpointError, LeaseError
 from megatron_llama.metrics.events import NOT_FINITE, SAVED
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.tokenizer.base import Tokenizer
@@ -309,9 +309,13 @@ class Saver:
         if self._lease is not None:
             try:
                 self._lease.require()
-            except CheckpointError as found:
+            except LeaseError as found:
                 # That the folder is another's is why a save has failed, if one has.
                 error = found
+            except CheckpointError:
+                # Nobody can see whose it is. That ends no run whose saves have succeeded, and the
+                # next save asks again before it publishes anything.
+                pass
         raise_error_on_all_ranks(error, self._mesh.world)
 
     def _collect_while(
