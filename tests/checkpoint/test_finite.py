@@ -116,6 +116,34 @@ def test_the_newest_good_checkpoint_stays(newest: int, stay: list[int], tmp_path
         newest_usable(tmp_path)
 
 
+def tracked(folder: Path, iteration: int) -> None:
+    """It is the one that was saved last."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+
+
+@pytest.mark.parametrize("good", [False, True], ids=["marked", "good"])
+def test_a_run_that_went_back_keeps_what_it_saves(good: bool, tmp_path: Path) -> None:
+    """Whatever it has left behind: that may be damaged in ways which only loading shows."""
+    for iteration in (1, 8, 9):
+        checkpoint(tmp_path, iteration, 10.0 - iteration, good=good or iteration == 1)
+    for iteration, stay in ((2, [1, 2]), (3, [2, 3]), (4, [3, 4])):
+        checkpoint(tmp_path, iteration, 0.5 - 0.1 * iteration, good=True)
+        tracked(tmp_path, iteration)
+        retain(tmp_path, Retention(newest=2))
+        assert list(complete(tmp_path)) == stay
+        assert os.readlink(tmp_path / "last") == f"iter_{iteration:07d}"
+        assert newest_good(tmp_path) == tmp_path / f"iter_{iteration:07d}"
+
+
+def test_a_run_that_went_back_and_keeps_all_knows_what_it_saved_last(tmp_path: Path) -> None:
+    for iteration, good in ((1, True), (2, True), (3, False), (8, True)):
+        checkpoint(tmp_path, iteration, 1.0, good=good)
+    tracked(tmp_path, 3)
+    retain(tmp_path, Retention())
+    assert list(complete(tmp_path)) == [1, 2, 3, 8] and os.readlink(tmp_path / "last") == "iter_0000003"
+    assert newest_good(tmp_path) == tmp_path / "iter_0000002"
+
+
 def test_one_whose_meta_is_damaged_is_no_good_checkpoint(tmp_path: Path) -> None:
     """The one before it stays beside a newest one that is marked."""
     for iteration, good in enumerate((True, True, False), start=1):
