@@ -211,10 +211,26 @@ def newest_good(folder: str | Path) -> Path | None:
 def is_good(checkpoint: Path) -> bool:
     """Return whether ``meta.json`` is as it was saved, and the save has found no values that are
     not finite."""
+    return read_standing(checkpoint).is_good
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What decides whether a checkpoint may go."""
+
+    is_good: bool
+    """See ``is_good``."""
+    validation_loss: float | None
+    """See ``validation_loss``."""
+
+
+def read_standing(checkpoint: Path) -> Standing:
+    """Return what ``meta.json`` says of a checkpoint. One that cannot be read is not good."""
     try:
-        return not read_meta_json(checkpoint).get(NOT_FINITE)
+        meta = read_meta_json(checkpoint)
     except CheckpointError:
-        return False
+        return Standing(is_good=False, validation_loss=None)
+    return Standing(not meta.get(NOT_FINITE), finite_number(meta.get("validation_loss")))
 
 
 def require_usable(path: Path) -> None:
@@ -266,19 +282,35 @@ def publish(target: Path, run: str = "") -> None:
         staging(tracker).unlink(missing_ok=True)
 
 
-def retain(folder: Path, keep: Retention, held: Held | None = None) -> None:
+def retain(
+    folder: Path,
+    keep: Retention,
+    held: Held | None = None,
+    known: dict[str, Standing] | None = None,
+) -> None:
     """Renew the links, then remove the checkpoints that need not stay. ``held`` is the run's lease
-    on the folder: raises LeaseError, and removes nothing more, once it is lost."""
+    on the folder: raises LeaseError, and removes nothing more, once it is lost. ``known``: what
+    earlier calls have read in this folder, by name, which this one brings up to date."""
     found = complete(folder)
-    read = {iteration: validation_loss(path) for iteration, path in found.items()}
-    good = [iteration for iteration, path in found.items() if is_good(path)]
-    losses = {at: loss for at, loss in read.items() if loss is not None and at in good}
-    best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
     saved_last = _saved_last(folder, found)
     by_age = _by_age(found, saved_last)
+    known = {} if known is None else known
+    # One that is saved again has the name of the one before it.
+    known.pop(found[saved_last].name, None)
+    standings = {
+        iteration: known.get(path.name) or read_standing(path) for iteration, path in found.items()
+    }
+    known.clear()
+    known.update((found[iteration].name, standing) for iteration, standing in standings.items())
+    losses = {
+        iteration: standing.validation_loss
+        for iteration, standing in standings.items()
+        if standing.is_good and standing.validation_loss is not None
+    }
+    best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
     newest = by_age[-keep.newest :] if keep.newest else list(found)
     # Where the newest ones are marked, the run has this one to go on from.
-    newest += [iteration for iteration in by_age if iteration in good][-1:]
+    newest += [iteration for iteration in by_age if standings[iteration].is_good][-1:]
     _link(folder / LAST, found[saved_last])
     if best is not None:
         _link(folder / BEST, found[best])
@@ -300,11 +332,7 @@ def retain(folder: Path, keep: Retention, held: Held | None = None) -> None:
 def validation_loss(checkpoint: Path) -> float | None:
     """Return the validation loss at the iteration of a checkpoint, or None where it was not
     measured, is not finite, or cannot be read."""
-    try:
-        loss = read_meta_json(checkpoint).get("validation_loss")
-    except CheckpointError:
-        return None
-    return finite_number(loss)
+    return read_standing(checkpoint).validation_loss
 
 
 def _link(link: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from megatron_llama.checkpoint.carried import NO_FILES, Carried, save_tokenizer
 from megatron_llama.checkpoint.checkpoint_dir import (
     TOKENIZER,
     Retention,
+    Standing,
     checkpoint_path,
     latest,
     newest_good,
@@ -111,6 +112,8 @@ class Saver:
         options = config.checkpoint
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
+        self._known: dict[str, Standing] = {}
+        """What has been read of the checkpoints there; with ``background`` its process has that."""
         self._plan: native.RankSavePlan | None = None
         policy = options.on_bad_checkpoint
         # With WARN a lost value stays lost: where all that was trained since is given up for it,
@@ -201,6 +204,7 @@ class Saver:
                 keep=self._keep,
                 publishes_not_finite=self._policy == WARN,
                 held=self._held,
+                known=self._known,
             )
         except CheckpointError:  # on every rank
             # Whoever has taken the folder removes what is staged there, under our hands.
