@@ -101,7 +101,7 @@ def latest(folder: str | Path) -> Path | None:
 def _saved_last(folder: str | Path, found: Mapping[int, Path]) -> int:
     """Return the iteration that the tracker names, or the highest of the complete ones."""
     named = _tracked(storage_path(folder) / TRACKER)
-    return named if named in found else max(found)
+    return named if named is not None and named in found else max(found)
 
 
 def _by_age(found: Mapping[int, Path], saved_last: int) -> list[int]:
