@@ -32,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_llama.checkpoint.checkpoint_dir import Retention
+from megatron_llama.checkpoint.checkpoint_dir import Retention, Standing
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.finite import NotFinite
 from megatron_llama.checkpoint.folders import discard, staging
@@ -313,6 +313,8 @@ class _Writer:
         self._index = index
         self._room = room
         self._store: Store | None = None
+        self._known: dict[str, Standing] = {}
+        """What has been read of the checkpoints beside the new ones."""
 
     def perform(self, task: SaveTask) -> SaveOutcome:
         """Write this rank's part. On rank 0, wait for the others and complete the checkpoint."""
@@ -348,6 +350,7 @@ class _Writer:
                 task.keep,
                 task.held,
                 publishes_not_finite=task.publishes_not_finite,
+                known=self._known,
             )
         )
         if isinstance(saved, CheckpointError):

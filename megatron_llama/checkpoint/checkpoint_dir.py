@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -94,11 +95,19 @@ def latest(folder: str | Path) -> Path | None:
     """Return the checkpoint that the tracker names, or the newest one if that is not there; None
     without checkpoints."""
     found = complete(folder)
-    if not found:
-        return None
-    newest = max(found)
+    return found[_saved_last(folder, found)] if found else None
+
+
+def _saved_last(folder: str | Path, found: Mapping[int, Path]) -> int:
+    """Return the iteration that the tracker names, or the highest of the complete ones."""
     named = _tracked(storage_path(folder) / TRACKER)
-    return found[newest if named is None else named if named in found else newest]
+    return named if named is not None and named in found else max(found)
+
+
+def _by_age(found: Mapping[int, Path], saved_last: int) -> list[int]:
+    """Return the iterations in the order in which the run came to them. A run that has gone back
+    leaves a future behind: all of that is older than what is saved since."""
+    return sorted(found, key=lambda iteration: (iteration <= saved_last, iteration))
 
 
 def _tracked(tracker: Path) -> int | None:
@@ -149,60 +158,90 @@ class Usable:
     """The newer ones, newest first."""
 
 
-def newest_usable(folder: str | Path) -> Usable | None:
+def newest_usable(folder: str | Path, *, takes_marked: bool = False) -> Usable | None:
     """Return the newest checkpoint whose ``meta.json`` and index are as they were saved, and whose
-    files are all there at their full size; None without any checkpoint. One whose values are not
-    all finite is returned only if there is no other. Damage inside the files is found by ``inspect
-    checkpoint --verify``, and by loading.
+    files are all there at their full size; None without any checkpoint. Without ``takes_marked``
+    one whose values are not all finite is returned only if there is no other. Damage inside the
+    files is found by ``inspect checkpoint --verify``, and by loading.
 
     Raises CheckpointError where there are checkpoints and none can be used: a fresh start in their
     place would remove them one by one."""
     passed_over: list[PassedOver] = []
     errors: list[str] = []
-    marked: Usable | None = None
-    for _, paths in groupby(reversed(_numbered(folder)), key=lambda pair: pair[0]):
-        for path in sorted((path for _, path in paths), key=lambda path: path.name):
-            inspect = f"inspect checkpoint {path}"
-            try:
-                require_usable(path)
-            except CheckpointError as error:
-                errors.append(f"{error}")
-                reason = " ".join(f"{error}".split())
-                remedy = f"{inspect} --verify says more than this: {reason}"
-                passed_over.append(PassedOver(path, "is damaged", remedy))
+    has_marked = False
+    for path in _newest_first(folder):
+        inspect = f"inspect checkpoint {path}"
+        try:
+            # The mark comes first: it is read in no time, and an index of millions of chunks is
+            # not.
+            if parse_meta(path).not_finite and not takes_marked:
+                has_marked = True
+                remedy = f"{inspect} names them, and --load {path} takes it all the same"
+                problem = "has weights or moments that are not finite"
+                passed_over.append(PassedOver(path, problem, remedy))
                 continue
-            usable = Usable(path, tuple(passed_over))
-            if is_good(path):
-                return usable
-            marked = marked or usable
-            remedy = f"{inspect} names them, and --load {path} takes it all the same"
-            problem = "has weights or moments that are not finite"
-            passed_over.append(PassedOver(path, problem, remedy))
-    if marked is None:
-        refuse(f"{folder} has checkpoints, and none can be used:", errors)
-    return marked
+            _require_files(path)
+        except CheckpointError as error:
+            errors.append(f"{error}")
+            reason = " ".join(f"{error}".split())
+            remedy = f"{inspect} --verify says more than this: {reason}"
+            passed_over.append(PassedOver(path, "is damaged", remedy))
+            continue
+        return Usable(path, tuple(passed_over))
+    if has_marked:
+        return newest_usable(folder, takes_marked=True)
+    refuse(f"{folder} has checkpoints, and none can be used:", errors)
+    return None
+
+
+def _newest_first(folder: str | Path) -> Iterator[Path]:
+    """Yield the folders of checkpoints, damaged ones among them, NAME before NAME.replaced."""
+    for _, paths in groupby(reversed(_numbered(folder)), key=lambda pair: pair[0]):
+        yield from sorted((path for _, path in paths), key=lambda path: path.name)
 
 
 def newest_good(folder: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in which the save has found no value that is not
-    finite, or None."""
-    newest_first = reversed(complete(folder).values())
-    return next((path for path in newest_first if is_good(path)), None)
+    """Return the complete checkpoint that was saved last of those in which the save has found no
+    value that is not finite, or None."""
+    found = complete(folder)
+    newest_first = reversed(_by_age(found, _saved_last(folder, found))) if found else ()
+    return next((found[iteration] for iteration in newest_first if is_good(found[iteration])), None)
 
 
 def is_good(checkpoint: Path) -> bool:
     """Return whether ``meta.json`` is as it was saved, and the save has found no values that are
     not finite."""
+    return read_standing(checkpoint).is_good
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What decides whether a checkpoint may go."""
+
+    is_good: bool
+    """See ``is_good``."""
+    validation_loss: float | None
+    """See ``validation_loss``."""
+
+
+def read_standing(checkpoint: Path) -> Standing:
+    """Return what ``meta.json`` says of a checkpoint. One that cannot be read is not good."""
     try:
-        return not read_meta_json(checkpoint).get(NOT_FINITE)
+        meta = read_meta_json(checkpoint)
     except CheckpointError:
-        return False
+        return Standing(is_good=False, validation_loss=None)
+    return Standing(not meta.get(NOT_FINITE), finite_number(meta.get("validation_loss")))
 
 
 def require_usable(path: Path) -> None:
     """Raise CheckpointError where something can be said against a checkpoint without reading its
     tensors."""
     parse_meta(path)
+    _require_files(path)
+
+
+def _require_files(path: Path) -> None:
+    """Do the same apart from ``meta.json``."""
     places = read_metadata(path).storage_data.values()
     refuse(f"{path} is incomplete:", file_problems(path, places, do=ANOTHER_COPY))
 
@@ -243,18 +282,36 @@ def publish(target: Path, run: str = "") -> None:
         staging(tracker).unlink(missing_ok=True)
 
 
-def retain(folder: Path, keep: Retention, held: Held | None = None) -> None:
+def retain(
+    folder: Path,
+    keep: Retention,
+    held: Held | None = None,
+    known: dict[str, Standing] | None = None,
+) -> None:
     """Renew the links, then remove the checkpoints that need not stay. ``held`` is the run's lease
-    on the folder: raises LeaseError, and removes nothing more, once it is lost."""
+    on the folder: raises LeaseError, and removes nothing more, once it is lost. ``known``: what
+    earlier calls have read in this folder, by name, which this one brings up to date."""
     found = complete(folder)
-    read = {iteration: validation_loss(path) for iteration, path in found.items()}
-    good = [iteration for iteration, path in found.items() if is_good(path)]
-    losses = {at: loss for at, loss in read.items() if loss is not None and at in good}
+    saved_last = _saved_last(folder, found)
+    by_age = _by_age(found, saved_last)
+    known = {} if known is None else known
+    # One that is saved again has the name of the one before it.
+    known.pop(found[saved_last].name, None)
+    standings = {
+        iteration: known.get(path.name) or read_standing(path) for iteration, path in found.items()
+    }
+    known.clear()
+    known.update((found[iteration].name, standing) for iteration, standing in standings.items())
+    losses = {
+        iteration: standing.validation_loss
+        for iteration, standing in standings.items()
+        if standing.is_good and standing.validation_loss is not None
+    }
     best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
-    newest = sorted(found)[-keep.newest :] if keep.newest else list(found)
+    newest = by_age[-keep.newest :] if keep.newest else list(found)
     # Where the newest ones are marked, the run has this one to go on from.
-    newest += good[-1:]
-    _link(folder / LAST, found[max(found)])
+    newest += [iteration for iteration in by_age if standings[iteration].is_good][-1:]
+    _link(folder / LAST, found[saved_last])
     if best is not None:
         _link(folder / BEST, found[best])
     for iteration, path in found.items():
@@ -275,11 +332,7 @@ def retain(folder: Path, keep: Retention, held: Held | None = None) -> None:
 def validation_loss(checkpoint: Path) -> float | None:
     """Return the validation loss at the iteration of a checkpoint, or None where it was not
     measured, is not finite, or cannot be read."""
-    try:
-        loss = read_meta_json(checkpoint).get("validation_loss")
-    except CheckpointError:
-        return None
-    return finite_number(loss)
+    return read_standing(checkpoint).validation_loss
 
 
 def _link(link: Path, target: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
 from types import TracebackType
 from typing import Self
 
+from megatron_llama.checkpoint.bounds import largest_meta, require_size, size_of
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST
 from megatron_llama.config.model_files import SUMS as SUMS
@@ -70,12 +71,15 @@ class HashedFile:
 
 def seal(folder: Path, sums: Mapping[str, str], last: str, content: bytes) -> None:
     """Write the list of checksums, ordered by name, and then the file ``last``, which makes the
-    folder count: where folders cannot be renamed, readers take those for complete that have it."""
+    folder count: where folders cannot be renamed, readers take those for complete that have it.
+    Raises CheckpointError for one of them that could not be read again."""
     complete = {**sums, last: hashlib.sha256(content).hexdigest()}
-    write_synced(
-        folder / SUMS,
-        "".join(f"{digest}  {name}\n" for name, digest in sorted(complete.items())).encode(),
-    )
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(complete.items())).encode()
+    require_size(folder / SUMS, len(lines), LARGEST_CHECKSUM_LIST, do="save from fewer ranks")
+    bound = largest_meta(folder, len(content))
+    do = "give fewer --stream-lanes or fewer texts, whose places it holds"
+    require_size(folder / last, len(content), bound, do=do)
+    write_synced(folder / SUMS, lines)
     write_synced(folder / last, content)
 
 
@@ -104,11 +108,13 @@ def read_sums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def read_listed(folder: Path, name: str, *, largest: int) -> bytes:
-    """Return the content of a file of a checkpoint, of at most ``largest`` bytes, which has the
-    checksum that is listed. Raises CheckpointError naming the file."""
+def read_listed(folder: Path, name: str, *, largest: Callable[[Path, int], int]) -> bytes:
+    """Return the content of a file of a checkpoint which has the checksum that is listed.
+    ``largest`` says how many bytes it may have: one of the functions of ``bounds``. Raises
+    CheckpointError naming the file."""
     path = folder / name
-    content = read_bounded(path, limit=largest, do=ANOTHER_COPY)
+    limit = largest(folder, size_of(path))
+    content = read_bounded(path, limit=limit, do=ANOTHER_COPY)
     listed = read_sums(folder).get(name)
     got = hashlib.sha256(content).hexdigest()
     if got != listed:

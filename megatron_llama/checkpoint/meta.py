@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from megatron_llama.checkpoint.bounds import largest_meta
 from megatron_llama.checkpoint.checksums import ANOTHER_COPY, read_listed
 from megatron_llama.checkpoint.finite import NotFinite, read_not_finite
 from megatron_llama.checkpoint.folders import REPLACED
@@ -20,7 +21,7 @@ from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
 from megatron_llama.config.fields import Fields, read_fields, shown
 from megatron_llama.config.hf import TOKEN_IDS, hf_config_from_model, model_config_from_hf
 from megatron_llama.config.json_file import parse_json_object
-from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_META
+from megatron_llama.config.limits import LARGEST_INTEGER
 from megatron_llama.config.parse import flag, strip_optional
 from megatron_llama.config.rope import normal_rope, reads_max_positions
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
@@ -133,7 +134,7 @@ def meta_json(
 def read_meta_json(folder: Path) -> dict[str, Any]:
     """Return the content of ``meta.json`` of one checkpoint, after a comparison with its checksum.
     What the fields hold is not looked at. Raises CheckpointError naming the file."""
-    content = read_listed(folder, META, largest=LARGEST_META)
+    content = read_listed(folder, META, largest=largest_meta)
     return parse_json_object(content, folder / META, do=ANOTHER_COPY)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_llama.checkpoint.adapters import MergedWeights, saved_lora, scaling_of
 from megatron_llama.checkpoint.checkpoint_dir import (
     Retention,
+    Standing,
     checkpoint_path,
     find,
     publish,
@@ -168,6 +169,7 @@ def save_checked(
     keep: Retention | None,
     publishes_not_finite: bool,
     held: Held | None = None,
+    known: dict[str, Standing] | None = None,
 ) -> SavedCheckpoint:
     """Write ``folder/iter_NNNNNNN`` and point the tracker at it. Collective. All ranks return the
     same.
@@ -177,7 +179,8 @@ def save_checked(
     CheckpointError on all, and leaves earlier checkpoints as they were. ``keep`` says which
     checkpoints stay; without it all stay, and no links are made. ``held`` is the run's lease on the
     folder: raises LeaseError if it is lost. Without one, what killed saves left behind is removed
-    first; a run with a lease has done that when it began.
+    first; a run with a lease has done that when it began. ``known`` is for ``retain``, the same at
+    each save of a run.
     """
     target = checkpoint_path(folder, state.iteration)
     plan = plan_save(engine, mesh)
@@ -207,6 +210,7 @@ def save_checked(
                     keep,
                     held,
                     publishes_not_finite=publishes_not_finite,
+                    known=known,
                 )
     finally:
         if mesh.rank == 0:
@@ -245,10 +249,11 @@ def finish(
     held: Held | None = None,
     *,
     publishes_not_finite: bool,
+    known: dict[str, Standing] | None = None,
 ) -> SavedCheckpoint:
     """Complete a checkpoint of which every rank has written its part: write index, checksums and
     ``meta.json``, give it its name, then renew the links and remove old checkpoints. Raises
-    CheckpointError; LeaseError where the folder is no longer this run's.
+    CheckpointError; LeaseError where the folder is no longer this run's. ``known``: see ``retain``.
 
     ``meta.json`` says which values are not finite. If there are some, without
     ``publishes_not_finite`` the staged folder stays as it is, and is for the caller to remove."""
@@ -268,7 +273,7 @@ def finish(
     with writing(target):
         publish(target, run)
         if keep is not None:
-            retain(target.parent, keep, held)
+            retain(target.parent, keep, held, known)
     return SavedCheckpoint(target, not_finite, published=True)
 
 

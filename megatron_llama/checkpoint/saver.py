@@ -15,6 +15,7 @@ from megatron_llama.checkpoint.carried import NO_FILES, Carried, save_tokenizer
 from megatron_llama.checkpoint.checkpoint_dir import (
     TOKENIZER,
     Retention,
+    Standing,
     checkpoint_path,
     latest,
     newest_good,
@@ -111,9 +112,13 @@ class Saver:
         options = config.checkpoint
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
+        self._known: dict[str, Standing] = {}
+        """What has been read of the checkpoints there; with ``background`` its process has that."""
         self._plan: native.RankSavePlan | None = None
-        self._begins_finite = begins_finite
         policy = options.on_bad_checkpoint
+        # With WARN a lost value stays lost: where all that was trained since is given up for it,
+        # the run comes to the same place again and again.
+        self._returns_to_good = begins_finite and policy != WARN
         # What a run has begun with comes again, however often it goes back to it.
         self._policy = STOP if policy == ROLLBACK and not begins_finite else policy
         self._saved: int | None = None
@@ -148,8 +153,9 @@ class Saver:
         """The newest checkpoint of this run whose values are all finite, or None where the run has
         to return to its start. Call ``finish`` first.
 
-        Where the values at the start were not finite either, it is the newest checkpoint."""
-        return self._path(self._good if self._begins_finite else self._saved)
+        With WARN, and where the values at the start were not finite either, it is the newest
+        checkpoint."""
+        return self._path(self._good if self._returns_to_good else self._saved)
 
     def _path(self, iteration: int | None) -> Path | None:
         if self._folder is None or iteration is None:
@@ -198,6 +204,7 @@ class Saver:
                 keep=self._keep,
                 publishes_not_finite=self._policy == WARN,
                 held=self._held,
+                known=self._known,
             )
         except CheckpointError:  # on every rank
             # Whoever has taken the folder removes what is staged there, under our hands.
@@ -278,7 +285,7 @@ class Saver:
 
     def rewind(self) -> None:
         """The run goes back to ``return_point``. Call ``finish`` first."""
-        self._saved = self._good if self._begins_finite else self._saved
+        self._saved = self._good if self._returns_to_good else self._saved
         self._refused = None
         self._agreed = None
 

@@ -33,6 +33,7 @@ from megatron_llama.checkpoint.archive import (
     tensor_in,
     values_crc32,
 )
+from megatron_llama.checkpoint.bounds import largest_index, require_size, size_of
 from megatron_llama.checkpoint.checksums import ANOTHER_COPY, HashedFile, read_listed
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
@@ -45,7 +46,6 @@ from megatron_llama.checkpoint.index import (
     shared_bytes,
 )
 from megatron_llama.checkpoint.storage_paths import is_remote
-from megatron_llama.config.limits import LARGEST_INDEX
 from megatron_llama.errors import CheckpointError, describe, listing
 
 LISTED = 10
@@ -102,7 +102,8 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
 
 def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) -> dict[str, str]:
     """Write the index of all ranks' chunks and return the checksums of all files so far. Raises
-    CheckpointError unless the files of every rank can be seen from here."""
+    CheckpointError unless the files of every rank can be seen from here, and the index read again.
+    """
     index.storage_data = {key: place for rank in written for key, place in rank.places.items()}
     with writing(folder / METADATA), HashedFile(folder / METADATA) as file:
         pickle.dump(index, file)
@@ -110,6 +111,9 @@ def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) 
         folder, index.storage_data.values(), do="save to a folder that all machines share"
     )
     refuse("the files of some ranks have not arrived:", problems)
+    size = size_of(folder / METADATA)
+    do = "save from fewer ranks, whose parts are larger"
+    require_size(folder / METADATA, size, largest_index(folder, size), do=do)
     sums = {name: digest for rank in written for name, digest in rank.sums.items()}
     return {**sums, METADATA: file.sum}
 
@@ -238,7 +242,7 @@ def read_metadata(folder: Path) -> Metadata:
     Raises CheckpointError when it is not what was saved, names code to run, or has chunks that are
     not its tensors, cut into pieces."""
     path = folder / METADATA
-    content = read_listed(folder, METADATA, largest=LARGEST_INDEX)
+    content = read_listed(folder, METADATA, largest=largest_index)
     index = parse_index(path, content, do=ANOTHER_COPY)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, SavedChunk] = {}

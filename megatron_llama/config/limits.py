@@ -14,12 +14,19 @@ LONGEST_NAME = 255
 LARGEST_DIMENSIONS = 64
 """torch knows no tensor of more dimensions."""
 LARGEST_CHECKSUM_LIST = 2**26
-"""Bytes of ``SHA256SUMS``: half a million files, one for each rank."""
+"""Bytes of ``SHA256SUMS``: 256 for each of LARGEST_RANKS, which writes one file. A line has 90."""
 LARGEST_META = 2**26
-"""Bytes of ``meta.json``: tens of megabytes where thousands of lanes read a hundred texts."""
-LARGEST_INDEX = 2**30
-"""Bytes of ``.metadata``: some 150 for each chunk of 4 million elements. Megatron-Core's has all
-plans of all ranks, too."""
+"""Bytes of ``meta.json``, whatever lies beside it: a hundred for each lane of each text that is
+streamed."""
+META_BYTES_PER_FILE = 2**16
+"""Bytes of ``meta.json`` for each ``.distcp`` beside it, besides LARGEST_META: runs of more ranks
+have more lanes."""
+LARGEST_INDEX = 2**26
+"""Bytes of ``.metadata``, whatever lies beside it."""
+INDEX_BYTES_PER_KIB = 512
+"""Bytes of ``.metadata`` for each 1,024 of the ``.distcp`` beside it, besides LARGEST_INDEX: 150 to
+250 for each chunk, and no chunk has less than 1,500. Megatron-Core's has all plans of all ranks,
+too."""
 LARGEST_TRACKER = 64
 """Bytes of ``latest_checkpointed_iteration.txt``: one number."""
 LARGEST_CHUNK_HEADER = 2**16

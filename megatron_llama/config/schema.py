@@ -533,8 +533,9 @@ class CheckpointConfig:
     on_bad_checkpoint: Literal["stop", "warn", "rollback"] = "stop"
     """When a save finds weights or moments that are infinite or NaN, also where no token reads
     them: stop with an error that names them, and keep no such checkpoint; warn, and keep it with a
-    mark (it is never `best`, `--load auto` passes over it, and the newest good one stays besides);
-    or keep none, go back to the newest good checkpoint, and do the same steps again."""
+    mark (it is never `best`, the newest good one stays besides, and `--load auto` passes over it
+    unless the run that starts has `warn`); or keep none, go back to the newest good checkpoint, and
+    do the same steps again."""
     async_save: bool = False
     """Write checkpoints in a background process of each rank: training stops only while the state
     is copied to memory of the host, twice 12 bytes for each parameter of the rank's shard at most.

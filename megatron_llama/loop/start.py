@@ -23,6 +23,7 @@ from megatron_llama.checkpoint.meta import (
     model_changes,
     model_differences,
 )
+from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples
@@ -151,7 +152,9 @@ def named_start(options: CheckpointConfig) -> Start | None:
             raise ConfigError(
                 "--load auto", got="no --save", expected="the folder in which the run saves", do=do
             )
-        newest = checkpoint_dir.newest_usable(options.save)
+        newest = checkpoint_dir.newest_usable(
+            options.save, takes_marked=options.on_bad_checkpoint == WARN
+        )
         if newest is None:
             return None
         return Start(newest.path, native=True, passed_over=newest.passed_over)

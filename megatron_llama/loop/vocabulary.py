@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.checkpoint import checkpoint_dir
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy
 from megatron_llama.config.blend import read_blend
@@ -16,7 +17,7 @@ from megatron_llama.data.byte_ranges import is_url
 from megatron_llama.data.meta import read_meta
 from megatron_llama.data.shards import is_stream
 from megatron_llama.errors import ConfigError, DataError, describe, listing
-from megatron_llama.loop.start import named_start
+from megatron_llama.loop.start import AUTO, named_start
 from megatron_llama.plans.checks.model import token_problems
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import Fingerprint, difference, require_same_ids
@@ -73,9 +74,15 @@ def find_vocabulary(config: Config) -> Vocabulary:
 def _tokenizer_of_weights(options: CheckpointConfig) -> Path | None:
     """Return the folder of the tokenizer that belongs to the weights: their own folder, or the one
     that a run keeps beside its checkpoints."""
-    start = named_start(options)
-    if start is not None:
-        folder = start.path
+    if options.load == AUTO and options.save is not None:
+        # It lies beside the checkpoints, whichever of them can be used: their indices, which take
+        # seconds to minutes for large runs, are not read for it.
+        named = checkpoint_dir.latest(options.save)
+    else:
+        start = named_start(options)
+        named = start.path if start is not None else None
+    if named is not None:
+        folder = named
     elif options.init_from_hf is not None:
         folder = Path(options.init_from_hf)
     else:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.checkpoint.checkpoint_dir import Retention, complete, newest_good, newest_usable, retain
+from megatron_llama.checkpoint import checkpoint_dir
+from megatron_llama.checkpoint.checkpoint_dir import Retention, Standing, complete, newest_good, newest_usable, retain
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.finite import (
     BLOCK,
@@ -20,9 +23,15 @@ from megatron_llama.checkpoint.finite import (
     merge_not_finite,
     read_not_finite,
 )
-from megatron_llama.checkpoint.meta import marked_meta
+from megatron_llama.checkpoint.meta import marked_meta, read_meta_json
+from megatron_llama.checkpoint.saver import Saver
+from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.errors import CheckpointError
+from megatron_llama.metrics.log import MetricLog
 from torch import Tensor
+
+from tests.checkpoint.cases import SINGLE, state_at
+from tests.parallel.cases import Layout, trainer
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -114,6 +123,70 @@ def test_the_newest_good_checkpoint_stays(newest: int, stay: list[int], tmp_path
     assert newest_good(tmp_path) == tmp_path / "iter_0000002"
     with pytest.raises(CheckpointError, match="none can be used"):  # their indices cannot be read
         newest_usable(tmp_path)
+
+
+def tracked(folder: Path, iteration: int) -> None:
+    """It is the one that was saved last."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+
+
+@pytest.mark.parametrize("good", [False, True], ids=["marked", "good"])
+def test_a_run_that_went_back_keeps_what_it_saves(good: bool, tmp_path: Path) -> None:
+    """Whatever it has left behind: that may be damaged in ways which only loading shows."""
+    for iteration in (1, 8, 9):
+        checkpoint(tmp_path, iteration, 10.0 - iteration, good=good or iteration == 1)
+    for iteration, stay in ((2, [1, 2]), (3, [2, 3]), (4, [3, 4])):
+        checkpoint(tmp_path, iteration, 0.5 - 0.1 * iteration, good=True)
+        tracked(tmp_path, iteration)
+        retain(tmp_path, Retention(newest=2))
+        assert list(complete(tmp_path)) == stay
+        assert os.readlink(tmp_path / "last") == f"iter_{iteration:07d}"
+        assert newest_good(tmp_path) == tmp_path / f"iter_{iteration:07d}"
+
+
+def test_a_run_that_went_back_and_keeps_all_knows_what_it_saved_last(tmp_path: Path) -> None:
+    for iteration, good in ((1, True), (2, True), (3, False), (8, True)):
+        checkpoint(tmp_path, iteration, 1.0, good=good)
+    tracked(tmp_path, 3)
+    retain(tmp_path, Retention())
+    assert list(complete(tmp_path)) == [1, 2, 3, 8] and os.readlink(tmp_path / "last") == "iter_0000003"
+    assert newest_good(tmp_path) == tmp_path / "iter_0000002"
+
+
+def test_a_process_that_saves_reads_each_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that it has saved again once more."""
+    reads: list[str] = []
+    monkeypatch.setattr(checkpoint_dir, "read_meta_json", lambda path: reads.append(path.name) or read_meta_json(path))
+    known: dict[str, Standing] = {}
+
+    def save(iteration: int, loss: float, *, good: bool = True) -> list[str]:
+        checkpoint(tmp_path, iteration, loss, good=good)
+        tracked(tmp_path, iteration)
+        reads.clear()
+        retain(tmp_path, Retention(newest=3), known=known)
+        return sorted(reads)
+
+    for iteration in (1, 2):
+        checkpoint(tmp_path, iteration, 2.0, good=True)
+    assert save(3, 1.0) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    assert save(4, 1.5, good=False) == ["iter_0000004"]
+    assert list(complete(tmp_path)) == [2, 3, 4] and os.readlink(tmp_path / "best") == "iter_0000003"
+    shutil.rmtree(tmp_path / "iter_0000003")
+    assert save(3, 9.0, good=False) == ["iter_0000003"]
+    assert os.readlink(tmp_path / "best") == "iter_0000002" and known["iter_0000003"] == Standing(False, 9.0)
+    assert known.keys() == {"iter_0000002", "iter_0000003", "iter_0000004"}
+
+
+def test_a_run_reads_what_stays_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    monkeypatch.setattr(checkpoint_dir, "read_meta_json", lambda path: reads.append(path.name) or read_meta_json(path))
+    run = trainer(SINGLE, Layout())
+    config = replace(Layout().config(), checkpoint=CheckpointConfig(save=str(tmp_path)))
+    log = MetricLog(None, prints=False, start_iteration=0, train_iters=9, progress_bar=False)
+    saver = Saver(config, run.mesh, run.optimizer, None)
+    for iteration in range(1, 4):
+        saver.save(state_at(iteration), log)
+    assert reads == ["iter_0000001", "iter_0000002", "iter_0000003"]
 
 
 def test_one_whose_meta_is_damaged_is_no_good_checkpoint(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.finite import NotFinite
+from megatron_llama.checkpoint.saver import Saver
+from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.loop.build import find_not_finite_at_start, load_or_init
 from megatron_llama.loop.start import Start
+from megatron_llama.metrics.log import MetricLog
 
 from tests.checkpoint.cases import SINGLE, renew_sums, state_at
 from tests.parallel.cases import Layout, trainer
@@ -66,3 +69,19 @@ def test_what_is_not_loaded_is_not_said(tmp_path: Path) -> None:
     path = saved(tmp_path, "exp_avg_sq")
     assert [entry.name for entry in begun(path)] == [MOMENT]
     assert begun(path, load_optim=False) == ()
+
+
+@pytest.mark.parametrize(("policy", "point"), [("rollback", 1), ("warn", 2)])
+def test_a_run_that_keeps_marked_checkpoints_returns_to_the_newest(policy: str, point: int, tmp_path: Path) -> None:
+    """Otherwise one lost value would take all the steps behind it at each return."""
+    run = trainer(SINGLE, ONE)
+    config = replace(ONE.config(), checkpoint=CheckpointConfig(save=str(tmp_path), on_bad_checkpoint=policy))
+    log = MetricLog(None, prints=False, start_iteration=0, train_iters=9, progress_bar=False)
+    saver = Saver(config, run.mesh, run.optimizer, None)
+    saver.save(state_at(1), log)
+    next(iter(run.optimizer.pieces())).tensors["master"].view(-1)[0] = torch.nan
+    saver.save(state_at(2), log)
+    saver.finish(log)
+    assert saver.newest_good == 1 and saver.return_point == tmp_path / f"iter_000000{point}"
+    saver.rewind()
+    assert saver.newest == saver.return_point == tmp_path / f"iter_000000{point}"

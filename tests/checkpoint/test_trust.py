@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.checksums import damaged_files
 from megatron_llama.checkpoint.index import Chunk, Place, StoredTensor, cover_problems
 from megatron_llama.checkpoint.storage import read_metadata
+from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.conversion.torch_dist.container import Container
 from megatron_llama.errors import CheckpointError
+from megatron_llama.loop.start import named_start
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.checkpoint.cases import SINGLE, load_under, merged, renew_sums, same, save_under, state_at, whole_weights
@@ -330,6 +333,45 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(copy: Path, name: 
     (newer,) = usable.passed_over
     assert newer.path == copy and newer.problem == "is damaged"
     assert (DATA if name.endswith(" data") else name.split()[-1]) in newer.remedy
+
+
+def mark(path: Path) -> None:
+    edit_meta(not_finite=[{"name": "w", "count": 1, "first": [0], "value": "nan"}])(path)
+    renew_sums(path)
+
+
+def test_a_mark_is_looked_at_before_the_index(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading an index of millions of chunks takes minutes."""
+    indices = []
+    monkeypatch.setattr(checkpoint_dir, "read_metadata", lambda path: indices.append(path.name) or read_metadata(path))
+    mark(copy)
+    good = copy.with_name("iter_0000001")
+    usable = checkpoint_dir.newest_usable(copy.parent)
+    assert usable is not None and usable.path == good and indices == [good.name]
+    (newer,) = usable.passed_over
+    assert newer.path == copy and newer.problem == "has weights or moments that are not finite"
+
+
+def test_a_run_that_keeps_marked_checkpoints_goes_on_from_the_newest(copy: Path) -> None:
+    options = CheckpointConfig(save=str(copy.parent), load="auto")
+    mark(copy)
+    for policy, name in (("stop", "iter_0000001"), ("rollback", "iter_0000001"), ("warn", "iter_0000002")):
+        start = named_start(replace(options, on_bad_checkpoint=policy))
+        assert start is not None and start.path.name == name
+    (copy / DATA).unlink()
+    start = named_start(replace(options, on_bad_checkpoint="warn"))
+    assert start is not None and start.path.name == "iter_0000001" and start.passed_over[0].problem == "is damaged"
+
+
+def test_a_marked_checkpoint_is_better_than_none(copy: Path) -> None:
+    good = copy.with_name("iter_0000001")
+    mark(copy)
+    (good / DATA).unlink()
+    assert checkpoint_dir.newest_usable(copy.parent) == checkpoint_dir.Usable(copy, ())
+    (copy / DATA).unlink()
+    with pytest.raises(CheckpointError, match="none can be used:") as caught:
+        checkpoint_dir.newest_usable(copy.parent)
+    assert f"{caught.value}".count(DATA) == 2
 
 
 def test_a_run_does_not_start_anew_beside_checkpoints_that_are_all_damaged(copy: Path) -> None:

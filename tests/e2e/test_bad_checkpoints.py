@@ -130,10 +130,6 @@ def test_a_marked_checkpoint_is_passed_over(more: dict[str, object], lose: Lose,
     marked = json.loads((folder / "iter_0000004" / "meta.json").read_text())["not_finite"]
     assert {"name": EMBEDDING, "count": 1, "first": [row, COLUMN], "value": "nan"} in marked
     assert "not finite" in product.run("inspect", "checkpoint", folder / "iter_0000004").ok().out
-    resumed = product.train(DP2, load="auto", **{**saves, "train_iters": 3})
-    assert (
-        f" warning: {folder}/iter_0000004 has weights or moments that are not finite, going on from {folder}/iter_0000002; " in resumed.out
-    )
     named = product.start(DP2, load=folder / "iter_0000004", save=tmp_path / "other", vocab_size=VOCAB_SIZE, train_iters=6).wait()
     assert named.codes == (1, 1)
     assert (
@@ -143,6 +139,20 @@ def test_a_marked_checkpoint_is_passed_over(more: dict[str, object], lose: Lose,
     assert (
         "; its first save will end it" in named.out and f"error: {tmp_path}/other/iter_0000006: got values that are not finite" in named.err
     )
+    resumed = product.train(DP2, load="auto", **{**saves, "train_iters": 3})
+    assert (
+        f" warning: {folder}/iter_0000004 has weights or moments that are not finite, going on from {folder}/iter_0000002; " in resumed.out
+    )
+    assert checkpoints(folder) == [2, 3] and os.readlink(folder / "last") == "iter_0000003"
+
+
+def test_a_run_that_keeps_marked_checkpoints_goes_on_from_them(lose: Lose, product: Product, tmp_path: Path) -> None:
+    """Otherwise each preemption would take it back to the last good one, and it would never end."""
+    options = {"save": tmp_path, "save_interval": 1, "save_retain": 2, "vocab_size": VOCAB_SIZE, "on_bad_checkpoint": "warn"}
+    lose(DP2, exit_interval=4, **options).ok()
+    resumed = product.train(DP2, load="auto", **options)
+    assert "going on from" not in resumed.out and " warning: the run begins with values that are not finite: " in resumed.out
+    assert checkpoints(tmp_path) == [2, 5, 6]
 
 
 def test_weights_of_another_format_are_looked_at(product: Product, sound: Path, row: int, tmp_path: Path) -> None:

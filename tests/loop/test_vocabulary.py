@@ -179,3 +179,15 @@ def test_a_wrong_data_path_is_blamed_itself(tmp_path: Path) -> None:
     config = Config(data=DataConfig(data_path=(str(tmp_path / "nowhere"),)))
     with pytest.raises(DataError, match=rf"--data-path: {tmp_path}/nowhere\.idx: got no such file, expected PREFIX\.bin and PREFIX\.idx"):
         with_vocabulary(config, find_vocabulary(config))
+
+
+def test_the_tokenizer_of_a_resumed_run_takes_no_look_at_its_indices(layouts: Path, tmp_path: Path) -> None:
+    """It lies beside its checkpoints. Where one cannot be used, others say so."""
+    newest = tmp_path / "run" / "iter_0000002"
+    newest.mkdir(parents=True)
+    shutil.copytree(layouts / "llama2", tmp_path / "run" / "tokenizer")
+    for name in ("meta.json", ".metadata", "SHA256SUMS"):
+        (newest / name).write_text("damaged")
+    beside = found(save=tmp_path / "run", load="auto")
+    assert beside.tokenizer is not None and beside.size == load_tokenizer(layouts / "llama2").vocab_size
+    assert found(save=tmp_path / "new", load="auto", init_from_hf=tmp_path / "run" / "tokenizer").size == beside.size

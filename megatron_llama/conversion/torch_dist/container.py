@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.archive import ChunkHeader, DamageError, Window, open_archive
+from megatron_llama.checkpoint.bounds import largest_index, size_of
 from megatron_llama.checkpoint.index import (
     METADATA,
     Chunk,
@@ -28,7 +29,6 @@ from megatron_llama.checkpoint.index import (
     shared_bytes,
 )
 from megatron_llama.checkpoint.storage import file_problems, refuse
-from megatron_llama.config.limits import LARGEST_INDEX
 from megatron_llama.config.model_files import read_bounded
 from megatron_llama.conversion.safetensors_file import DTYPES
 from megatron_llama.conversion.torch_file import TorchFile
@@ -45,7 +45,7 @@ class Container:
         names code to run."""
         self.folder = folder
         path = folder / METADATA
-        content = read_bounded(path, limit=LARGEST_INDEX, do=COPY_AGAIN)
+        content = read_bounded(path, limit=largest_index(folder, size_of(path)), do=COPY_AGAIN)
         index = parse_index(path, content, do=COPY_AGAIN)
         self.tensors = index.tensors
         self.objects = index.objects
