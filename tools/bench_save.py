@@ -160,7 +160,7 @@ def measured(begin: Callable[[], Wait], trial: Trial, folder: Path, steps: int) 
     _meet(trial.mesh)
     if trial.mesh.rank == 0:
         for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     _meet(trial.mesh)
     return Row((paused - start) * 1e3, (trained - paused) / steps * 1e3, (end - start) * 1e3)
 
