@@ -36,6 +36,7 @@ from megatron_llama.config.fields import finite_number
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_TRACKER
 from megatron_llama.config.model_files import read_bounded
 from megatron_llama.errors import CheckpointError
+from megatron_llama.files import replacing
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STAGED = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?" + re.escape(INCOMPLETE))
@@ -232,15 +233,12 @@ def publish(target: Path, run: str = "") -> None:
     if is_remote(target):
         tracker.write_bytes(named)
         return
-    try:
+    with replacing(tracker, temporary=staging(tracker)) as temporary:
         # The tracker's content is on the disk before the first rename: a disk that is full shows
         # here, while both old names still stand.
-        write_synced(staging(tracker), named)
+        write_synced(temporary, named)
         commit(target, run)
-        staging(tracker).replace(tracker)
-        sync(tracker.parent)
-    finally:
-        staging(tracker).unlink(missing_ok=True)
+    sync(tracker.parent)
 
 
 def retain(folder: Path, keep: Retention, held: Held | None = None) -> None:
@@ -287,7 +285,7 @@ def _link(link: Path, target: Path) -> None:
     links."""
     if is_remote(link) or (link.exists() and not link.is_symlink()):
         return
-    beside = staging(link)
-    beside.unlink(missing_ok=True)
-    os.symlink(target.name, beside)
-    beside.replace(link)
+    with replacing(link, temporary=staging(link)) as temporary:
+        # A process that was killed may have left one.
+        temporary.unlink(missing_ok=True)
+        os.symlink(target.name, temporary)
