@@ -32,10 +32,10 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import is_finite
+from megatron_llama.checkpoint.torch_pickle import ForbiddenNames, read_pickle
 from megatron_llama.config.limits import LARGEST_ENTRIES, LARGEST_PICKLE
 from megatron_llama.config.lines import require_regular
 from megatron_llama.conversion.safetensors_file import DTYPES
-from megatron_llama.conversion.torch_pickle import ForbiddenNames, read_pickle
 from megatron_llama.errors import CheckpointError
 
 STORAGES = MappingProxyType(
