@@ -25,10 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_llama.checkpoint.archive import is_count
 from megatron_llama.checkpoint.pickles import require_bounded
 from megatron_llama.checkpoint.records import ForeignNameError, Record, make_records
-from megatron_llama.config.limits import LARGEST_COVER_WORK, LARGEST_DIMENSIONS, SHOWN_CHARACTERS
+from megatron_llama.config.limits import (
+    LARGEST_COVER_WORK,
+    LARGEST_DIMENSIONS,
+    LARGEST_INTEGER,
+    SHOWN_CHARACTERS,
+)
 from megatron_llama.errors import CheckpointError, describe
 
 METADATA = ".metadata"
@@ -370,7 +374,7 @@ class _IndexReader:
 
     def _counts(self, where: str, what: str, values: Any) -> tuple[int, ...]:
         if isinstance(values, tuple) and len(values) <= LARGEST_DIMENSIONS:
-            if all(map(is_count, values)):
+            if all(map(_is_count, values)):
                 return values
             expected = "numbers that are not negative"
         elif isinstance(values, tuple):
@@ -381,6 +385,11 @@ class _IndexReader:
 
     def _error(self, where: str, got: object, expected: object) -> CheckpointError:
         return CheckpointError(f"{self._path} {where}", got=got, expected=expected, do=self._do)
+
+
+def _is_count(value: object) -> bool:
+    """Return whether a value is an integer that is not negative, and that torch can hold."""
+    return type(value) is int and 0 <= value <= LARGEST_INTEGER
 
 
 def _shown(value: object) -> str:

@@ -26,13 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron_llama.checkpoint.archive import (
-    STORAGES,
-    TAIL_BYTES,
-    DamageError,
-    tensor_in,
-    values_crc32,
-)
+from megatron_llama.checkpoint.archive import TAIL_BYTES, DamageError, tensor_in, values_crc32
 from megatron_llama.checkpoint.checksums import ANOTHER_COPY, HashedFile, read_listed
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
@@ -48,6 +42,8 @@ from megatron_llama.checkpoint.storage_paths import is_remote
 from megatron_llama.config.limits import LARGEST_INDEX
 from megatron_llama.errors import CheckpointError, describe, listing
 
+SAVED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8})
+"""The dtypes of what an engine saves."""
 LISTED = 10
 """So many problems are listed: a damaged checkpoint of a large model has thousands of one kind."""
 
@@ -249,7 +245,7 @@ def read_metadata(folder: Path) -> Metadata:
         problems.append(describe(path, got=got, expected="tensors alone", do=ANOTHER_COPY))
     for name, tensor in index.tensors.items():
         where = f"{path} {name}"
-        if tensor.dtype not in STORAGES.values():
+        if tensor.dtype not in SAVED_DTYPES:
             expected = "a dtype that is saved"
             problems.append(describe(where, got=tensor.dtype, expected=expected, do=ANOTHER_COPY))
             continue

@@ -80,8 +80,10 @@ class Constructor:
 
 def read_pickle(content: bytes, load_storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
     """Return what a pickle of ``torch.save`` holds. ``load_storage`` returns the storage of a key
-    that has a number of bytes. Raises ForbiddenNames for names that are not known here, before
-    anything is made, and pickle.UnpicklingError for anything else that is wrong."""
+    that has a number of bytes: on the meta device, where only shapes are wanted.
+
+    Raises ForbiddenNames for names that are not known here, before anything is made, and
+    pickle.UnpicklingError for anything else that is wrong."""
     if len(content) > LARGEST_PICKLE:
         raise pickle.UnpicklingError(
             f"a pickle of {len(content):,} bytes, where {LARGEST_PICKLE:,} are allowed"
@@ -369,7 +371,8 @@ def _rebuild_tensor(
         raise pickle.UnpicklingError(
             f"a tensor of {numel:,} values up to place {last:,}, where its storage has {values:,}"
         )
-    return torch.empty(0, dtype=dtype).set_(stored.storage, offset, tuple(size), tuple(stride))
+    view = torch.empty(0, dtype=dtype, device=stored.storage.device)
+    return view.set_(stored.storage, offset, tuple(size), tuple(stride))
 
 
 def _rebuild_tensor_of_dtype(

@@ -28,10 +28,10 @@ from megatron_llama.checkpoint.index import (
     shared_bytes,
 )
 from megatron_llama.checkpoint.storage import file_problems, refuse
+from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.limits import LARGEST_INDEX
 from megatron_llama.config.model_files import read_bounded
 from megatron_llama.conversion.safetensors_file import DTYPES
-from megatron_llama.conversion.torch_file import TorchFile
 from megatron_llama.errors import CheckpointError, describe
 
 COPY_AGAIN = "copy the folder again from where it was saved"
