@@ -15,9 +15,9 @@ import pytest
 import torch
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.checksums import damaged_files
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.index import Chunk, Place, StoredTensor, cover_problems
 from megatron_llama.checkpoint.storage import read_metadata
-from megatron_llama.conversion.torch_dist.container import Container
 from megatron_llama.errors import CheckpointError
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 

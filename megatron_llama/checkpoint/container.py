@@ -31,9 +31,9 @@ from megatron_llama.checkpoint.storage import file_problems, refuse
 from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.limits import LARGEST_INDEX
 from megatron_llama.config.model_files import read_bounded
-from megatron_llama.conversion.safetensors_file import DTYPES
 from megatron_llama.errors import CheckpointError, describe
 
+CONVERTED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 COPY_AGAIN = "copy the folder again from where it was saved"
 
 
@@ -67,7 +67,7 @@ class Container:
                     describe(where, got="no tensor", expected=expected, do="take another folder")
                 )
                 continue
-            if tensor.dtype not in DTYPES:
+            if tensor.dtype not in CONVERTED_DTYPES:
                 do = "quantised models cannot be converted: take the original"
                 expected = "float32, bfloat16 or float16"
                 problems.append(describe(where, got=tensor.dtype, expected=expected, do=do))
