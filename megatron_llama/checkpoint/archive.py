@@ -10,7 +10,7 @@ import io
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class ChunkHeader:
 class Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file = file
         self._start = start
         self.length = length
@@ -96,7 +96,7 @@ class Window(io.RawIOBase):
 
     def _fill(self, view: memoryview) -> int:
         self._file.seek(self._start + self._at)
-        return self._file.readinto(view) or 0
+        return self._file.readinto(view) or 0  # type: ignore[attr-defined]
 
 
 class MemoryWindow(Window):
@@ -135,12 +135,14 @@ def open_archive(
 def _open_archive(
     window: Window, size: tuple[int, ...], dtype: torch.dtype, crc32: int | None
 ) -> ChunkHeader:
-    text, entries = read_entries(window, window.length, largest=LARGEST_CHUNK_HEADER)
+    file = cast(IO[bytes], window)
+    text, entries = read_entries(file, window.length, largest=LARGEST_CHUNK_HEADER)
     stored: list[Entry] = []
 
     def note_storage(key: str, nbytes: int) -> torch.UntypedStorage:
         stored.append(find_entry(entries, key, nbytes))
-        return torch.UntypedStorage(nbytes, device="meta")
+        empty: Tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return empty.untyped_storage()
 
     try:
         saved = read_pickle(text, note_storage)
@@ -162,20 +164,7 @@ def _open_archive(
         expected = f"{crc32:08x}, by the index: these values were saved at another time"
         raise DamageError(f"values with CRC-32 {entry.crc:08x}", expected)
     numel = entry.size // dtype.itemsize
-    return ChunkHeader(entry.start, numel, saved.storage_offset(), saved.stride())
-
-
-def tensor_in(
-    content: Tensor, size: tuple[int, ...], dtype: torch.dtype, crc32: int | None
-) -> Tensor:
-    """Return the tensor of one chunk, whose archive is ``content``, uint8, where it lies in it.
-    Raises DamageError."""
-    header = open_archive(MemoryWindow(content.numpy().data), size, dtype, crc32)
-    values = content[header.start : header.start + header.numel * dtype.itemsize]
-    if header.start % dtype.itemsize:
-        values = values.clone()  # torch's writer aligns values; others need not
-    values = values.view(dtype)
-    return values.as_strided(size, header.stride, values.storage_offset() + header.first)
+    return ChunkHeader(entry.start, numel, int(saved.storage_offset()), saved.stride())
 
 
 def values_crc32(tail: bytes, length: int) -> int | None:

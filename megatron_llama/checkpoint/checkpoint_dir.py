@@ -30,7 +30,8 @@ from megatron_llama.checkpoint.folders import (
 from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import META, NOT_FINITE, NUMBERED, parse_meta, read_meta_json
-from megatron_llama.checkpoint.storage import file_problems, read_metadata, refuse
+from megatron_llama.checkpoint.native_folder import open_native
+from megatron_llama.checkpoint.storage import file_problems, refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
 from megatron_llama.config.fields import finite_number
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_TRACKER
@@ -204,7 +205,7 @@ def require_usable(path: Path) -> None:
     """Raise CheckpointError where something can be said against a checkpoint without reading its
     tensors."""
     parse_meta(path)
-    places = read_metadata(path).storage_data.values()
+    places = open_native(path).places()
     refuse(f"{path} is incomplete:", file_problems(path, places, do=ANOTHER_COPY))
 
 

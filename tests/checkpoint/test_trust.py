@@ -17,7 +17,7 @@ from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.checksums import damaged_files
 from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.index import Chunk, Place, StoredTensor, cover_problems
-from megatron_llama.checkpoint.storage import read_metadata
+from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.errors import CheckpointError
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -162,8 +162,8 @@ def test_a_file_of_another_iteration_is_refused(copy: Path) -> None:
 
 def test_chunks_that_stand_for_each_other_are_refused(copy: Path) -> None:
     """Both projections have one shape; their places are exchanged in the file."""
-    metadata = read_metadata(copy)
-    one, other = (place_of(metadata, f"model.layers.{layer}.self_attn.o_proj.weight") for layer in (0, 1))
+    tensors = open_native(copy).tensors
+    one, other = (tensors[f"model.layers.{layer}.self_attn.o_proj.weight"].chunks[0].place for layer in (0, 1))
     content = bytearray((copy / DATA).read_bytes())
     swapped = [bytes(content[place.offset : place.offset + place.length]) for place in (one, other)]
     assert len(swapped[0]) == len(swapped[1])
