@@ -15,7 +15,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from megatron_llama.checkpoint.torch_pickle import ForbiddenNames, read_pickle
+from megatron_llama.checkpoint.pickles import ForbiddenNames
+from megatron_llama.checkpoint.torch_pickle import read_pickle
 from megatron_llama.checkpoint.torch_zip import Entry, find_entry, read_entries
 from megatron_llama.config.limits import LARGEST_CHUNK_HEADER
 

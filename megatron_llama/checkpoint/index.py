@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_llama.checkpoint.pickles import require_bounded
-from megatron_llama.checkpoint.records import ForeignNameError, Record, make_records
+from megatron_llama.checkpoint.pickles import ForbiddenNames, require_bounded
+from megatron_llama.checkpoint.records import Record, make_records
 from megatron_llama.config.limits import (
     LARGEST_COVER_WORK,
     LARGEST_DIMENSIONS,
@@ -260,6 +260,9 @@ def _size(values: Any = ()) -> tuple[Any, ...]:
 
 
 class _IndexUnpickler(pickle.Unpickler):
+    """The unpickler of CPython, which is quick: the index of a large model has millions of opcodes.
+    All that it can make are records."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, {}):
             return RECORDS[module][name]
@@ -268,7 +271,7 @@ class _IndexUnpickler(pickle.Unpickler):
         # vars() alone: torch's own __getattr__ would import modules.
         dtype = vars(torch).get(name) if module == "torch" else None
         if not isinstance(dtype, torch.dtype):
-            raise ForeignNameError(f"{module}.{name}")
+            raise ForbiddenNames([f"{module}.{name}"])
         return dtype
 
 
@@ -276,12 +279,10 @@ def _unpickle(path: Path, content: bytes, do: str) -> Record:
     try:
         require_bounded(content)
         index = _IndexUnpickler(io.BytesIO(content)).load()
-    except ForeignNameError as error:
+    except ForbiddenNames as error:
         trust = "do not load it elsewhere unless you trust who made it; take a copy from its origin"
         expected = "the classes of torch's index only (nothing was run)"
-        raise CheckpointError(
-            path, got=f"a pickle that calls {error}", expected=expected, do=trust
-        ) from error
+        raise CheckpointError(path, got=error, expected=expected, do=trust) from error
     except Exception as error:
         # A damaged pickle raises whatever its bytes happen to mean.
         got = f"damaged content ({type(error).__name__})"

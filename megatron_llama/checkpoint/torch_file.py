@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.checkpoint.torch_pickle import ForbiddenNames, read_pickle
+from megatron_llama.checkpoint.pickles import ForbiddenNames
+from megatron_llama.checkpoint.torch_pickle import read_pickle
 from megatron_llama.checkpoint.torch_zip import Entry, find_entry, read_entries
 from megatron_llama.config.lines import require_regular
 from megatron_llama.errors import CheckpointError

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.checkpoint.pickles import require_bounded
+from megatron_llama.checkpoint.pickles import ForbiddenNames, require_bounded
 from megatron_llama.config.limits import (
     LARGEST_DEPTH,
     LARGEST_DIMENSIONS,
@@ -103,13 +103,6 @@ def read_pickle(content: bytes, load_storage: Callable[[str, int], torch.Untyped
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
     _require_tree(value)
     return value
-
-
-class ForbiddenNames(pickle.UnpicklingError):
-    """A pickle names what it must not."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(f"a pickle that calls {', '.join(names)}")
 
 
 def _names(content: bytes) -> set[str]:
