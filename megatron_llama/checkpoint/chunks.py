@@ -1,5 +1,5 @@
-"""Describes the shards of a running engine as chunks of HuggingFace tensors, for the planners of
-torch.distributed.checkpoint.
+"""Describes the shards of a running engine as chunks of HuggingFace tensors, for the planner with
+which torch.distributed.checkpoint saves.
 
 The key of a master weight is its NAME in the HuggingFace model, that of the update rule's state
 ``optimizer.STATE.NAME``.
