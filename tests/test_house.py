@@ -160,6 +160,22 @@ def test_the_environment_is_read_in_four_files() -> None:
     assert found == []
 
 
+def test_files_are_renamed_in_one_file() -> None:
+    """``files.py`` writes a file whole or not at all. The others rename folders (the first four), two files that belong together, or a file
+    whose name is known at its end."""
+    others = {"folders.py", "checkpoint_dir.py", "token_store.py", "preprocess.py", "indexed.py", "block_cache.py"}
+    found = [
+        where(path, node)
+        for path in FILES
+        if path != PACKAGE / "files.py" and path.name not in others
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        # Path.replace has one argument, that of texts two.
+        if node.func.attr == "rename" or ast.unparse(node.func) == "os.replace" or (node.func.attr == "replace" and len(node.args) == 1 and not node.keywords)
+    ]
+    assert found == []
+
+
 def test_only_the_device_module_names_an_accelerator() -> None:
     found = []
     for path in FILES:
