@@ -7,7 +7,6 @@ weight. Here they are opened without making the tensor, and held against what th
 from __future__ import annotations
 
 import io
-import struct
 import zlib
 from dataclasses import dataclass
 from typing import IO, Any, cast
@@ -22,11 +21,6 @@ from megatron_llama.config.limits import LARGEST_CHUNK_HEADER
 
 CRC_BYTES = 2**22
 """Checksums are computed over so many bytes at a time."""
-TAIL_BYTES = 2**12
-"""The directory at the end of an archive has some 600 bytes."""
-END_OF_DIRECTORY = struct.Struct("<4s4H2LH")
-DIRECTORY_ENTRY = struct.Struct("<4s4B4HL2L5H2L")
-"""As in ``zipfile``; their signatures are PK56 and PK12."""
 
 
 class DamageError(Exception):
@@ -166,23 +160,3 @@ def _open_archive(
         raise DamageError(f"values with CRC-32 {entry.crc:08x}", expected)
     numel = entry.size // dtype.itemsize
     return ChunkHeader(entry.start, numel, int(saved.storage_offset()), saved.stride())
-
-
-def values_crc32(tail: bytes, length: int) -> int | None:
-    """Return the CRC-32 of the values in an archive of ``length`` bytes that ``torch.save`` has
-    just written for one tensor, by the directory in its last bytes, the ``tail``. None where torch
-    wrote an archive of another kind."""
-    if len(tail) < END_OF_DIRECTORY.size:
-        return None
-    end = END_OF_DIRECTORY.unpack(tail[-END_OF_DIRECTORY.size :])
-    at = end[6] - (length - len(tail))
-    if end[0] != b"PK\5\6" or at < 0:
-        return None
-    for _ in range(end[4]):
-        entry = DIRECTORY_ENTRY.unpack(tail[at : at + DIRECTORY_ENTRY.size])
-        name = at + DIRECTORY_ENTRY.size
-        name_bytes, extra_bytes, comment_bytes = entry[12:15]
-        if tail[name : name + name_bytes].endswith(b"/data/0"):
-            return int(entry[9])
-        at = name + name_bytes + extra_bytes + comment_bytes
-    return None

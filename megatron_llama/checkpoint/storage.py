@@ -14,13 +14,13 @@ import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_llama.checkpoint.archive import TAIL_BYTES, values_crc32
 from megatron_llama.checkpoint.checksums import HashedFile
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, copy_to_host
 from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.storage_paths import is_remote
+from megatron_llama.checkpoint.torch_zip import TAIL_BYTES, values_crc32
 from megatron_llama.errors import CheckpointError, describe, listing
 
 LISTED = 10
@@ -58,7 +58,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
             del values  # not in memory while the next part is read
             place = _StorageInfo(name, start, file.tell() - start)
             # What binds the file to this index. torch pickles all attributes, and reads over it.
-            place.crc32 = values_crc32(file.tail, place.length)  # type: ignore[attr-defined]
+            place.crc32 = values_crc32(file.tail)  # type: ignore[attr-defined]
             places[part.index] = place
     sums = {name: file.sum} if places else {}
     return WrittenParts(places, sums, tuple(not_finite))

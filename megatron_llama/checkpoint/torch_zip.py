@@ -5,6 +5,7 @@ by its size. The values are not read here. Their checksums are for whoever reads
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import zipfile
@@ -14,6 +15,8 @@ from typing import IO
 
 from megatron_llama.config.limits import LARGEST_ENTRIES, LARGEST_PICKLE
 
+TAIL_BYTES = 2**12
+"""The directory at the end of an archive with one tensor has some 600 bytes."""
 LOCAL_HEADER = 30
 """Bytes in front of the name of an entry."""
 
@@ -76,6 +79,19 @@ def find_entry(entries: Mapping[str, Entry], key: str, nbytes: int) -> Entry:
         size = "none" if entry is None else f"{entry.size:,}"
         raise pickle.UnpicklingError(f"storage {key} of {nbytes:,} bytes, where {size} are")
     return entry
+
+
+def values_crc32(tail: bytes) -> int | None:
+    """Return the CRC-32 of the values in an archive that ``torch.save`` has just written for one
+    tensor, by the directory in the last bytes of the file, the ``tail``. None where torch wrote an
+    archive of another kind."""
+    try:
+        # The directory is enough for zipfile: it looks for the entries only when they are read.
+        with zipfile.ZipFile(io.BytesIO(tail)) as archive:
+            sums = [info.CRC for info in archive.infolist() if info.filename.endswith("/data/0")]
+    except (zipfile.BadZipFile, ValueError):
+        return None
+    return sums[0] if sums else None
 
 
 def _require_stored(infos: Iterable[zipfile.ZipInfo]) -> None:
