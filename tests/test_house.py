@@ -20,7 +20,7 @@ PACKAGE = ROOT / "megatron_llama"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
-    *("errors", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
+    *("errors", "files", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
     *("sharding", "pipeline", "sft", "preference", "checkpoint", "conversion", "planner", "loop", "training", "api", "prove"),
     *("commands", "cli", "__main__"),
 )
@@ -63,9 +63,9 @@ def imports(path: Path, *, inside_functions: bool = True) -> Iterator[tuple[ast.
                 yield node, first.value
 
 
-def test_at_the_root_there_are_rooms_and_six_files() -> None:
+def test_at_the_root_there_are_rooms_and_seven_files() -> None:
     names = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "training.py", "py.typed"}
+    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "files.py", "training.py", "py.typed"}
     assert {room(path) for path in FILES} - {"__init__"} == set(ROOMS)
 
 
@@ -156,6 +156,22 @@ def test_the_environment_is_read_in_four_files() -> None:
         if str(path.relative_to(PACKAGE)) not in allowed
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+    ]
+    assert found == []
+
+
+def test_files_are_renamed_in_one_file() -> None:
+    """``files.py`` writes a file whole or not at all. The others rename folders (the first four), two files that belong together, or a file
+    whose name is known at its end."""
+    others = {"folders.py", "checkpoint_dir.py", "token_store.py", "preprocess.py", "indexed.py", "block_cache.py"}
+    found = [
+        where(path, node)
+        for path in FILES
+        if path != PACKAGE / "files.py" and path.name not in others
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        # Path.replace has one argument, that of texts two.
+        if node.func.attr == "rename" or ast.unparse(node.func) == "os.replace" or (node.func.attr == "replace" and len(node.args) == 1 and not node.keywords)
     ]
     assert found == []
 

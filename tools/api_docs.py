@@ -15,6 +15,7 @@ from typing import Any
 
 import megatron_llama as ml
 from megatron_llama.config.help import field_docs
+from megatron_llama.files import replacing
 
 HEADER = """\
 # Python
@@ -171,9 +172,8 @@ def main() -> None:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="written anew: docs/api.md")
     target: Path = parser.parse_args().file
-    unfinished = target.with_name(target.name + ".part")
-    unfinished.write_text(api_markdown(), encoding="utf-8")
-    unfinished.replace(target)
+    with replacing(target) as temporary:
+        temporary.write_text(api_markdown(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import megatron_llama as ml
 from megatron_llama.data.corpus import python_documentation
+from megatron_llama.files import replacing
 from megatron_llama.tokenizer.spm import train_tokenizer
 from tools.range_server import serving
 
@@ -70,14 +71,13 @@ def write_shards(folder: Path, gigabytes: float) -> None:
             continue
         chance = random.Random(number)
         written = 0
-        with path.with_suffix(".tmp").open("w") as file:
+        with replacing(path) as temporary, temporary.open("w") as file:
             while written < size:
                 lines = "".join(
                     json.dumps({"text": "\n".join(chance.choices(texts, k=4))}) + "\n"
                     for _ in range(1000)
                 )
                 written += file.write(lines)
-        path.with_suffix(".tmp").rename(path)
 
 
 class Witness(ml.Callback):

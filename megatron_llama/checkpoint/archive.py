@@ -7,40 +7,20 @@ weight. Here they are opened without making the tensor, and held against what th
 from __future__ import annotations
 
 import io
-import pickle
-import struct
-import zipfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron_llama.checkpoint.pickles import require_bounded
-from megatron_llama.checkpoint.records import ForeignNameError, make_records
-from megatron_llama.config.limits import LARGEST_CHUNK_HEADER, LARGEST_DIMENSIONS, LARGEST_INTEGER
+from megatron_llama.checkpoint.pickles import ForbiddenNames
+from megatron_llama.checkpoint.torch_pickle import read_pickle
+from megatron_llama.checkpoint.torch_zip import Entry, find_entry, read_entries
+from megatron_llama.config.limits import LARGEST_CHUNK_HEADER
 
 CRC_BYTES = 2**22
 """Checksums are computed over so many bytes at a time."""
-TAIL_BYTES = 2**12
-"""The directory at the end of an archive has some 600 bytes."""
-STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "FloatStorage": torch.float32,
-        "DoubleStorage": torch.float64,
-        "BFloat16Storage": torch.bfloat16,
-        "HalfStorage": torch.float16,
-        "ByteStorage": torch.uint8,
-    }
-)
-"""Names in ``torch`` that say the dtype of the values."""
-REBUILT = make_records("_rebuild_tensor_v2", "OrderedDict")
-END_OF_DIRECTORY = struct.Struct("<4s4H2LH")
-DIRECTORY_ENTRY = struct.Struct("<4s4B4HL2L5H2L")
-"""As in ``zipfile``; their signatures are PK56 and PK12."""
 
 
 class DamageError(Exception):
@@ -69,7 +49,7 @@ class ChunkHeader:
 class Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file = file
         self._start = start
         self.length = length
@@ -111,7 +91,7 @@ class Window(io.RawIOBase):
 
     def _fill(self, view: memoryview) -> int:
         self._file.seek(self._start + self._at)
-        return self._file.readinto(view) or 0
+        return self._file.readinto(view) or 0  # type: ignore[attr-defined]
 
 
 class MemoryWindow(Window):
@@ -150,131 +130,33 @@ def open_archive(
 def _open_archive(
     window: Window, size: tuple[int, ...], dtype: torch.dtype, crc32: int | None
 ) -> ChunkHeader:
-    with zipfile.ZipFile(window) as archive:
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
-            raise DamageError("compressed entries", "plain values, as torch.save writes them")
-        pickled = entries.get("data.pkl")
-        if pickled is None or pickled.file_size > LARGEST_CHUNK_HEADER:
-            raise DamageError("no data.pkl of a tensor", "a tensor that torch.save wrote")
-        saved = _read_tensor_pickle(archive.read(pickled))
-        if (saved.size, saved.dtype) != (size, dtype):
-            raise DamageError(f"{saved.dtype} {saved.size}", f"{dtype} {size}, by the index")
-        if entries.get("byteorder") and archive.read(entries["byteorder"]) != b"little":
-            raise DamageError("values in another byte order", "little-endian values")
-        entry = entries.get(f"data/{saved.key}")
-        if entry is None:
-            raise DamageError("no values", f"an entry data/{saved.key}")
-        if entry.file_size != saved.numel * dtype.itemsize:
-            raise DamageError(f"{entry.file_size} bytes", saved.numel * dtype.itemsize)
-        reach = sum((n - 1) * step for n, step in zip(saved.size, saved.stride, strict=True))
-        if 0 not in saved.size and saved.first + reach >= saved.numel:
-            raise DamageError(f"elements behind {saved.numel} in the storage", "none")
-        if saved.stride and saved.stride[-1] != 1 and saved.size[-1] != 1:
-            raise DamageError(f"strides {saved.stride}", "rows whose elements are neighbours")
-        # Name and extra field may have other lengths here than in the archive's directory.
-        window.seek(entry.header_offset)
-        local = window.read(30) or b""
-        if local[:4] != b"PK\3\4":
-            raise DamageError("no entry where the archive's directory has it", "one")
-        skip = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-        start = entry.header_offset + 30 + skip
-        if start + entry.file_size > window.length:
-            raise DamageError("values behind the end of the chunk", "all within")
-        if window.crc32(start, entry.file_size) != entry.CRC:
-            raise DamageError("damaged content (a checksum does not match)", "what was saved")
-        if crc32 is not None and crc32 != entry.CRC:
-            expected = f"{crc32:08x}, by the index: these values were saved at another time"
-            raise DamageError(f"values with CRC-32 {entry.CRC:08x}", expected)
-    return ChunkHeader(start, saved.numel, saved.first, saved.stride)
+    file = cast(IO[bytes], window)
+    text, entries = read_entries(file, window.length, largest=LARGEST_CHUNK_HEADER)
+    stored: list[Entry] = []
 
+    def note_storage(key: str, nbytes: int) -> torch.UntypedStorage:
+        stored.append(find_entry(entries, key, nbytes))
+        empty: Tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return empty.untyped_storage()
 
-def tensor_in(
-    content: Tensor, size: tuple[int, ...], dtype: torch.dtype, crc32: int | None
-) -> Tensor:
-    """Return the tensor of one chunk, whose archive is ``content``, uint8, where it lies in it.
-    Raises DamageError."""
-    header = open_archive(MemoryWindow(content.numpy().data), size, dtype, crc32)
-    values = content[header.start : header.start + header.numel * dtype.itemsize]
-    if header.start % dtype.itemsize:
-        values = values.clone()  # torch's writer aligns values; others need not
-    values = values.view(dtype)
-    return values.as_strided(size, header.stride, values.storage_offset() + header.first)
-
-
-@dataclass(frozen=True)
-class _SavedTensor:
-    """A tensor in the pickle of a chunk."""
-
-    dtype: torch.dtype
-    key: str
-    numel: int
-    first: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads the pickle that ``torch.save`` writes for one tensor, without making the tensor."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in (
-            ("torch._utils", "_rebuild_tensor_v2"),
-            ("collections", "OrderedDict"),
-        ):
-            return REBUILT[name]
-        dtype = STORAGES.get(name) if module == "torch" else None
-        if dtype is None:
-            raise ForeignNameError(f"{module}.{name}")
-        return dtype
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-def _read_tensor_pickle(content: bytes) -> _SavedTensor:
-    """Return what the pickle of a chunk says of its tensor. Raises DamageError."""
     try:
-        content = content[: require_bounded(content)]
-        tensor = _TensorUnpickler(io.BytesIO(content)).load()
-    except ForeignNameError as error:
-        raise DamageError(f"a pickle that calls {error}", "a tensor (nothing was run)") from error
-    except Exception as error:
-        raise DamageError(f"damaged content ({type(error).__name__})", "a tensor") from error
-    if not isinstance(tensor, REBUILT["_rebuild_tensor_v2"]):
-        raise DamageError(f"a {type(tensor).__name__}", "a tensor")
-    try:
-        storage, first, size, stride, *_ = tensor.args
-        _, dtype, key, _, numel = storage
-        numbers = (numel, first, *size, *stride)
-        fits = isinstance(dtype, torch.dtype) and isinstance(key, str) and len(size) == len(stride)
-    except (TypeError, ValueError) as error:
-        raise DamageError("other arguments than those of a tensor", "a tensor") from error
-    if not fits or len(size) > LARGEST_DIMENSIONS or not all(map(is_count, numbers)):
-        raise DamageError("other arguments than those of a tensor", "a tensor")
-    return _SavedTensor(dtype, key, numel, first, tuple(size), tuple(stride))
-
-
-def is_count(value: object) -> bool:
-    """Return whether a value is an integer that is not negative, and that torch can hold."""
-    return type(value) is int and 0 <= value <= LARGEST_INTEGER
-
-
-def values_crc32(tail: bytes, length: int) -> int | None:
-    """Return the CRC-32 of the values in an archive of ``length`` bytes that ``torch.save`` has
-    just written for one tensor, by the directory in its last bytes, the ``tail``. None where torch
-    wrote an archive of another kind."""
-    if len(tail) < END_OF_DIRECTORY.size:
-        return None
-    end = END_OF_DIRECTORY.unpack(tail[-END_OF_DIRECTORY.size :])
-    at = end[6] - (length - len(tail))
-    if end[0] != b"PK\5\6" or at < 0:
-        return None
-    for _ in range(end[4]):
-        entry = DIRECTORY_ENTRY.unpack(tail[at : at + DIRECTORY_ENTRY.size])
-        name = at + DIRECTORY_ENTRY.size
-        name_bytes, extra_bytes, comment_bytes = entry[12:15]
-        if tail[name : name + name_bytes].endswith(b"/data/0"):
-            return int(entry[9])
-        at = name + name_bytes + extra_bytes + comment_bytes
-    return None
+        saved = read_pickle(text, note_storage)
+    except ForbiddenNames as error:
+        raise DamageError(error, "a tensor (nothing was run)") from error
+    if not isinstance(saved, Tensor):
+        raise DamageError(f"a {type(saved).__name__}", "a tensor")
+    if (saved.shape, saved.dtype) != (size, dtype):
+        got = f"{saved.dtype} {tuple(saved.shape)}"
+        raise DamageError(got, f"{dtype} {size}, by the index")
+    if len(stored) != 1:
+        raise DamageError(f"{len(stored)} storages", "that of the tensor alone")
+    if saved.dim() and saved.stride(-1) != 1 and saved.size(-1) != 1:
+        raise DamageError(f"strides {saved.stride()}", "rows whose elements are neighbours")
+    (entry,) = stored
+    if window.crc32(entry.start, entry.size) != entry.crc:
+        raise DamageError("damaged content (a checksum does not match)", "what was saved")
+    if crc32 is not None and crc32 != entry.crc:
+        expected = f"{crc32:08x}, by the index: these values were saved at another time"
+        raise DamageError(f"values with CRC-32 {entry.crc:08x}", expected)
+    numel = entry.size // dtype.itemsize
+    return ChunkHeader(entry.start, numel, int(saved.storage_offset()), saved.stride())

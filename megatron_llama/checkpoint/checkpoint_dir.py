@@ -31,12 +31,14 @@ from megatron_llama.checkpoint.folders import (
 from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import META, NOT_FINITE, NUMBERED, parse_meta, read_meta_json
-from megatron_llama.checkpoint.storage import file_problems, read_metadata, refuse
+from megatron_llama.checkpoint.native_folder import open_native
+from megatron_llama.checkpoint.storage import file_problems, refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
 from megatron_llama.config.fields import finite_number
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_TRACKER
 from megatron_llama.config.model_files import read_bounded
 from megatron_llama.errors import CheckpointError
+from megatron_llama.files import replacing
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STAGED = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?" + re.escape(INCOMPLETE))
@@ -242,7 +244,7 @@ def require_usable(path: Path) -> None:
 
 def _require_files(path: Path) -> None:
     """Do the same apart from ``meta.json``."""
-    places = read_metadata(path).storage_data.values()
+    places = open_native(path).places()
     refuse(f"{path} is incomplete:", file_problems(path, places, do=ANOTHER_COPY))
 
 
@@ -271,15 +273,12 @@ def publish(target: Path, run: str = "") -> None:
     if is_remote(target):
         tracker.write_bytes(named)
         return
-    try:
+    with replacing(tracker, temporary=staging(tracker)) as temporary:
         # The tracker's content is on the disk before the first rename: a disk that is full shows
         # here, while both old names still stand.
-        write_synced(staging(tracker), named)
+        write_synced(temporary, named)
         commit(target, run)
-        staging(tracker).replace(tracker)
-        sync(tracker.parent)
-    finally:
-        staging(tracker).unlink(missing_ok=True)
+    sync(tracker.parent)
 
 
 def retain(
@@ -340,7 +339,7 @@ def _link(link: Path, target: Path) -> None:
     links."""
     if is_remote(link) or (link.exists() and not link.is_symlink()):
         return
-    beside = staging(link)
-    beside.unlink(missing_ok=True)
-    os.symlink(target.name, beside)
-    beside.replace(link)
+    with replacing(link, temporary=staging(link)) as temporary:
+        # A process that was killed may have left one.
+        temporary.unlink(missing_ok=True)
+        os.symlink(target.name, temporary)

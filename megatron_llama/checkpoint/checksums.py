@@ -15,12 +15,12 @@ from megatron_llama.checkpoint.bounds import largest_meta, require_size, size_of
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST
 from megatron_llama.config.model_files import SUMS as SUMS
-from megatron_llama.config.model_files import read_bounded
+from megatron_llama.config.model_files import parse_sum_line, read_bounded
 from megatron_llama.errors import CheckpointError, describe
 
 ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 _READ_BYTES = 2**20
-_LINE = re.compile(r"([0-9a-f]{64})  (\.?\w[\w.-]*)")
+_NAME = re.compile(r"\.?\w[\w.-]*")
 
 
 class HashedFile:
@@ -95,14 +95,15 @@ def read_sums(folder: Path) -> dict[str, str]:
     sums: dict[str, str] = {}
     expected = "a checksum and the name of a file of the folder in each line"
     for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
-        match = _LINE.fullmatch(line)
-        if match is None or match[2] == SUMS:
-            where = f"{path}:{number}"
+        where = f"{path}:{number}"
+        digest, name = parse_sum_line(line) or ("", "")
+        # The list is this project's own: anything but its own form is damage.
+        if line != f"{digest}  {name}" or not _NAME.fullmatch(name) or name == SUMS:
             raise CheckpointError(where, got="damaged content", expected=expected, do=do)
-        if match[2] in sums:
-            got = f"{match[2]} for the second time"
-            raise CheckpointError(f"{path}:{number}", got=got, expected="each file once", do=do)
-        sums[match[2]] = match[1]
+        if name in sums:
+            got = f"{name} for the second time"
+            raise CheckpointError(where, got=got, expected="each file once", do=do)
+        sums[name] = digest
     if not sums:
         raise CheckpointError(path, got="an empty file", expected=expected, do=do)
     return sums

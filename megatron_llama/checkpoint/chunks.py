@@ -1,5 +1,5 @@
-"""Describes the shards of a running engine as chunks of HuggingFace tensors, for the planners of
-torch.distributed.checkpoint.
+"""Describes the shards of a running engine as chunks of HuggingFace tensors, for the planner with
+which torch.distributed.checkpoint saves.
 
 The key of a master weight is its NAME in the HuggingFace model, that of the update rule's state
 ``optimizer.STATE.NAME``.
@@ -10,30 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_llama.engine.optimizer import ShardPiece
-from megatron_llama.errors import describe
 from megatron_llama.plans.params import Rectangle
 
 STATE = "optimizer."
@@ -132,68 +121,3 @@ def make_index(plans: Iterable[list[WriteItem]]) -> Metadata:
     chunks fill each tensor, and do not overlap."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     return planner.create_global_plan([SavePlan(items) for items in plans])[1]
-
-
-class RegionLoadPlanner(DefaultLoadPlanner):
-    """Reads saved chunks of any shape into the tensors of regions."""
-
-    def __init__(self, parts: Iterable[Region], metadata: Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._regions = {part.index: part for part in parts}
-        self._saved = metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        wanted: dict[str, list[ChunkStorageMetadata]] = {}
-        for part in self._regions.values():
-            saved = self._saved.get(part.key)
-            # torch compares boxes of one number of dimensions only; ``problems`` names the others.
-            if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == part.shape:
-                wanted.setdefault(part.key, []).append(part.chunk)
-        items: list[ReadItem] = []
-        for key, chunks in wanted.items():
-            saved = cast(TensorStorageMetadata, self._saved[key])
-            items += create_read_items_for_chunk_list(key, saved, chunks)
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._regions[index].tensor
-
-    def problems(self, where: str, *, any_dtype: bool) -> list[str]:
-        """Return a line for each region that the saved tensors cannot fill. With ``any_dtype``
-        values may be converted."""
-        found: dict[str, None] = {}
-        filled = dict.fromkeys(self._regions, 0)
-        for item in self.create_local_plan().items:
-            filled[item.dest_index] += math.prod(item.lengths)
-        for index, part in self._regions.items():
-            problem = self._problem(where, part, filled[index], any_dtype)
-            if problem is not None:
-                found[problem] = None
-        return list(found)
-
-    def _problem(self, where: str, part: Region, filled: int, any_dtype: bool) -> str | None:
-        saved = self._saved.get(part.key)
-        name = f"{where} {part.key}"
-        do = "load another checkpoint"
-        if not isinstance(saved, TensorStorageMetadata):
-            return describe(name, got="no such tensor", expected=f"shape {part.shape}", do=do)
-        if tuple(saved.size) != part.shape:
-            return describe(name, got=f"shape {tuple(saved.size)}", expected=part.shape, do=do)
-        dtypes = {saved.properties.dtype, part.tensor.dtype}
-        # A moment that is kept in bf16 is the rounded one, whenever it is rounded.
-        converted = is_state(part.key) and dtypes <= {torch.float32, torch.bfloat16}
-        if len(dtypes) > 1 and not any_dtype and not converted:
-            return describe(
-                name,
-                got=saved.properties.dtype,
-                expected=part.tensor.dtype,
-                do="resume in the precision that it was saved in",
-            )
-        if filled != part.tensor.numel():
-            return describe(
-                f"{name} at {part.offset}",
-                got=f"{filled} elements",
-                expected=part.tensor.numel(),
-                do=do,
-            )
-        return None

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
+from megatron_llama.checkpoint.index import StoredTensor
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
@@ -59,9 +60,8 @@ class SavedColumns:
     """Takes over what a checkpoint says of columns, or does not say."""
 
     def __init__(
-        self, engine: OverlappedDistributedOptimizer, mesh: Mesh, metadata: Metadata
+        self, engine: OverlappedDistributedOptimizer, mesh: Mesh, saved: Mapping[str, StoredTensor]
     ) -> None:
-        saved = metadata.state_dict_metadata
         self._engine = engine
         own = list(regions(column_pieces(engine, mesh)))
         self._missing = [
@@ -117,10 +117,8 @@ def _names(pieces: Iterable[ShardPiece]) -> set[str]:
     }
 
 
-def _whole(saved: Mapping[str, object], name: str) -> Tensor:
-    found = saved[state_key(UPDATES, name)]
-    assert isinstance(found, TensorStorageMetadata)
-    return torch.zeros(found.size, dtype=torch.float64)
+def _whole(saved: Mapping[str, StoredTensor], name: str) -> Tensor:
+    return torch.zeros(saved[state_key(UPDATES, name)].shape, dtype=torch.float64)
 
 
 def _recount(piece: ShardPiece, counts: Tensor, step: int, config: OptimizerConfig) -> None:

@@ -10,7 +10,6 @@ last the file without which the folder does not count.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree
 from megatron_llama.errors import CheckpointError
+from megatron_llama.files import sync_to_disk
 
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
@@ -117,13 +117,8 @@ def require_replaceable(
 def sync(path: Path) -> None:
     """Put the content of a file, or the names in a folder, on the disk. An object is in its store
     once it is written."""
-    if is_remote(path):
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if not is_remote(path):
+        sync_to_disk(path)
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -25,10 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_llama.checkpoint.archive import is_count
-from megatron_llama.checkpoint.pickles import require_bounded
-from megatron_llama.checkpoint.records import ForeignNameError, Record, make_records
-from megatron_llama.config.limits import LARGEST_COVER_WORK, LARGEST_DIMENSIONS, SHOWN_CHARACTERS
+from megatron_llama.checkpoint.pickles import ForbiddenNames, require_bounded
+from megatron_llama.checkpoint.records import Record, make_records
+from megatron_llama.config.limits import (
+    LARGEST_COVER_WORK,
+    LARGEST_DIMENSIONS,
+    LARGEST_INTEGER,
+    SHOWN_CHARACTERS,
+)
 from megatron_llama.errors import CheckpointError, describe
 
 METADATA = ".metadata"
@@ -256,6 +260,9 @@ def _size(values: Any = ()) -> tuple[Any, ...]:
 
 
 class _IndexUnpickler(pickle.Unpickler):
+    """The unpickler of CPython, which is quick: the index of a large model has millions of opcodes.
+    All that it can make are records."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, {}):
             return RECORDS[module][name]
@@ -264,7 +271,7 @@ class _IndexUnpickler(pickle.Unpickler):
         # vars() alone: torch's own __getattr__ would import modules.
         dtype = vars(torch).get(name) if module == "torch" else None
         if not isinstance(dtype, torch.dtype):
-            raise ForeignNameError(f"{module}.{name}")
+            raise ForbiddenNames([f"{module}.{name}"])
         return dtype
 
 
@@ -272,12 +279,10 @@ def _unpickle(path: Path, content: bytes, do: str) -> Record:
     try:
         require_bounded(content)
         index = _IndexUnpickler(io.BytesIO(content)).load()
-    except ForeignNameError as error:
+    except ForbiddenNames as error:
         trust = "do not load it elsewhere unless you trust who made it; take a copy from its origin"
         expected = "the classes of torch's index only (nothing was run)"
-        raise CheckpointError(
-            path, got=f"a pickle that calls {error}", expected=expected, do=trust
-        ) from error
+        raise CheckpointError(path, got=error, expected=expected, do=trust) from error
     except Exception as error:
         # A damaged pickle raises whatever its bytes happen to mean.
         got = f"damaged content ({type(error).__name__})"
@@ -370,7 +375,7 @@ class _IndexReader:
 
     def _counts(self, where: str, what: str, values: Any) -> tuple[int, ...]:
         if isinstance(values, tuple) and len(values) <= LARGEST_DIMENSIONS:
-            if all(map(is_count, values)):
+            if all(map(_is_count, values)):
                 return values
             expected = "numbers that are not negative"
         elif isinstance(values, tuple):
@@ -381,6 +386,11 @@ class _IndexReader:
 
     def _error(self, where: str, got: object, expected: object) -> CheckpointError:
         return CheckpointError(f"{self._path} {where}", got=got, expected=expected, do=self._do)
+
+
+def _is_count(value: object) -> bool:
+    """Return whether a value is an integer that is not negative, and that torch can hold."""
+    return type(value) is int and 0 <= value <= LARGEST_INTEGER
 
 
 def _shown(value: object) -> str:

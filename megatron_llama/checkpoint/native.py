@@ -8,7 +8,6 @@ Tensors have the names and shapes of the HuggingFace model. The saved weight is 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,8 +16,6 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.adapters import MergedWeights, saved_lora, scaling_of
@@ -34,7 +31,6 @@ from megatron_llama.checkpoint.checkpoint_dir import (
 from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import (
     Region,
-    RegionLoadPlanner,
     is_state,
     make_index,
     parse_state_key,
@@ -42,6 +38,7 @@ from megatron_llama.checkpoint.chunks import (
     state_key,
 )
 from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, merge_not_finite
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
@@ -55,14 +52,8 @@ from megatron_llama.checkpoint.meta import (
     model_differences,
     parse_meta,
 )
-from megatron_llama.checkpoint.storage import (
-    ChunkReader,
-    WrittenParts,
-    read_metadata,
-    refuse,
-    write_index,
-    write_parts,
-)
+from megatron_llama.checkpoint.native_folder import open_native, read_regions, require_regions
+from megatron_llama.checkpoint.storage import WrittenParts, refuse, write_index, write_parts
 from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.distributed.comm.object_collectives import (
@@ -306,22 +297,14 @@ def load(
     # iterations would go unnoticed, so all take what rank 0 has found.
     folder = broadcast_object(folder, mesh.world)
     with raise_on_all_ranks(mesh.world):
-        meta, reader, planner, columns, resumes = _open(folder, engine, mesh, model, optimizer)
+        meta, container, wanted, columns, resumes = _open(folder, engine, mesh, model, optimizer)
     problem = None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            state_dict_loader.load(
-                {}, storage_reader=reader, planner=planner, no_dist=mesh.world.size == 1
-            )
-        except CheckpointException as error:
-            # torch raises on every rank if one fails. The cause of this rank, if any, is made known
-            # to all in the words of the other errors.
-            cause, _ = error.failures.get(mesh.rank, (None, None))
-            if isinstance(cause, CheckpointError):
-                problem = cause
-            elif cause is not None:
-                problem = CheckpointError(f"{folder}: {type(cause).__name__}: {cause}")
+    try:
+        read_regions(container, wanted)
+    except CheckpointError as error:
+        problem = error
+    except Exception as error:
+        problem = CheckpointError(f"{folder}: {type(error).__name__}: {error}")
     raise_error_on_all_ranks(problem, mesh.world)
     updates = meta.optimizer_step if resumes else 0
     for count in engine.step_counts():
@@ -343,10 +326,9 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
     """Raise CheckpointError unless a checkpoint has every tensor that a run with this resolved
     configuration loads, whatever its layout, and the files are all there. ``optimizer``: the run
     takes up the optimizer's state."""
-    metadata = read_metadata(folder)
-    saved = metadata.state_dict_metadata
+    container = open_native(folder)
     # A converted checkpoint has no optimizer state.
-    optimizer = optimizer and any(is_state(key) for key in saved)
+    optimizer = optimizer and any(is_state(key) for key in container.tensors)
     model = config.model
     units = stage_units(
         model,
@@ -363,10 +345,8 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
         for part in {part.name: part for part in spec.slices}.values()
         for region in _whole_tensors(spec, part, config, optimizer=optimizer and spec.trainable)
     ]
-    _refuse_other_optimizer(folder, wanted, metadata)
-    _refuse_incomplete(
-        folder, ChunkReader(folder, metadata), RegionLoadPlanner(wanted, metadata), any_dtype=False
-    )
+    _refuse_other_optimizer(container, wanted)
+    require_regions(container, wanted, any_dtype=False)
 
 
 def _whole_tensors(
@@ -398,10 +378,10 @@ def _whole_tensors(
         yield Region.without_values(scales, blocks.shape)
 
 
-def _refuse_other_optimizer(folder: Path, wanted: Sequence[Region], metadata: Metadata) -> None:
+def _refuse_other_optimizer(container: Container, wanted: Sequence[Region]) -> None:
     """Raise CheckpointError if a tensor has optimizer state in the files of another kind than is
     wanted. What is merely missing is for others to say."""
-    found = _states_by_tensor(metadata.state_dict_metadata)
+    found = _states_by_tensor(container.tensors)
     for name, states in _states_by_tensor(part.key for part in wanted).items():
         there = found.get(name, set())
         if states - there and there - states:
@@ -412,7 +392,7 @@ def _refuse_other_optimizer(folder: Path, wanted: Sequence[Region], metadata: Me
                 do="go on with the --optimizer and the precision of moments that saved it, or give "
                 "--no-load-optim",
             )
-            refuse(f"{folder} has the state of another optimizer:", [problem])
+            refuse(f"{container.folder} has the state of another optimizer:", [problem])
 
 
 def _states_by_tensor(keys: Iterable[str]) -> dict[str, set[str]]:
@@ -424,43 +404,31 @@ def _states_by_tensor(keys: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
-def _refuse_incomplete(
-    folder: Path, reader: ChunkReader, planner: RegionLoadPlanner, *, any_dtype: bool
-) -> None:
-    """Raise CheckpointError if the files cannot fill what the planner wants."""
-    problems = planner.problems(str(folder), any_dtype=any_dtype) or reader.problems(
-        planner.create_local_plan().items
-    )
-    refuse(f"{folder} is incomplete:", problems)
-
-
 def _open(
     folder: Path,
     engine: OverlappedDistributedOptimizer,
     mesh: Mesh,
     model: ModelConfig,
     optimizer: bool,
-) -> tuple[CheckpointMeta, ChunkReader, RegionLoadPlanner, SavedColumns, bool]:
+) -> tuple[CheckpointMeta, Container, list[Region], SavedColumns, bool]:
     """Check everything that can be checked without reading tensors. The last part of the answer is
     whether the optimizer goes on with its saved state."""
     meta = parse_meta(folder)
     differences = model_differences(str(folder / META), meta.model, model, resumes=optimizer)
     refuse(f"{folder} is a checkpoint of another model:", differences)
-    metadata = read_metadata(folder)
-    columns = SavedColumns(engine, mesh, metadata)
+    container = open_native(folder)
+    columns = SavedColumns(engine, mesh, container.tensors)
     wanted = [*regions(engine.pieces()), *columns.regions]
     # A converted checkpoint has no optimizer state: then the optimizer starts afresh.
-    resumes = optimizer and any(is_state(key) for key in metadata.state_dict_metadata)
+    resumes = optimizer and any(is_state(key) for key in container.tensors)
     if not resumes:
         for part in wanted:
             if is_state(part.key):
                 part.tensor.zero_()
         wanted = [part for part in wanted if not is_state(part.key)]
-    _refuse_other_optimizer(folder, wanted, metadata)
-    reader = ChunkReader(folder, metadata)
-    planner = RegionLoadPlanner(wanted, metadata)
-    _refuse_incomplete(folder, reader, planner, any_dtype=False)
-    return meta, reader, planner, columns, resumes
+    _refuse_other_optimizer(container, wanted)
+    require_regions(container, wanted, any_dtype=False)
+    return meta, container, wanted, columns, resumes
 
 
 class NativeWeights:
@@ -472,8 +440,7 @@ class NativeWeights:
     def __init__(self, path: str | Path) -> None:
         """Open a checkpoint, or the latest one in a folder. Raises CheckpointError."""
         self.meta = read_meta(path)
-        self._metadata = read_metadata(self.meta.folder)
-        self._reader = ChunkReader(self.meta.folder, self._metadata)
+        self._container = open_native(self.meta.folder)
         self.lora = saved_lora(self.meta.config)
         adapters = adapter_shapes(self.model, self.lora)
         self._check({**hf_shapes(self.model), **adapters})
@@ -490,8 +457,7 @@ class NativeWeights:
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         whole = [Region.without_values(name, shape) for name, shape in shapes.items()]
-        planner = RegionLoadPlanner(whole, self._metadata)
-        _refuse_incomplete(self.meta.folder, self._reader, planner, any_dtype=True)
+        require_regions(self._container, whole, any_dtype=True)
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size. Raises CheckpointError
@@ -500,8 +466,7 @@ class NativeWeights:
 
     def stored(self, rectangle: Rectangle, out: Tensor) -> None:
         """Do the same for a tensor as it is in the files, low-rank additions among them."""
-        planner = RegionLoadPlanner([Region.of(rectangle, out)], self._metadata)
-        self._reader.read_data(planner.create_local_plan(), planner)
+        read_regions(self._container, [Region.of(rectangle, out)])
 
 
 def open_weights(path: str | Path) -> NativeWeights:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -27,6 +27,13 @@ FREE_OBJECTS = 2**18
 """A pickle may make so many objects whatever its length."""
 FREE_HASHED = 2**16
 """So many values may be hashed whatever the length."""
+
+
+class ForbiddenNames(pickle.UnpicklingError):
+    """A pickle names what it must not."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"a pickle that calls {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,11 @@
-"""Stand-ins for the classes that pickles of torch and Megatron name. They keep what a pickle gives
-them, and do nothing: nothing of torch's is called, and no attribute of it is set."""
+"""Stand-ins for the classes that an index of torch and Megatron names. They keep what the pickle
+gives them, and do nothing: nothing of torch's is called, and no attribute of it is set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-
-
-class ForeignNameError(Exception):
-    """A pickle names something that does not belong there."""
 
 
 class Record:

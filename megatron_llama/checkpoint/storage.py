@@ -1,5 +1,5 @@
-"""Reads and writes the files of a native checkpoint: the format of torch.distributed.checkpoint,
-with bounded memory, checksums, and errors that name the file."""
+"""Writes the files of a checkpoint, in the format of torch.distributed.checkpoint, with bounded
+memory, checksums, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -8,59 +8,24 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, cast
+from typing import IO, Any, cast
 
 import torch
-from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_llama.checkpoint.archive import (
-    STORAGES,
-    TAIL_BYTES,
-    DamageError,
-    tensor_in,
-    values_crc32,
-)
 from megatron_llama.checkpoint.bounds import largest_index, require_size, size_of
-from megatron_llama.checkpoint.checksums import ANOTHER_COPY, HashedFile, read_listed
+from megatron_llama.checkpoint.checksums import HashedFile
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, copy_to_host
-from megatron_llama.checkpoint.index import (
-    METADATA,
-    cover_problems,
-    parse_index,
-    paused_collector,
-    shared_bytes,
-)
+from megatron_llama.checkpoint.index import METADATA
 from megatron_llama.checkpoint.storage_paths import is_remote
+from megatron_llama.checkpoint.torch_zip import TAIL_BYTES, values_crc32
 from megatron_llama.errors import CheckpointError, describe, listing
 
 LISTED = 10
 """So many problems are listed: a damaged checkpoint of a large model has thousands of one kind."""
-
-
-class SavedChunk(NamedTuple):
-    """Where a chunk lies, as in a ``Place``, and what lies there."""
-
-    relative_path: str
-    offset: int
-    length: int
-    crc32: int | None
-    size: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -94,7 +59,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
             del values  # not in memory while the next part is read
             place = _StorageInfo(name, start, file.tell() - start)
             # What binds the file to this index. torch pickles all attributes, and reads over it.
-            place.crc32 = values_crc32(file.tail, place.length)  # type: ignore[attr-defined]
+            place.crc32 = values_crc32(file.tail)  # type: ignore[attr-defined]
             places[part.index] = place
     sums = {name: file.sum} if places else {}
     return WrittenParts(places, sums, tuple(not_finite))
@@ -116,88 +81,6 @@ def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) 
     require_size(folder / METADATA, size, largest_index(folder, size), do=do)
     sums = {name: digest for rank in written for name, digest in rank.sums.items()}
     return {**sums, METADATA: file.sum}
-
-
-class ChunkReader(StorageReader):
-    """Reads chunks of a checkpoint whose metadata is known, as torch's planners ask for them."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        self._folder = folder
-        self._metadata = metadata
-        self._places = metadata.storage_data
-
-    def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: no state is kept between reads."""
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: the constructor has set everything up."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return True
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def problems(self, items: Iterable[ReadItem]) -> list[str]:
-        """Return a line for each file that these reads need and that is missing or too short."""
-        return file_problems(
-            self._folder, (self._places[item.storage_index] for item in items), do=ANOTHER_COPY
-        )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the files one after the other, each from its start to its end. Every chunk is read
-        once and checked. Raises CheckpointError naming the file."""
-        by_file: dict[str, dict[SavedChunk, list[ReadItem]]] = {}
-        placed = [(self._places[item.storage_index], item) for item in plan.items]
-        for place, item in sorted(placed, key=lambda pair: int(pair[0].offset)):
-            by_file.setdefault(place.relative_path, {}).setdefault(place, []).append(item)
-        for name, chunks in by_file.items():
-            path = self._folder / name
-            where = f"{path}"
-            try:
-                with path.open("rb") as file:
-                    for place, items in chunks.items():
-                        index = items[0].storage_index
-                        where = f"{path} {index.fqn} at {tuple(index.offset or ())}"
-                        # No name here holds a chunk while the next one is read.
-                        _fill(items, _read_chunk(file, place), planner)
-            except (DamageError, OSError) as error:
-                got, expected = "damaged content", "the tensor that was saved"
-                if isinstance(error, DamageError):
-                    got, expected = error.got, error.expected
-                elif error.strerror:
-                    got = error.strerror
-                raise CheckpointError(where, got=got, expected=expected, do=ANOTHER_COPY) from error
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-
-def _read_chunk(file: BinaryIO, place: SavedChunk) -> Tensor:
-    """Return a chunk, whose bytes are read once. Raises DamageError, OSError."""
-    content = torch.empty(place.length, dtype=torch.uint8)
-    file.seek(place.offset)
-    count = file.readinto(content.numpy().data)  # type: ignore[attr-defined]
-    if count != place.length:
-        raise DamageError(f"{count} bytes", f"{place.length}: it was cut off")
-    return tensor_in(content, place.size, place.dtype, place.crc32)
-
-
-def _fill(items: Iterable[ReadItem], chunk: Tensor, planner: LoadPlanner) -> None:
-    """Copy the parts of a chunk that were asked for to where they belong."""
-    for item in items:
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
-        planner.commit_tensor(item, target)
 
 
 def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
@@ -232,39 +115,3 @@ def refuse(title: str, problems: list[str]) -> None:
     if problems:
         more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise CheckpointError(listing(title, [*problems[:LISTED], *more]))
-
-
-@paused_collector()
-def read_metadata(folder: Path) -> Metadata:
-    """Return the index of a native checkpoint, for torch's planners. Its ``storage_data`` are
-    ``SavedChunk``s.
-
-    Raises CheckpointError when it is not what was saved, names code to run, or has chunks that are
-    not its tensors, cut into pieces."""
-    path = folder / METADATA
-    content = read_listed(folder, METADATA, largest=largest_index)
-    index = parse_index(path, content, do=ANOTHER_COPY)
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, SavedChunk] = {}
-    placed = [chunk.place for tensor in index.tensors.values() for chunk in tensor.chunks]
-    problems = []
-    if index.objects:
-        got = f"objects, such as {next(iter(index.objects))}"
-        problems.append(describe(path, got=got, expected="tensors alone", do=ANOTHER_COPY))
-    for name, tensor in index.tensors.items():
-        where = f"{path} {name}"
-        if tensor.dtype not in STORAGES.values():
-            expected = "a dtype that is saved"
-            problems.append(describe(where, got=tensor.dtype, expected=expected, do=ANOTHER_COPY))
-            continue
-        problems += cover_problems(where, tensor, do=ANOTHER_COPY)
-        chunks = []
-        for chunk in tensor.chunks:
-            offset = torch.Size(chunk.offset)
-            places[MetadataIndex(name, offset)] = SavedChunk(*chunk.place, chunk.size, tensor.dtype)
-            chunks.append(ChunkStorageMetadata(offset, torch.Size(chunk.size)))
-        properties = TensorProperties(dtype=tensor.dtype)
-        described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    problems += shared_bytes(folder, placed, do=ANOTHER_COPY)
-    refuse(f"{path} cannot be used:", problems)
-    return Metadata(described, storage_data=places)

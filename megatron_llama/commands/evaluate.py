@@ -304,8 +304,8 @@ def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer)
     with prepared(run, this_place(), needs_data=False) as (ready, mesh):
         from megatron_llama.checkpoint.failures import writing
         from megatron_llama.distributed.comm.object_collectives import on_rank0
+        from megatron_llama.files import replace_file
         from megatron_llama.loop.scoring import Ask, Scorer, serve
-        from megatron_llama.tokenizer.files import replace_file
         from megatron_llama.training import forward_runtime
 
         config = ready.config

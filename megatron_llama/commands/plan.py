@@ -13,7 +13,6 @@ from megatron_llama.api.plan import search_plan
 from megatron_llama.commands.common.plan_outputs import write_drawing, write_json, write_page
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
-from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.hardware import GBIT
 from megatron_llama.planner.nearest import Citation
@@ -24,7 +23,6 @@ SECTIONS = (PlanConfig, *config_sections())
 ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "search": "plan:search_layouts",
-        "score": "plan:score_runs",
         "calibrate": "plan_calibrate:calibrate",
         "compare": "plan_compare:compare_runs",
         "trace": "plan_trace:trace_layout",
@@ -54,16 +52,6 @@ def search_layouts(parsed: Parsed) -> None:
         write_page(options.html, plan_page(best, _title(best[0]), near))
     if options.svg is not None:
         write_drawing(options.svg, pipeline_chart(best[0]).svg(label(best[0])))
-
-
-def score_runs(parsed: Parsed) -> None:
-    """Say where published runs are scored: their tables are read in the sources only."""
-    raise ConfigError(
-        "plan score",
-        got=parsed.get(PlanConfig).file or "no file",
-        expected="another action",
-        do="to score the planner, run python -m tools.planner_eval score FILE.csv in the sources",
-    )
 
 
 def _lines(

@@ -58,7 +58,7 @@ def quickstart(parsed: Parsed) -> None:
     from megatron_llama.data.corpus import write_corpus
     from megatron_llama.distributed.device import accelerator_count
     from megatron_llama.distributed.launcher import place_from_environment
-    from megatron_llama.tokenizer.files import replace_file
+    from megatron_llama.files import replace_file
 
     options = parsed.get(QuickstartConfig)
     started = place_from_environment()

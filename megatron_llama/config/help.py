@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megatron_llama.config.megatron_names import MEGATRON, Alias
 from megatron_llama.config.parse import Option, flag, options_of, section_name
 from megatron_llama.config.schema import Config
+from megatron_llama.files import replacing
 
 _WIDTH = 100
 _HEADER = """\
@@ -176,9 +177,8 @@ def _row(*cells: str) -> str:
 def main(argv: Sequence[str]) -> None:
     """Write the options of a training run to the file named by the first argument."""
     target = Path(argv[0])
-    unfinished = target.with_name(target.name + ".part")
-    unfinished.write_text(options_markdown(config_sections(), MEGATRON), encoding="utf-8")
-    unfinished.replace(target)
+    with replacing(target) as temporary:
+        temporary.write_text(options_markdown(config_sections(), MEGATRON), encoding="utf-8")
 
 
 if __name__ == "__main__":

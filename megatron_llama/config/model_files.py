@@ -152,6 +152,16 @@ def is_name_within(name: str) -> bool:
     return within and all(len(os.fsencode(part)) <= LONGEST_NAME for part in parts)
 
 
+def parse_sum_line(line: str, kind: str = "sha256") -> tuple[str, str] | None:
+    """Return the checksum and the name in a line as ``sha256sum`` or ``md5sum`` write it; None for
+    any other line, and for a name outside of the folder."""
+    digits = 32 if kind == "md5" else 64
+    match = re.fullmatch(rf"([0-9a-fA-F]{{{digits}}}) [ *](?:\./)?(.+)", line.strip())
+    if match is None or not is_name_within(match[2]):
+        return None
+    return match[1].lower(), match[2]
+
+
 def read_sums(
     folder: Path, *, asked: str | None = None, error: type[UserError] = CheckpointError
 ) -> tuple[dict[str, ListedSum], int]:
@@ -169,18 +179,18 @@ def read_sums(
         if len(content) > LARGEST_CHECKSUM_LIST:
             expected = f"a list of at most {LARGEST_CHECKSUM_LIST:,} bytes"
             raise error(path, got="a longer one", expected=expected, do="remove it")
-        digits = 32 if kind == "md5" else 64
         for line in content.decode(errors="replace").splitlines():
-            match = re.fullmatch(rf"([0-9a-fA-F]{{{digits}}}) [ *](?:\./)?(.+)", line.strip())
-            if match is None or not is_name_within(match[2]):
+            parsed = parse_sum_line(line, kind)
+            if parsed is None:
                 others += bool(line.strip())
                 continue
-            listed = ListedSum(kind, match[1].lower(), path)
-            known = sums.setdefault(match[2], listed)
-            if known.list == path and known != listed and asked in (None, match[2]):
-                got = f"two sums of {match[2]}"
+            digest, name = parsed
+            listed = ListedSum(kind, digest, path)
+            known = sums.setdefault(name, listed)
+            if known.list == path and known != listed and asked in (None, name):
+                got = f"two sums of {name}"
                 raise error(path, got=got, expected="one", do="remove the line that is wrong")
-            sums[match[2]] = listed
+            sums[name] = listed
     sums |= _manifest_sums(folder / MANIFEST)
     return sums, others
 

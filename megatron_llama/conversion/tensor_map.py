@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.conversion.model_fields import MATCHING_FILES
 from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS
-from megatron_llama.conversion.torch_file import TorchFile
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import describe
 from megatron_llama.plans.params import HFSlice, ParamSpec, Rectangle

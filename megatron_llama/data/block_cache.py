@@ -223,6 +223,7 @@ class BlockCache:
     def _write(self, path: Path, pieces: Iterator[bytes], *, name_by_sum: bool = False) -> Path:
         """Write a file, and return its path. With ``name_by_sum`` that is its checksum's."""
         content_sum = 0
+        # Not `replacing`: the file's name may be known at its end only.
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex}")
         size = 0
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from megatron_llama.tokenizer.files import replace_file
+from megatron_llama.files import replace_file
 
 _SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _SHORTEST = 40

@@ -164,8 +164,8 @@ class IndexedDatasetWriter:
         try:
             self._bin.close()
             self._write_index()
-            # The old index goes first: if this process dies in between, no reader can pair it with
-            # the new tokens.
+            # Two files that belong together, so not `replacing`. The old index goes first: if this
+            # process dies in between, no reader can pair it with the new tokens.
             Path(self.prefix + ".idx").unlink(missing_ok=True)
             os.replace(self._temporary[".bin"], self.prefix + ".bin")
             os.replace(self._temporary[".idx"], self.prefix + ".idx")

@@ -15,7 +15,8 @@ from megatron_llama.config.model_files import read_bounded
 from megatron_llama.data.byte_ranges import find_file, is_url, read_range
 from megatron_llama.data.sums import DatasetSums
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.files import replace_file, to_json
+from megatron_llama.files import replace_file
+from megatron_llama.tokenizer.files import to_json
 from megatron_llama.tokenizer.fingerprint import VERSION, Fingerprint
 
 SUMS = "sums"

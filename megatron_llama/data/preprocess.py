@@ -319,6 +319,7 @@ def _trained(
         model.save_hf(staging)
         yield staging / "tokenizer.model", folder / "tokenizer.model"
         folder.mkdir(exist_ok=True)
+        # The folder may be there, with files of the user: so it is not renamed whole.
         for file in staging.iterdir():
             os.replace(file, folder / file.name)
     finally:

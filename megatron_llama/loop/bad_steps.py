@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import staging, write_synced
+from megatron_llama.checkpoint.folders import staging
 from megatron_llama.checkpoint.history import History, Skipped
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import RefusedSave
@@ -38,6 +38,7 @@ from megatron_llama.distributed.comm.object_collectives import raise_on_all_rank
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import TrainingError, describe
+from megatron_llama.files import replacing
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.metrics.readback import Readback
 
@@ -275,9 +276,11 @@ class BadSteps:
         lines that its checkpoint does not know."""
         if self._file is not None and (self._history.skipped or self._file.exists()):
             lines = "".join(json.dumps(one.entry()) + "\n" for one in self._history.skipped)
-            with writing(self._file):
-                write_synced(staging(self._file), lines.encode())
-                staging(self._file).replace(self._file)
+            with (
+                writing(self._file),
+                replacing(self._file, temporary=staging(self._file), synced=True) as temporary,
+            ):
+                temporary.write_bytes(lines.encode())
 
     def _write_line(self, found: Skipped) -> None:
         if self._file is not None:

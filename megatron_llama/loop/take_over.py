@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.columns import SavedColumns
 from megatron_llama.config.batch_ramp import run_samples, with_decay
@@ -64,7 +63,7 @@ def take_over(
     """Fill a new engine with masters, moments and step count. Collective. Raises
     CheckpointError."""
     # Such a state counts updates for whole parameters, as a checkpoint without columns does.
-    columns = SavedColumns(engine, mesh, Metadata({}))
+    columns = SavedColumns(engine, mesh, {})
     with raise_on_all_ranks(mesh.world), torch.no_grad():
         for piece in engine.pieces():
             for what, values in piece.tensors.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Protocol, Self, TextIO
 
 from megatron_llama.config.lines import parse_json
 from megatron_llama.errors import CheckpointError, TrainingError
+from megatron_llama.files import replacing
 from megatron_llama.metrics.events import END, FAULT, REWIND, EventFile
 from megatron_llama.metrics.window import Spread
 
@@ -528,10 +528,6 @@ def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
             and entry["iteration"] <= iteration
         ):
             kept.append((line, entry))
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+    with replacing(path, synced=True) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(line + "\n" for line, _ in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
     return [entry for _, entry in kept]

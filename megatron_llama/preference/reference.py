@@ -28,8 +28,8 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.comm.object_collectives import sum_over_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import DataError, TrainingError, describe, listing
+from megatron_llama.files import replace_file
 from megatron_llama.sft.fingerprint import text_digest
-from megatron_llama.tokenizer.files import replace_file
 
 VERSION = 1
 KEY = "reference_scores"

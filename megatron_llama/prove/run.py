@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_llama.api.common.examples import open_example_inputs
 from megatron_llama.api.train import open_stream_inputs, run_training
 from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
-from megatron_llama.checkpoint.chunks import Region, RegionLoadPlanner, is_state, state_key
+from megatron_llama.checkpoint.chunks import is_state, state_key
 from megatron_llama.checkpoint.columns import MOMENTS
-from megatron_llama.checkpoint.storage import ChunkReader, read_metadata
+from megatron_llama.checkpoint.container import Box
+from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
@@ -231,17 +231,14 @@ class Recorder(Callback):
 def states(checkpoint: Path) -> Tensors:
     """Read a native checkpoint whole, whatever the layout that has saved it. Raises
     CheckpointError."""
-    metadata = read_metadata(checkpoint)
-    saved = metadata.state_dict_metadata
-    wanted = []
-    for key, entry in saved.items():
-        assert isinstance(entry, TensorStorageMetadata), f"{key} is no tensor"
-        shape = tuple(entry.size)
-        values = torch.empty(shape, dtype=entry.properties.dtype)
-        wanted.append(Region(key, shape, (0,) * len(shape), shape, values))
-    planner = RegionLoadPlanner(wanted, metadata)
-    ChunkReader(checkpoint, metadata).read_data(planner.create_local_plan(), planner)
-    tensors = {region.key: region.tensor for region in wanted}
+    container = open_native(checkpoint)
+    tensors = {
+        key: torch.empty(stored.shape, dtype=stored.dtype)
+        for key, stored in container.tensors.items()
+    }
+    container.read_boxes(
+        Box(key, (0,) * len(values.shape), values) for key, values in tensors.items()
+    )
     master = {key: tensor for key, tensor in tensors.items() if not is_state(key)}
     moments = {
         state: {name: tensors[key] for name in master if (key := state_key(state, name)) in tensors}

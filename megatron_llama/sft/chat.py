@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.errors import DataError, counted, describe
+from megatron_llama.files import replace_file
 from megatron_llama.sft.built_in_templates import BUILT_IN
 from megatron_llama.sft.families import family_of
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
@@ -28,7 +29,7 @@ from megatron_llama.tokenizer.chat_templates import (
     replace_templates_in_config,
     write_chat_templates,
 )
-from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+from megatron_llama.tokenizer.files import read_json_object, to_json
 from megatron_llama.tokenizer.hf import as_hf_tokenizer
 
 GENERATION_FILE = "generation_config.json"

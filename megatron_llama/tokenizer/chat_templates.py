@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_llama.config.model_files import read_model_file
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+from megatron_llama.files import replace_file
+from megatron_llama.tokenizer.files import read_json_object, to_json
 from megatron_llama.tokenizer.settings import CONFIG, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 
 DEFAULT = "default"

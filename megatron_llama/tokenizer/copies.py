@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megatron_llama.tokenizer.files import read_tokenizer_file, replace_file
+from megatron_llama.files import replace_file
+from megatron_llama.tokenizer.files import read_tokenizer_file
 from megatron_llama.tokenizer.load import usual_name
 from megatron_llama.tokenizer.settings import files_beside
 

@@ -1,9 +1,8 @@
-"""Reads and writes small files; a file is written whole or not at all."""
+"""The files of a tokenizer's folder, and JSON as it is written there."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,6 @@ from megatron_llama.errors import DataError
 
 CONFIG = "tokenizer_config.json"
 """What transformers says of a tokenizer, beside its file."""
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write ``content`` under a temporary name beside ``path``, then replace ``path``. Its folder
-    is made if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def to_json(value: object) -> bytes:

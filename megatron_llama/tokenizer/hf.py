@@ -15,8 +15,9 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from megatron_llama.errors import DataError
+from megatron_llama.files import replace_file
 from megatron_llama.tokenizer.base import Token, Tokenizer
-from megatron_llama.tokenizer.files import read_tokenizer_file, replace_file
+from megatron_llama.tokenizer.files import read_tokenizer_file
 from megatron_llama.tokenizer.hf_words import HFWords, hf_words
 from megatron_llama.tokenizer.library import encode_many, foreign_reader
 from megatron_llama.tokenizer.settings import (

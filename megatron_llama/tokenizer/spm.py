@@ -13,14 +13,10 @@ import sentencepiece
 from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from megatron_llama.errors import DataError, describe
+from megatron_llama.files import replace_file
 from megatron_llama.tokenizer.base import Token
 from megatron_llama.tokenizer.export import SPACE, SPECIAL, hf_tokenizer, special_token
-from megatron_llama.tokenizer.files import (
-    read_json_object,
-    read_tokenizer_file,
-    replace_file,
-    to_json,
-)
+from megatron_llama.tokenizer.files import read_json_object, read_tokenizer_file, to_json
 from megatron_llama.tokenizer.library import foreign_reader
 from megatron_llama.tokenizer.proto import parse_model
 from megatron_llama.tokenizer.settings import (

@@ -25,13 +25,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megatron_llama.errors import DataError, describe, listing
+from megatron_llama.files import replace_file
 from megatron_llama.tokenizer.base import Token
-from megatron_llama.tokenizer.files import (
-    read_json_object,
-    read_tokenizer_file,
-    replace_file,
-    to_json,
-)
+from megatron_llama.tokenizer.files import read_json_object, read_tokenizer_file, to_json
 from megatron_llama.tokenizer.library import encode_many
 from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.words import (

@@ -11,8 +11,9 @@ import pytest
 import torch
 from megatron_llama.checkpoint import bounds, checksums, native
 from megatron_llama.checkpoint.checksums import SUMS, read_sums, seal
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.meta import read_meta_json
-from megatron_llama.checkpoint.storage import read_metadata
+from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.config.limits import (
     INDEX_BYTES_PER_KIB,
     LARGEST_CHECKSUM_LIST,
@@ -21,7 +22,6 @@ from megatron_llama.config.limits import (
     LARGEST_RANKS,
     META_BYTES_PER_FILE,
 )
-from megatron_llama.conversion.torch_dist.container import Container
 from megatron_llama.errors import CheckpointError
 
 from tests.checkpoint.cases import SINGLE, load_under, renew_sums, save_under
@@ -55,7 +55,7 @@ def test_the_smallest_chunks_leave_room_for_their_index(tmp_path: Path, monkeypa
     assert len(Container(tmp_path).tensors) == 40
 
 
-@pytest.mark.parametrize("read", [read_metadata, Container], ids=["native", "torch_dist"])
+@pytest.mark.parametrize("read", [open_native, Container], ids=["native", "torch_dist"])
 def test_an_index_too_large_for_its_files_takes_no_memory(tmp_path: Path, read: type) -> None:
     """A file with a hole takes no place on a disk."""
     (tmp_path / "__0_0.distcp").write_bytes(bytes(10_000))

@@ -16,10 +16,10 @@ import pytest
 import torch
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.checksums import damaged_files
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.index import Chunk, Place, StoredTensor, cover_problems
-from megatron_llama.checkpoint.storage import read_metadata
+from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.config.schema import CheckpointConfig
-from megatron_llama.conversion.torch_dist.container import Container
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop.start import named_start
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -165,8 +165,8 @@ def test_a_file_of_another_iteration_is_refused(copy: Path) -> None:
 
 def test_chunks_that_stand_for_each_other_are_refused(copy: Path) -> None:
     """Both projections have one shape; their places are exchanged in the file."""
-    metadata = read_metadata(copy)
-    one, other = (place_of(metadata, f"model.layers.{layer}.self_attn.o_proj.weight") for layer in (0, 1))
+    tensors = open_native(copy).tensors
+    one, other = (tensors[f"model.layers.{layer}.self_attn.o_proj.weight"].chunks[0].place for layer in (0, 1))
     content = bytearray((copy / DATA).read_bytes())
     swapped = [bytes(content[place.offset : place.offset + place.length]) for place in (one, other)]
     assert len(swapped[0]) == len(swapped[1])
@@ -343,7 +343,7 @@ def mark(path: Path) -> None:
 def test_a_mark_is_looked_at_before_the_index(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading an index of millions of chunks takes minutes."""
     indices = []
-    monkeypatch.setattr(checkpoint_dir, "read_metadata", lambda path: indices.append(path.name) or read_metadata(path))
+    monkeypatch.setattr(checkpoint_dir, "open_native", lambda path: indices.append(path.name) or open_native(path))
     mark(copy)
     good = copy.with_name("iter_0000001")
     usable = checkpoint_dir.newest_usable(copy.parent)

@@ -11,8 +11,8 @@ import megatron_llama as ml
 import numpy as np
 import pytest
 import torch
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.conversion.torch_dist.container import Container
 from megatron_llama.conversion.torch_dist.optimizer import open_optimizer
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.data.indexed import IndexedDatasetWriter

@@ -293,10 +293,6 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*SMALL, "--gpus-per-node", "3"], "--gpus: got 8, expected a multiple of 3"),
         ([*SMALL, "--head-dim", "7"], "This model cannot be trained"),
         (
-            ["plan", "score", "runs.csv"],
-            "plan score: got runs.csv, expected another action; to score the planner, run python -m tools.planner_eval score",
-        ),
-        (
             [
                 "plan",
                 "--model",

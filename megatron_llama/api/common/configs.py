@@ -70,12 +70,11 @@ class PlanConfig:
     """Find the fastest layout for a cluster that is not here; options of a layout that are given
     stay as they are."""
 
-    action: Literal["search", "score", "compare", "calibrate", "trace"] = "search"
+    action: Literal["search", "compare", "calibrate", "trace"] = "search"
     """compare: a run that pretrain --record-timeline has recorded, next to its plan. calibrate:
     measure these devices and their links, started like a run, and write a file for --coefficients.
     trace: the step of the layout that a run's options describe, on --gpus processes, operator by
-    operator. score: names the tool that scores the planner on published runs. May stand first,
-    without its name: `plan compare FILE`."""
+    operator. May stand first, without its name: `plan compare FILE`."""
     file: str | None = None
     """What was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May
     stand after the action without its name."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.errors import ConfigError
+from megatron_llama.files import replacing
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
@@ -28,11 +29,11 @@ def write_drawing(path: str, content: str) -> None:
 def write_text(option: str, path: str, text: str) -> None:
     """Write the file that ``option`` names, whole or not at all. Raises ConfigError."""
     target = Path(path)
-    unfinished = target.with_name(f"{target.name}.writing")
+    # The name is in the message of the operating system: it should be one that people can read.
+    writing = target.with_name(f"{target.name}.writing")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(target)
+        with replacing(target, temporary=writing):
+            writing.write_text(text, encoding="utf-8")
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         expected = "a file that can be written"
         raise ConfigError(option, got=error, expected=expected, do="check the path") from None

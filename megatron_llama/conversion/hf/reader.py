@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.json_file import read_weight_map
 from megatron_llama.config.model_files import SUMS, read_sums, require_model_file
@@ -19,7 +20,7 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.model_fields import read_config
 from megatron_llama.conversion.safetensors_file import DTYPES, row_blocks
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
-from megatron_llama.conversion.torch_file import TorchFile, TorchWeights
+from megatron_llama.conversion.torch_file import TorchWeights
 from megatron_llama.errors import CheckpointError, counted, describe
 from megatron_llama.plans.params import VOCABULARY_TENSORS, Rectangle, hf_shapes
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_llama.checkpoint.storage import LISTED, refuse
+from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.fields import finite_number, shown
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.megatron.args import (
@@ -43,7 +44,6 @@ from megatron_llama.conversion.model_fields import (
 )
 from megatron_llama.conversion.tensor_map import TensorMap, TensorReader
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
-from megatron_llama.conversion.torch_file import TorchFile
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import Rectangle
 

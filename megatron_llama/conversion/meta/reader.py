@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.families.reader import LARGEST
 from megatron_llama.config.fields import read_fields
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, read_config_json
@@ -37,7 +38,7 @@ from megatron_llama.conversion.model_fields import (
 from megatron_llama.conversion.safetensors_file import row_blocks
 from megatron_llama.conversion.tensor_map import TensorReader
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of, tokenizer_in
-from megatron_llama.conversion.torch_file import TorchFile, TorchWeights
+from megatron_llama.conversion.torch_file import TorchWeights
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import Rectangle
 

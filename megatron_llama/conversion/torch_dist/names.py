@@ -18,6 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.index import StoredTensor
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import ModelConfig
@@ -32,7 +33,6 @@ from megatron_llama.conversion.megatron.names import (
 )
 from megatron_llama.conversion.model_fields import MATCHING_FILES, PLAIN_MODELS
 from megatron_llama.conversion.tensor_map import TensorMap
-from megatron_llama.conversion.torch_dist.container import Container
 from megatron_llama.errors import describe
 from megatron_llama.plans.params import HFSlice, Rectangle
 

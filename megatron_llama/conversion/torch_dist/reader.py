@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_llama.checkpoint.container import COPY_AGAIN
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.megatron.args import SIZES, read_args, stored_vocab_size
 from megatron_llama.conversion.model_fields import MATCHING_FILES, OPTIMIZER_LEFT_OUT, read_config
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
-from megatron_llama.conversion.torch_dist.container import COPY_AGAIN
 from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
 from megatron_llama.conversion.torch_dist.names import (
     EMBEDDING_KEY,

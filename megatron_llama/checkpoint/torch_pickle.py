@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.checkpoint.pickles import require_bounded
+from megatron_llama.checkpoint.pickles import ForbiddenNames, require_bounded
 from megatron_llama.config.limits import (
     LARGEST_DEPTH,
     LARGEST_DIMENSIONS,
@@ -80,8 +80,10 @@ class Constructor:
 
 def read_pickle(content: bytes, load_storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
     """Return what a pickle of ``torch.save`` holds. ``load_storage`` returns the storage of a key
-    that has a number of bytes. Raises ForbiddenNames for names that are not known here, before
-    anything is made, and pickle.UnpicklingError for anything else that is wrong."""
+    that has a number of bytes: on the meta device, where only shapes are wanted.
+
+    Raises ForbiddenNames for names that are not known here, before anything is made, and
+    pickle.UnpicklingError for anything else that is wrong."""
     if len(content) > LARGEST_PICKLE:
         raise pickle.UnpicklingError(
             f"a pickle of {len(content):,} bytes, where {LARGEST_PICKLE:,} are allowed"
@@ -101,13 +103,6 @@ def read_pickle(content: bytes, load_storage: Callable[[str, int], torch.Untyped
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
     _require_tree(value)
     return value
-
-
-class ForbiddenNames(pickle.UnpicklingError):
-    """A pickle names what it must not."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(f"a pickle that calls {', '.join(names)}")
 
 
 def _names(content: bytes) -> set[str]:
@@ -369,7 +364,8 @@ def _rebuild_tensor(
         raise pickle.UnpicklingError(
             f"a tensor of {numel:,} values up to place {last:,}, where its storage has {values:,}"
         )
-    return torch.empty(0, dtype=dtype).set_(stored.storage, offset, tuple(size), tuple(stride))
+    view = torch.empty(0, dtype=dtype, device=stored.storage.device)
+    return view.set_(stored.storage, offset, tuple(size), tuple(stride))
 
 
 def _rebuild_tensor_of_dtype(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron_llama.conversion.torch_dist.container import Container
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.errors import CheckpointError
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -1,0 +1,86 @@
+"""The tensors of a native checkpoint, and the regions of an engine that are read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_llama.checkpoint.bounds import largest_index
+from megatron_llama.checkpoint.checksums import ANOTHER_COPY, read_listed
+from megatron_llama.checkpoint.chunks import Region, is_state
+from megatron_llama.checkpoint.container import Box, Container
+from megatron_llama.checkpoint.index import METADATA, cover_problems, paused_collector, shared_bytes
+from megatron_llama.checkpoint.storage import file_problems, refuse
+from megatron_llama.errors import describe
+
+SAVED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8})
+"""The dtypes of what an engine saves."""
+
+
+@paused_collector()
+def open_native(folder: Path) -> Container:
+    """Open the files of a native checkpoint. Raises CheckpointError when the index is not what was
+    saved, names code to run, or has chunks that are not its tensors, cut into pieces."""
+    path = folder / METADATA
+    content = read_listed(folder, METADATA, largest=largest_index)
+    container = Container(folder, content, do=ANOTHER_COPY)
+    problems = []
+    if container.objects:
+        got = f"objects, such as {next(iter(container.objects))}"
+        problems.append(describe(path, got=got, expected="tensors alone", do=ANOTHER_COPY))
+    for name, tensor in container.tensors.items():
+        where = f"{path} {name}"
+        if tensor.dtype in SAVED_DTYPES:
+            problems += cover_problems(where, tensor, do=ANOTHER_COPY)
+        else:
+            expected = "a dtype that is saved"
+            problems.append(describe(where, got=tensor.dtype, expected=expected, do=ANOTHER_COPY))
+    problems += shared_bytes(folder, container.places(), do=ANOTHER_COPY)
+    refuse(f"{path} cannot be used:", problems)
+    return container
+
+
+def require_regions(container: Container, wanted: Sequence[Region], *, any_dtype: bool) -> None:
+    """Raise CheckpointError if the files cannot fill the regions. With ``any_dtype`` values may be
+    converted."""
+    problems = list(
+        dict.fromkeys(
+            problem
+            for region in wanted
+            for problem in _region_problems(container, region, any_dtype=any_dtype)
+        )
+    )
+    if not problems:
+        places = [
+            chunk.place
+            for region in wanted
+            for chunk in container.tensors[region.key].within(region.offset, region.size)
+        ]
+        problems = file_problems(container.folder, places, do=ANOTHER_COPY)
+    refuse(f"{container.folder} is incomplete:", problems)
+
+
+def read_regions(container: Container, wanted: Iterable[Region]) -> None:
+    """Fill the tensors of regions that ``require_regions`` has seen. Raises CheckpointError naming
+    the file whose values are damaged."""
+    container.read_boxes(Box(region.key, region.offset, region.tensor) for region in wanted)
+
+
+def _region_problems(container: Container, region: Region, *, any_dtype: bool) -> Iterator[str]:
+    saved = container.tensors.get(region.key)
+    where = f"{container.folder} {region.key}"
+    do = "load another checkpoint"
+    if saved is None:
+        yield describe(where, got="no such tensor", expected=f"shape {region.shape}", do=do)
+        return
+    if saved.shape != region.shape:
+        yield describe(where, got=f"shape {saved.shape}", expected=region.shape, do=do)
+        return
+    dtypes = {saved.dtype, region.tensor.dtype}
+    # A moment that is kept in bf16 is the rounded one, whenever it is rounded.
+    converted = is_state(region.key) and dtypes <= {torch.float32, torch.bfloat16}
+    if len(dtypes) > 1 and not any_dtype and not converted:
+        do = "resume in the precision that it was saved in"
+        yield describe(where, got=saved.dtype, expected=region.tensor.dtype, do=do)
