@@ -30,7 +30,6 @@ from megatron_llama.engine.replicas import check_replicas, has_replicas
 from megatron_llama.loop.bad_steps import BadSteps
 from megatron_llama.loop.banner import already_finished, banner
 from megatron_llama.loop.build import (
-    Validation,
     build_loader,
     check_datasets,
     check_weight_files,
@@ -51,6 +50,7 @@ from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.start import trained_weights
 from megatron_llama.loop.text_inputs import with_places
 from megatron_llama.loop.text_samples import SampleTexts
+from megatron_llama.loop.validation import Validation
 from megatron_llama.metrics.events import END, FAULT, START
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import staging, write_synced
-from megatron_llama.checkpoint.history import History, Skipped
+from megatron_llama.checkpoint.history import ROLLBACK, STOP, History, Skipped
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import RefusedSave
 from megatron_llama.checkpoint.storage_paths import local_folder
@@ -42,8 +42,6 @@ from megatron_llama.metrics.log import MetricLog
 from megatron_llama.metrics.readback import Readback
 
 FILE_NAME = "skipped.jsonl"
-STOP = "stop"
-ROLLBACK = "rollback"
 SPIKE = "loss spike"
 
 

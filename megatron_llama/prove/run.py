@@ -17,11 +17,11 @@ from megatron_llama.api.train import open_stream_inputs, run_training
 from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.checkpoint.chunks import Region, RegionLoadPlanner, is_state, state_key
 from megatron_llama.checkpoint.columns import MOMENTS
+from megatron_llama.checkpoint.history import ROLLBACK
 from megatron_llama.checkpoint.storage import ChunkReader, read_metadata
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.loop.bad_steps import ROLLBACK
 from megatron_llama.loop.callbacks import Callback, Run, Step
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.materials import Materials, parsed_options
