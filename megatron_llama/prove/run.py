@@ -22,10 +22,10 @@ from megatron_llama.checkpoint.storage import ChunkReader, read_metadata
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.loop.callbacks import Callback, Run, Step
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.materials import Materials, parsed_options
 from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.train.run.callbacks import Callback, Run, Step
 
 OUTPUT = "output"
 """Folder of what the ranks of a run have printed."""

@@ -24,7 +24,7 @@ from megatron_llama.engine.update_rule import AdamW
 from megatron_llama.errors import TrainingError
 from megatron_llama.loop.inputs import open_inputs
 from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.training import train
+from megatron_llama.train.run.loop import train
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -34,15 +34,15 @@ from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.replicas import check_replicas
-from megatron_llama.loop.bad_steps import BadSteps
-from megatron_llama.loop.prefetch import Interrupts, Prefetcher
-from megatron_llama.loop.progress import Progress
-from megatron_llama.loop.timeline_recorder import Notes
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.resolve import problems, resolve
+from megatron_llama.train.run.bad_steps import BadSteps
+from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
+from megatron_llama.train.run.progress import Progress
+from megatron_llama.train.run.timeline_recorder import Notes
 from tools.stream_check.events import Event, Site
 from tools.stream_check.rank import name_buffers, recorded
 from tools.stream_check.recording import DEVICE, Recording, RecordingError

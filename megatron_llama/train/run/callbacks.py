@@ -15,7 +15,7 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import UserError
-from megatron_llama.loop.prefetch import Interrupts
+from megatron_llama.train.run.prefetch import Interrupts
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.loop.timeline_recorder import TimelineRecorder
 from megatron_llama.metrics.log import MetricLog
+from megatron_llama.train.run.timeline_recorder import TimelineRecorder
 
 
 class Profiling:

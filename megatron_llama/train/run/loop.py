@@ -27,7 +27,6 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.replicas import check_replicas, has_replicas
-from megatron_llama.loop.bad_steps import BadSteps
 from megatron_llama.loop.banner import already_finished, banner
 from megatron_llama.loop.build import (
     build_loader,
@@ -41,21 +40,22 @@ from megatron_llama.loop.build import (
     roll_back,
     warn_of_start,
 )
-from megatron_llama.loop.callbacks import Callback, Callbacks, Evaluation, Run
 from megatron_llama.loop.facts import run_facts
 from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, open_samples, require_outputs
-from megatron_llama.loop.prefetch import RETURN, SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
-from megatron_llama.loop.profiling import Profiling
-from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.start import trained_weights
 from megatron_llama.loop.text_inputs import with_places
-from megatron_llama.loop.text_samples import SampleTexts
-from megatron_llama.loop.validation import Validation
 from megatron_llama.metrics.events import END, FAULT, START
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.plans.params import logged_group, param_groups
+from megatron_llama.train.run.bad_steps import BadSteps
+from megatron_llama.train.run.callbacks import Callback, Callbacks, Evaluation, Run
+from megatron_llama.train.run.prefetch import RETURN, SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
+from megatron_llama.train.run.profiling import Profiling
+from megatron_llama.train.run.progress import Progress
+from megatron_llama.train.run.text_samples import SampleTexts
+from megatron_llama.train.run.validation import Validation
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from megatron_llama.distributed.comm.object_collectives import broadcast_object
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import TrainingError
 from megatron_llama.loop.build import ValidationBatches
-from megatron_llama.loop.callbacks import Evaluation
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, ValidationRecord
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.train.run.callbacks import Evaluation
 
 
 class Validation:

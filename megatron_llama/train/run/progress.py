@@ -16,10 +16,10 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
-from megatron_llama.loop.bad_steps import BadSteps, Numbers, Outcome
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
+from megatron_llama.train.run.bad_steps import BadSteps, Numbers, Outcome
 
 
 class Progress:
