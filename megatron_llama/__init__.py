@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_llama.sharding.optimizer import AdamW, group
     from megatron_llama.sharding.shard import shard
     from megatron_llama.train.run.callbacks import Callback, Run, Step
-    from megatron_llama.train.run.loop import TrainResult
+    from megatron_llama.train.run.result import TrainResult
 
 __version__: str  # found at its first use, as the others: it may take a call of git
 __all__ = (
@@ -71,7 +71,7 @@ _MODULES = MappingProxyType(
         "Run": "train.run.callbacks",
         "SavedHF": "api.save_hf",
         "Step": "train.run.callbacks",
-        "TrainResult": "train.run.loop",
+        "TrainResult": "train.run.result",
         "Trained": "api.common.trained",
         "UserError": "errors",
         "Verified": "api.verify",

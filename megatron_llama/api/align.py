@@ -16,7 +16,7 @@ from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.option_problems import valid_options
 from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.train.run.callbacks import Callback
-from megatron_llama.train.run.loop import TrainResult, untrained
+from megatron_llama.train.run.result import TrainResult, untrained
 
 SECTIONS = (AlignConfig, SFTConfig, *TRAINING)
 """The options of a run."""

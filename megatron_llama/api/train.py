@@ -37,9 +37,10 @@ from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.planner.choice import Choice
 from megatron_llama.plans.checks.model import require_language_model
+from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.callbacks import Callback
-from megatron_llama.train.run.loop import TrainResult
 from megatron_llama.train.run.loop import train as run_steps
+from megatron_llama.train.run.result import TrainResult
 
 SECTIONS = (*config_sections(), AutoParallelConfig)
 """The options of a run."""
@@ -165,7 +166,10 @@ def run_training(
             inputs = open_inputs(parsed, ready, mesh.world)
             if complete is not None:
                 inputs = complete(inputs, mesh)
-            return run_steps(inputs, mesh, background=background, lease=lease, callbacks=callbacks)
+            with open_run(
+                inputs, mesh, background=background, lease=lease, callbacks=callbacks
+            ) as loop:
+                return run_steps(loop)
 
 
 def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:

@@ -36,10 +36,10 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import TrainingError, describe
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.metrics.readback import Readback
+from megatron_llama.train.run.callbacks import Step
 
 FILE_NAME = "skipped.jsonl"
 SPIKE = "loss spike"
@@ -144,28 +144,26 @@ class BadSteps:
             bad = bad | (loss > self._limit)
         return bad.to(torch.float64)
 
-    def outcome(
-        self, state: TrainState, loss: Tensor, update: StepResult, counted: Mapping[str, Tensor]
-    ) -> Outcome:
-        """The outcome of the step for which ``skip_update`` was called last; its kernels need not
-        have run. ``counted`` is what the objective counts beside the loss, 0-dim each."""
+    def outcome(self, state: TrainState, step: Step) -> Outcome:
+        """Return the outcome of the step for which ``skip_update`` was called last, and which leads
+        to ``state``. Its kernels need not have run."""
         if self._training.loss_spike_factor:
-            longer = torch.cat([self._losses[1:], loss.reshape(1)])
-            self._losses = torch.where(update.skipped > 0, self._losses, longer)
+            longer = torch.cat([self._losses[1:], step.loss.reshape(1)])
+            self._losses = torch.where(step.skipped > 0, self._losses, longer)
         return Outcome(
             state,
             self._size,
             Readback(
                 (
-                    loss,
-                    update.grad_norm,
-                    update.skipped,
-                    update.loss_scale,
+                    step.loss,
+                    step.grad_norm,
+                    step.skipped,
+                    step.loss_scale,
                     self._limit,
-                    *counted.values(),
+                    *step.numbers.values(),
                 )
             ),
-            tuple(counted),
+            tuple(step.numbers),
         )
 
     def check(self, step: Outcome) -> bool:

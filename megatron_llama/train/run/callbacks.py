@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
 
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.optimizer import StepResult
-from megatron_llama.errors import UserError
+from megatron_llama.errors import CheckpointError, UserError
+from megatron_llama.train.run.course import Course
 from megatron_llama.train.run.prefetch import Interrupts
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What an evaluation has found. All ranks have the same."""
-
-    loss: float
-    count: int
-    """What the loss is the mean over: target tokens, or pairs."""
-    numbers: Mapping[str, float]
-    """What the objective counts beside the loss, by name."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +43,8 @@ class Step:
     skipped: Tensor
     """1 if the weights stayed as they were, because the step was not finite or was a bad one; else
     0."""
+    loss_scale: Tensor
+    """The factor of the loss in this step; 1 without ``fp16``."""
     numbers: Mapping[str, Tensor]
     """What the objective of the run counts beside its loss, by name, fp64: for ``align`` the
     rewards, margins and accuracies of the global batch. All ranks have the same. Empty for others.
@@ -58,36 +54,87 @@ class Step:
     ``loss_mask``, ``position_ids`` and ``document_ids``, which are None where nothing needs
     them. Ranks that share samples (tensor, context and pipeline parallel) read the same ones."""
 
+    @classmethod
+    def of(
+        cls,
+        state: TrainState,
+        lr: float,
+        loss: Tensor,
+        update: StepResult,
+        numbers: Mapping[str, Tensor],
+        batches: Sequence[Batch],
+    ) -> Step:
+        """Return the step that leads to ``state``."""
+        return cls(
+            state.iteration,
+            state.consumed_samples,
+            lr,
+            loss,
+            update.grad_norm,
+            update.skipped,
+            update.loss_scale,
+            numbers,
+            batches,
+        )
+
 
 class Run:
     """A training run, as a callback sees it on its rank. ``config`` is the configuration with
     everything decided, ``rank`` this rank of ``world_size``."""
 
     def __init__(
-        self, config: Config, interrupts: Interrupts, state: TrainState, rank: int, world_size: int
+        self,
+        config: Config,
+        mesh: Mesh,
+        course: Course,
+        interrupts: Interrupts,
+        write_checkpoint: Callable[[Path, float | None], Path],
     ) -> None:
         self.config = config
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = mesh.rank
+        self.world_size = mesh.world.size
+        self._course = course
         self._interrupts = interrupts
-        self._state = state
-        self._validation_numbers: Mapping[str, float] = {}
+        # Held weakly: a callback that keeps its run does not keep the engine.
+        self._write = WeakMethod(write_checkpoint)
 
     @property
     def iteration(self) -> int:
         """Optimizer steps taken."""
-        return self._state.iteration
+        return self._course.state.iteration
 
     @property
     def consumed_samples(self) -> int:
         """Samples behind the run."""
-        return self._state.consumed_samples
+        return self._course.state.consumed_samples
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no step follows, because the run is as long as it was meant to be."""
+        return self._course.is_last
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run ends after this step, for whatever reason. Known from ``due`` on."""
+        return self._course.ends
+
+    @property
+    def is_asked_to_save(self) -> bool:
+        """Whether some rank was asked for a checkpoint after this step, by ``save`` or from
+        outside. Known from ``due`` on."""
+        return self._course.save_asked
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The validation loss of this very iteration; None where it was not measured."""
+        evaluation = self._course.evaluations.get(self.iteration)
+        return evaluation.loss if evaluation is not None else None
 
     @property
     def validation_numbers(self) -> Mapping[str, float]:
         """What the objective counts beside its loss (``Step.numbers``), over the last evaluation of
         the run. Empty before the first."""
-        return self._validation_numbers
+        return self._course.validation_numbers
 
     def stop(self) -> None:
         """Ask all ranks to stop, from any rank. The ranks agree on it while the next step runs, so
@@ -98,6 +145,20 @@ class Run:
         """Ask all ranks for a checkpoint, from any rank. It is saved after the next step. Without
         ``save`` in the options nothing is written."""
         self._interrupts.ask_to_save()
+
+    def write_checkpoint(self, folder: str | Path) -> Path:
+        """Write the checkpoint ``folder/iter_NNNNNNN``, from which ``load`` resumes, and return its
+        path. Collective: all ranks call it, in ``on_start``, ``on_end``, or where ``due`` has said
+        so: then it is known that the last step was a good one. ``folder`` is another one than
+        ``save``, whose checkpoints the run itself counts and removes.
+
+        Raises CheckpointError on every rank, and leaves earlier checkpoints as they were."""
+        write = self._write()
+        if write is None:
+            expected = "a run that goes on"
+            do = "write in a method of a callback"
+            raise CheckpointError(folder, got="a run that is over", expected=expected, do=do)
+        return write(Path(folder), self.validation_loss)
 
 
 class Callback:
@@ -138,9 +199,28 @@ class Callback:
     def on_start(self, run: Run) -> None:
         """The weights are loaded, and the first step comes next."""
 
+    def before_step(self, run: Run) -> None:
+        """The next step begins."""
+
     def on_step(self, run: Run, step: Step) -> None:
         """A step has been issued. Called after each one. With ``on_bad_step="rollback"`` an
         iteration may come again."""
+
+    def due(self, run: Run) -> bool:
+        """Return whether ``on_due`` is to be called after this step; all ranks return the same. It
+        may be asked more than once."""
+        return False
+
+    def on_due(self, run: Run) -> None:
+        """The step for which ``due`` has said so is over and was a good one, and the weights are
+        what it left. The time that this takes is left out of the log's averages."""
+
+    def after_step(self, run: Run) -> None:
+        """Evaluation, checkpoint and whatever else was due after this step are done. Not called for
+        a step after which the run goes back."""
+
+    def on_return(self, run: Run) -> None:
+        """The run has gone back to the checkpoint of ``run.iteration``, or to its start."""
 
     def on_evaluation(self, run: Run, loss: float) -> None:
         """The validation loss has been measured; ``run.validation_numbers`` are what the objective
@@ -151,81 +231,128 @@ class Callback:
         ``async_save`` that is known some steps later; on rank 0 all of it is there then, on another
         rank the part of this rank."""
 
+    def save_state(self) -> Mapping[str, Any]:
+        """Return what this callback needs to go on where it was, in values that JSON has. A
+        checkpoint of the run keeps it: that of rank 0, under the name of the class."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up a ``state`` of ``save_state``: that of the checkpoint from which the run resumes,
+        before ``on_start``, or to which it goes back, before ``on_return``. Not called where there
+        is none."""
+
+    def before_end(self, run: Run) -> None:
+        """The last step is over: finish what must be complete when the run ends."""
+
     def on_end(self, run: Run) -> None:
         """The last step is over, and everything is saved and exported. Not called if the run ends
         by an error."""
 
 
-class Callbacks:
-    """The callbacks of one rank, in their order. Without any, nothing is done."""
+class Part(Callback):
+    """A part of every run: what users' callbacks have, and may go on before a step was checked."""
 
-    def __init__(self, callbacks: Sequence[Callback], run: Run, recorder: Recorder) -> None:
+    needs_checked_step = True
+    """Whether ``on_due`` waits until the host knows that the step was a good one, which it learns
+    one step later otherwise."""
+
+
+class Callbacks(Part):
+    """The callbacks of users on one rank, in their order, as one part of a run."""
+
+    # Each hook is a loop of its own: a function in a function would keep what it names, and so the
+    # whole engine, for as long as a program keeps an error of a callback.
+
+    def __init__(self, callbacks: Sequence[Callback], course: Course, recorder: Recorder) -> None:
         """``recorder`` has the notes of where this rank is."""
-        self._callbacks = tuple(callbacks)
-        self._run = run
+        # Two of one class have names of their own.
+        names = [type(callback).__qualname__ for callback in callbacks]
+        self._callbacks = {
+            f"{name} {names[:number].count(name) + 1}": callback
+            for number, (name, callback) in enumerate(zip(names, callbacks, strict=True))
+        }
+        self._course = course
         self._recorder = recorder
 
-    def start(self) -> None:
-        """Call ``on_start``."""
-        for callback in self._callbacks:
-            with self._one_call():
-                callback.on_start(self._run)
+    def on_start(self, run: Run) -> None:
+        self.load_state(self._course.state.callbacks)
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.on_start(run)
 
-    def step(
-        self,
-        state: TrainState,
-        lr: float,
-        loss: Tensor,
-        update: StepResult,
-        numbers: Mapping[str, Tensor],
-        batches: Sequence[Batch],
-    ) -> None:
-        """Call ``on_step`` with what the step that leads to ``state`` has found."""
-        self._run._state = state
-        if not self._callbacks:
-            return
-        step = Step(
-            state.iteration,
-            state.consumed_samples,
-            lr,
-            loss,
-            update.grad_norm,
-            update.skipped,
-            numbers,
-            batches,
-        )
-        for callback in self._callbacks:
-            with self._one_call():
-                callback.on_step(self._run, step)
+    def before_step(self, run: Run) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.before_step(run)
 
-    def rewind(self, state: TrainState) -> None:
-        """The run has returned to ``state``."""
-        self._run._state = state
+    def on_step(self, run: Run, step: Step) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.on_step(run, step)
 
-    def evaluation(self, found: Evaluation | None) -> None:
-        """Call ``on_evaluation``, unless nothing was evaluated."""
-        if found is None:
-            return
-        self._run._validation_numbers = found.numbers
-        for callback in self._callbacks:
-            with self._one_call():
-                callback.on_evaluation(self._run, found.loss)
+    def due(self, run: Run) -> bool:
+        due = False
+        for callback in self._callbacks.values():
+            with self._section():
+                due = callback.due(run) or due
+        return due
 
-    def saves(self, paths: Sequence[Path]) -> None:
-        """Call ``on_save`` for each of these checkpoints."""
-        for path in paths:
-            for callback in self._callbacks:
-                with self._one_call():
-                    callback.on_save(self._run, path)
+    def on_due(self, run: Run) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                if callback.due(run):
+                    callback.on_due(run)
 
-    def end(self) -> None:
-        """Call ``on_end``."""
-        for callback in self._callbacks:
-            with self._one_call():
-                callback.on_end(self._run)
+    def after_step(self, run: Run) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.after_step(run)
+
+    def on_return(self, run: Run) -> None:
+        self.load_state(self._course.state.callbacks)
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.on_return(run)
+
+    def on_evaluation(self, run: Run, loss: float) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.on_evaluation(run, loss)
+
+    def on_save(self, run: Run, path: Path) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.on_save(run, path)
+
+    def save_state(self) -> Mapping[str, Any]:
+        states = dict[str, Any]()
+        for name, callback in self._callbacks.items():
+            with self._section():
+                state = callback.save_state()
+                if state:
+                    # What JSON does not have is an error here, on the line of its author, and not
+                    # in the middle of a save.
+                    states[name] = json.loads(json.dumps(state, allow_nan=False))
+        return states
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, callback in self._callbacks.items():
+            if name in state:
+                with self._section():
+                    callback.load_state(state[name])
+
+    def before_end(self, run: Run) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.before_end(run)
+
+    def on_end(self, run: Run) -> None:
+        for callback in self._callbacks.values():
+            with self._section():
+                callback.on_end(run)
 
     @contextmanager
-    def _one_call(self) -> Iterator[None]:
+    def _section(self) -> Iterator[None]:
         """A section that may take as long as its author likes, and whose errors are those of this
         rank alone, whatever their class says: the other ranks are somewhere else, and must be
         told."""

@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from functools import partial
-
-from torch import Tensor
 
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
 from megatron_llama.train.run.bad_steps import BadSteps, Numbers, Outcome
+from megatron_llama.train.run.callbacks import Part, Run, Step
+from megatron_llama.train.run.course import Course
 
 
-class Progress:
+class Progress(Part):
     """Checks every step and logs every ``log_interval``-th one and the last."""
 
     def __init__(
@@ -31,6 +29,7 @@ class Progress:
         mesh: Mesh,
         log: MetricLog,
         bad_steps: BadSteps,
+        course: Course,
         names: LossNames = LANGUAGE_MODEL,
     ) -> None:
         """``names`` are those of the loss in the log."""
@@ -38,6 +37,7 @@ class Progress:
         self._mesh = mesh
         self._log = log
         self._bad_steps = bad_steps
+        self._course = course
         self._names = names
         training = config.training
         self._work = Work(
@@ -66,31 +66,30 @@ class Progress:
         self._good_losses = 0.0
         """Summed over the good steps since the last line."""
 
-    def record_step(
-        self,
-        state: TrainState,
-        lr: float,
-        loss: Tensor,
-        update: StepResult,
-        counted: Mapping[str, Tensor],
-        *,
-        last: bool,
-    ) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
+        self.record_step(self._course.state, step, last=run.is_last)
+
+    def on_return(self, run: Run) -> None:
+        self.rewind(run.iteration)
+
+    def before_end(self, run: Run) -> None:
+        self.check_last_step()
+
+    def record_step(self, state: TrainState, step: Step, *, last: bool) -> None:
         """Record the step that leads to ``state`` and has been issued, and check the one before it.
-        ``counted`` is what the objective counts beside the loss. ``last``: it is the last one of
-        the run. Raises TrainingError if the run must not go on."""
+        ``last``: it is the last one of the run. Raises TrainingError if the run must not go on."""
         if self._sent_until is None:
             self._sent_until = state.iteration - 1
         self.check_last_step()
         if self._bad_steps.rollback_needed:
             return
-        outcome = self._bad_steps.outcome(state, loss, update, counted)
+        outcome = self._bad_steps.outcome(state, step)
         self._pending = outcome
         self._steps += 1
         self._samples += outcome.samples
         self._log.advance()
         if last or state.iteration % self._config.log.log_interval == 0:
-            self._write(outcome, lr)
+            self._write(outcome, step.lr)
 
     def check_last_step(self) -> None:
         """Wait for the last step and check it, unless that was done. Raises TrainingError, the same

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.train.run.callbacks import Part, Run
 
 
-class SampleTexts:
+class SampleTexts(Part):
     """Prints continuations of --sample-prompt every --sample-interval iterations."""
 
     def __init__(
@@ -30,16 +30,18 @@ class SampleTexts:
         runtime: PipelineRuntime,
         tokenizer: Tokenizer | None,
         prompts: Sequence[Sequence[int]],
+        log: MetricLog,
     ) -> None:
         """``prompts``: those of ``encoded_prompts``."""
-        self._log = config.log
+        self._options = config.log
+        self._log = log
         self._runtime = runtime
         self._mesh = mesh
         self._tokenizer = tokenizer
         self._prompts = prompts
         if not prompts:
             return
-        longest = max(map(len, prompts)) + self._log.sample_tokens
+        longest = max(map(len, prompts)) + self._options.sample_tokens
         parallel = config.parallel
         # Context parallelism cuts a sequence into 2 x cp chunks, sequence parallelism each of them
         # among the tensor-parallel ranks.
@@ -48,17 +50,15 @@ class SampleTexts:
             unit *= parallel.tensor_model_parallel_size
         self._length = min(config.training.seq_length, -(-longest // unit) * unit)
 
-    def due(self, state: TrainState, *, last: bool) -> bool:
-        """Whether to print continuations after this step, which may be the last one of the run."""
-        interval = self._log.sample_interval
-        return interval > 0 and (state.iteration % interval == 0 or last)
+    def due(self, run: Run) -> bool:
+        interval = self._options.sample_interval
+        return interval > 0 and (run.iteration % interval == 0 or run.is_last)
 
-    def write(self, state: TrainState, log: MetricLog) -> None:
-        """Print the continuations. Collective."""
+    def on_due(self, run: Run) -> None:
         assert self._tokenizer is not None
-        for text, tokens in zip(self._log.sample_prompt, self.continuations(), strict=True):
+        for text, tokens in zip(self._options.sample_prompt, self.continuations(), strict=True):
             continuation = self._tokenizer.decode(tokens)
-            log.say(f" sample at iteration {state.iteration} | {text!r} | {continuation!r} |")
+            self._log.say(f" sample at iteration {run.iteration} | {text!r} | {continuation!r} |")
 
     def continuations(self) -> list[list[int]]:
         """The new tokens of each prompt, without the end token. Collective."""
@@ -70,7 +70,7 @@ class SampleTexts:
             ids[: len(prompt), column] = torch.tensor(prompt)
         done = torch.zeros(count, dtype=torch.bool)
         columns = torch.arange(count)
-        for _ in range(self._log.sample_tokens):
+        for _ in range(self._options.sample_tokens):
             found = self._runtime.predict(
                 Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))
             ).cpu()[lengths - 1, columns]
