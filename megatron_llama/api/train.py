@@ -168,8 +168,8 @@ def run_training(
                 inputs = complete(inputs, mesh)
             with open_run(
                 inputs, mesh, background=background, lease=lease, callbacks=callbacks
-            ) as loop:
-                return run_steps(loop)
+            ) as built:
+                return run_steps(built)
 
 
 def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:

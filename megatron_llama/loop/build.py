@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.finite import (
 )
 from megatron_llama.checkpoint.listed_files import ListedFilesCheck, check_of_machine
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.saver import WARN, Saver
+from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
@@ -246,29 +246,6 @@ def _require_one_commit(folder: str, world: Axis) -> None:
             expected="the same one on all machines",
             do="give a commit: org/name@COMMIT",
         )
-
-
-def roll_back(
-    config: Config,
-    optimizer: OverlappedDistributedOptimizer,
-    mesh: Mesh,
-    saver: Saver,
-    log: MetricLog,
-    start: Start | None,
-) -> TrainState:
-    """Return to the newest good checkpoint of this run, or to ``start`` where there is none, after
-    ``saver.finish``. Collective. Raises CheckpointError."""
-    saver.rewind()
-    optimizer.reset()
-    checkpoint = saver.return_point
-    state = (
-        native.load(checkpoint, optimizer, mesh, config.model)
-        if checkpoint is not None
-        else load_or_init(config, optimizer, mesh, start)
-    )
-    log.rewind(state.iteration)
-    log.say(f" back to iteration {state.iteration}")
-    return state
 
 
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:

@@ -304,8 +304,8 @@ def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
 
     AdamW.step = faulty  # type: ignore[assignment]
     try:
-        with open_run(open_inputs(config, mesh.world), mesh) as loop:
-            train(loop)
+        with open_run(open_inputs(config, mesh.world), mesh) as built:
+            train(built)
     except TrainingError as error:
         return str(error)
     finally:

@@ -36,7 +36,7 @@ from megatron_llama.train.run.checkpoints import Checkpoints
 from megatron_llama.train.run.course import Course
 from megatron_llama.train.run.data_files import DataFiles
 from megatron_llama.train.run.export import Export
-from megatron_llama.train.run.loop import Loop
+from megatron_llama.train.run.loop import BuiltRun
 from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
 from megatron_llama.train.run.profiling import Profiling
 from megatron_llama.train.run.progress import Progress
@@ -53,7 +53,7 @@ def open_run(
     background: BackgroundSaver | None = None,
     lease: Lease | None = None,
     callbacks: Sequence[Callback] = (),
-) -> Iterator[Loop]:
+) -> Iterator[BuiltRun]:
     """Build what ``train`` needs, say what the run is about to do, and close all of it in the end.
     Collective.
 
@@ -94,7 +94,8 @@ def open_run(
         with mesh.recorder.outside_steps("loading the weights"):
             # The run begins to train before all files are compared, and keeps nothing until then.
             weight_check = stack.enter_context(check_weight_files(config, inputs.start, mesh))
-            state = load_or_init(config, optimizer, mesh, inputs.start)
+            begin = partial(load_or_init, config, optimizer, mesh, inputs.start)
+            state = begin()
             not_finite = find_not_finite_at_start(config, optimizer, mesh, inputs.start)
         # From here on the run writes to --save. Nothing before this line has, so that a run that
         # cannot start leaves the folder as it was.
@@ -134,7 +135,17 @@ def open_run(
             else None
         )
         checkpoints = Checkpoints(
-            inputs, mesh, optimizer, saver, log, bad_steps, course, interrupts, weight_check, users
+            inputs,
+            mesh,
+            optimizer,
+            saver,
+            log,
+            bad_steps,
+            course,
+            interrupts,
+            begin=begin,
+            weight_check=weight_check,
+            callbacks=users,
         )
         data_files = stack.enter_context(DataFiles(config, mesh, log))
         profiling = stack.enter_context(
@@ -144,7 +155,7 @@ def open_run(
         export = Export(final_export, checkpoints, course, log, mesh.recorder)
         if course.is_last:
             log.say(f" {already_finished(inputs)}")
-        yield Loop(
+        yield BuiltRun(
             inputs=inputs,
             mesh=mesh,
             optimizer=optimizer,
@@ -157,9 +168,10 @@ def open_run(
             progress=progress,
             checkpoints=checkpoints,
             export=export,
-            # Their order is that of what happens at a step. A bad step is known before all of it;
-            # what users add comes first, so that it sees a run begin; what writes a checkpoint
-            # comes behind what may end the run, or damage that it must not keep.
+            # At each moment of a run they are called in this order. Users see a run begin before it
+            # evaluates. What is saved comes behind the comparison of copies, which may stop the
+            # run, and behind the evaluation, whose loss a checkpoint has and which may end the run.
+            # At the end what is saved is complete before it is exported, and only then.
             parts=(
                 progress,
                 users,

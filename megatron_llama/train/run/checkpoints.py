@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,10 @@ from megatron_llama.checkpoint.listed_files import ListedFilesCheck
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.checkpoint.storage_paths import storage_path
-from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.build import require_weight_files, roll_back
+from megatron_llama.loop.build import require_weight_files
 from megatron_llama.loop.inputs import Inputs
 from megatron_llama.loop.text_inputs import with_places
 from megatron_llama.metrics.log import MetricLog
@@ -40,13 +40,15 @@ class Checkpoints(Part):
         bad_steps: BadSteps,
         course: Course,
         interrupts: Interrupts,
+        *,
+        begin: Callable[[], TrainState],
         weight_check: ListedFilesCheck,
         callbacks: Callback,
     ) -> None:
-        """``weight_check`` compares the files of the weights with which the run has begun.
-        ``callbacks`` hear of each checkpoint."""
+        """``begin`` loads what the run has begun with, and ``weight_check`` compares its files with
+        their sums. ``callbacks`` hear of each checkpoint."""
         self._inputs = inputs
-        self._config: Config = inputs.config
+        self._config = inputs.config
         self._mesh = mesh
         self._optimizer = optimizer
         self._saver = saver
@@ -54,6 +56,7 @@ class Checkpoints(Part):
         self._bad_steps = bad_steps
         self._course = course
         self._interrupts = interrupts
+        self._begin = begin
         self._weight_check = weight_check
         self._weights_are_checked = False
         self._callbacks = callbacks
@@ -105,14 +108,17 @@ class Checkpoints(Part):
             self._saver.finish(self._log)
             if self._saver.refusal is not None:
                 self._bad_steps.count_refusal(self._saver.refusal, self._saver.newest_good)
-            return roll_back(
-                self._config,
-                self._optimizer,
-                self._mesh,
-                self._saver,
-                self._log,
-                self._inputs.start,
+            self._saver.rewind()
+            self._optimizer.reset()
+            checkpoint = self._saver.return_point
+            state = (
+                native.load(checkpoint, self._optimizer, self._mesh, self._config.model)
+                if checkpoint is not None
+                else self._begin()
             )
+            self._log.rewind(state.iteration)
+            self._log.say(f" back to iteration {state.iteration}")
+            return state
 
     def write(self, folder: Path, validation_loss: float | None) -> Path:
         """Write a checkpoint of the current state into another folder than --save, and return its

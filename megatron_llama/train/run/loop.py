@@ -27,7 +27,7 @@ from megatron_llama.train.run.result import TrainResult
 
 
 @dataclass(frozen=True)
-class Loop:
+class BuiltRun:
     """What ``open_run`` has built of a run, ready for its first step."""
 
     inputs: Inputs
@@ -49,17 +49,17 @@ class Loop:
     """Begins to read at ``first_sample``."""
 
 
-def train(loop: Loop) -> TrainResult:
+def train(built: BuiltRun) -> TrainResult:
     """Train until ``train_iters``, until the samples of --epochs are used up, or until some rank
     is asked to stop. Everything is saved when it returns. Collective.
 
     Raises UserError, the same on every rank, and what a callback raises."""
-    run = loop.run
-    course = loop.course
-    parts = loop.parts
-    optimizer = loop.optimizer
-    bad_steps = loop.bad_steps
-    recorder = loop.mesh.recorder
+    run = built.run
+    course = built.course
+    parts = built.parts
+    optimizer = built.optimizer
+    bad_steps = built.bad_steps
+    recorder = built.mesh.recorder
     training = run.config.training
     clip_grad = run.config.optimizer.clip_grad
     # The first is that of all parameters of which --param-group says nothing.
@@ -68,7 +68,7 @@ def train(loop: Loop) -> TrainResult:
 
     for part in parts:
         part.on_start(run)
-    prefetcher = loop.open_prefetcher(first_sample=bad_steps.first_sample(course.state))
+    prefetcher = built.open_prefetcher(first_sample=bad_steps.first_sample(course.state))
     reason = "the last iteration"
     stopped_by: Signals | None = None
 
@@ -86,8 +86,8 @@ def train(loop: Loop) -> TrainResult:
         # So that buckets can be updated during backward when nothing is clipped.
         optimizer.announce_step(rates, clip=clip_grad)
         # Every microbatch: forward, backward, and the reduction of its gradients.
-        loss = loop.runtime.step(batches)
-        numbers = loop.runtime.numbers
+        loss = built.runtime.step(batches)
+        numbers = built.runtime.numbers
         update = optimizer.step(rates, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
         step = Step.of(course.state, rates[logged], loss, update, numbers, batches)
         for part in parts:
@@ -102,9 +102,9 @@ def train(loop: Loop) -> TrainResult:
         # due, so that a step that went wrong is never saved or evaluated.
         checked = any(part.needs_checked_step and part.due(run) for part in parts)
         if checked:
-            loop.progress.check_last_step()
+            built.progress.check_last_step()
         if bad_steps.rollback_needed or request == RETURN:
-            go_back(loop)
+            go_back(built)
             if not course.is_last:
                 prefetcher.restart(bad_steps.first_sample(course.state))
                 continue
@@ -115,62 +115,62 @@ def train(loop: Loop) -> TrainResult:
             if part.due(run):
                 part.on_due(run)
         if checked:
-            loop.progress.restart_clock()  # the log's averages are those of training alone
+            built.progress.restart_clock()  # the log's averages are those of training alone
         for part in parts:
             part.after_step(run)
 
         if course.must_return:
-            go_back(loop)
+            go_back(built)
             prefetcher.restart(bad_steps.first_sample(course.state))
         elif course.early_stop_reason is not None:
             reason = course.early_stop_reason
-            loop.log.say(f" stopped after iteration {run.iteration}: {reason}")
+            built.log.say(f" stopped after iteration {run.iteration}: {reason}")
             break
         elif course.stopping:
             stopped_by = SIGNALS.get(request)
-            reason = loop.interrupts.reason(request) if request in STOPS else "--exit-interval"
-            loop.log.say(f" stopped by {reason} after iteration {run.iteration}")
+            reason = built.interrupts.reason(request) if request in STOPS else "--exit-interval"
+            built.log.say(f" stopped by {reason} after iteration {run.iteration}")
             break
 
     for part in parts:
         part.before_end(run)
     for part in parts:
         part.on_end(run)
-    loop.log.event(END, iteration=run.iteration, reason=reason)
+    built.log.event(END, iteration=run.iteration, reason=reason)
     if stopped_by is not None:
         # A launcher may end the other ranks as soon as one has ended with another status than 0:
         # not before rank 0 has closed its logs.
-        on_rank0(loop.log.close, loop.mesh.world)
-    return result_of(loop, stopped_by or loop.interrupts.stopped_by)
+        on_rank0(built.log.close, built.mesh.world)
+    return result_of(built, stopped_by or built.interrupts.stopped_by)
 
 
-def go_back(loop: Loop) -> None:
+def go_back(built: BuiltRun) -> None:
     """Return to the newest good checkpoint, or to the start. Collective. Raises CheckpointError,
     and TrainingError where the run has gone back too often, the same on every rank."""
-    returned = loop.checkpoints.go_back()
-    loop.bad_steps.rewind(returned)
-    seek(loop.inputs.training, returned.places)
-    loop.course.rewind(returned)
-    for part in loop.parts:
-        part.on_return(loop.run)
-    loop.interrupts.returned()
+    returned = built.checkpoints.go_back()
+    built.bad_steps.rewind(returned)
+    seek(built.inputs.training, returned.places)
+    built.course.rewind(returned)
+    for part in built.parts:
+        part.on_return(built.run)
+    built.interrupts.returned()
 
 
-def result_of(loop: Loop, stopped_by: Signals | None) -> TrainResult:
+def result_of(built: BuiltRun, stopped_by: Signals | None) -> TrainResult:
     """Return what the run has come to."""
-    last_step = loop.progress.last
-    evaluations = loop.course.evaluations
+    last_step = built.progress.last
+    evaluations = built.course.evaluations
     return TrainResult(
-        loop.run.config,
-        loop.run.iteration,
-        loop.run.consumed_samples,
+        built.run.config,
+        built.run.iteration,
+        built.run.consumed_samples,
         loss=last_step.loss if last_step is not None else None,
         grad_norm=last_step.grad_norm if last_step is not None else None,
-        losses=loop.progress.losses,
+        losses=built.progress.losses,
         numbers=last_step.counted if last_step is not None else {},
         validation_losses={at: evaluation.loss for at, evaluation in evaluations.items()},
         validation_numbers={at: evaluation.numbers for at, evaluation in evaluations.items()},
-        checkpoint=loop.checkpoints.newest,
-        export=loop.export.folder,
+        checkpoint=built.checkpoints.newest,
+        export=built.export.folder,
         stopped_by=stopped_by,
     )
