@@ -1,8 +1,8 @@
 """The loop of a run and its parts.
 
-In the order in which to read them: ``loop.py`` (the loop), ``callbacks.py`` (the hooks that users
-have), ``bad_steps.py`` (steps that must not stay), ``prefetch.py`` (batches and requests, a step
-ahead), ``progress.py`` (what becomes of a step in the log).
+In the order in which to read them: ``loop.py`` (the loop), ``callbacks.py`` (the hooks, which users
+have, too), ``build.py`` (what a run is built from, and the order of its parts), ``bad_steps.py``
+(steps that must not stay), ``prefetch.py`` (batches and requests, a step ahead).
 
-Nothing here reads options from a command line, opens samples or looks for checkpoints: what a run
-begins with comes from ``loop/``, complete."""
+Nothing here reads options from a command line, opens samples or looks for what --load names: a run
+gets its ``Inputs`` complete, from ``loop/``."""

@@ -216,8 +216,8 @@ class Callback:
         what it left. The time that this takes is left out of the log's averages."""
 
     def after_step(self, run: Run) -> None:
-        """Evaluation, checkpoint and whatever else was due after this step are done. Not called for
-        a step after which the run goes back."""
+        """Evaluation, checkpoint and whatever else was due after this step are done; ``on_save``
+        comes next. Not called for a step that the run takes back."""
 
     def on_return(self, run: Run) -> None:
         """The run has gone back to the checkpoint of ``run.iteration``, or to its start."""

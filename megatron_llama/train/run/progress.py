@@ -108,7 +108,7 @@ class Progress(Part):
 
     @property
     def last(self) -> Numbers | None:
-        """What the last step that was checked has found; None before the first."""
+        """The numbers of the last step that was checked; None before the first."""
         return self._checked.read() if self._checked is not None else None
 
     def rewind(self, iteration: int) -> None:
@@ -126,8 +126,8 @@ class Progress(Part):
             return
         mesh = self._mesh
         training = self._config.training
-        found = outcome.read()
-        self.losses[outcome.state.iteration] = found.loss
+        numbers = outcome.read()
+        self.losses[outcome.state.iteration] = numbers.loss
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
         tokens = self._samples * training.seq_length
@@ -144,10 +144,10 @@ class Progress(Part):
                 consumed_samples=outcome.state.consumed_samples,
                 learning_rate=lr,
                 global_batch_size=outcome.samples,
-                lm_loss=_finite(found.loss),
+                lm_loss=_finite(numbers.loss),
                 mean_lm_loss=self._good_losses / self._good if self._good else None,
-                grad_norm=_finite(found.grad_norm),
-                loss_scale=found.loss_scale,
+                grad_norm=_finite(numbers.grad_norm),
+                loss_scale=numbers.loss_scale,
                 skipped_iterations=self._skipped,
                 peak_memory_bytes=devices.peak_memory_bytes(mesh.device),
                 elapsed_ms=mean.elapsed_ms,
@@ -158,7 +158,7 @@ class Progress(Part):
                 exposed_comm_ms=mean.exposed_comm_ms,
                 eta_seconds=mean.eta_seconds,
                 compute=self._spread(interval),
-                numbers={name: _finite(value) for name, value in found.counted.items()},
+                numbers={name: _finite(value) for name, value in numbers.counted.items()},
                 names=self._names,
                 data_parallel_bytes=self._take_data_parallel_bytes(outcome.state.iteration),
             )
@@ -201,21 +201,23 @@ class Progress(Part):
         self._since = time.perf_counter()
 
     def _take_data_parallel_bytes(self, iteration: int) -> float:
-        """What a step has sent since the last line. A message may go out a moment later than its
-        step, so one line may have more and the next one less; over many nothing is lost."""
+        """Return the bytes that a step has sent since the last line. A message may go out a moment
+        later than its step, so one line may have more and the next one less; over many nothing is
+        lost."""
         sent = self._data_parallel_bytes()
-        found = (sent - self._sent) / (iteration - (self._sent_until or 0))
+        bytes_a_step = (sent - self._sent) / (iteration - (self._sent_until or 0))
         self._sent = sent
         self._sent_until = iteration
-        return found
+        return bytes_a_step
 
     def _data_parallel_bytes(self) -> int:
-        """What this rank has issued over the data-parallel axes so far, without evaluations."""
+        """Return the bytes that this rank has issued over the data-parallel axes so far, without
+        evaluations."""
         # Other threads add kinds of messages while the loop reads.
         recorder = self._mesh.recorder
         return sum(
-            one.bytes - recorder.evaluation_bytes[kind]
-            for kind, one in recorder.traffic.copy().items()
+            sent.bytes - recorder.evaluation_bytes[kind]
+            for kind, sent in recorder.traffic.copy().items()
             if kind[0].startswith("dp") and kind[1] != "receive"
         )
 

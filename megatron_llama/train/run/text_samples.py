@@ -61,7 +61,7 @@ class SampleTexts(Part):
             self._log.say(f" sample at iteration {run.iteration} | {text!r} | {continuation!r} |")
 
     def continuations(self) -> list[list[int]]:
-        """The new tokens of each prompt, without the end token. Collective."""
+        """Return the new tokens of each prompt, without the end token. Collective."""
         assert self._tokenizer is not None
         lengths = torch.tensor([len(prompt) for prompt in self._prompts])
         count = len(self._prompts)
@@ -71,13 +71,13 @@ class SampleTexts(Part):
         done = torch.zeros(count, dtype=torch.bool)
         columns = torch.arange(count)
         for _ in range(self._options.sample_tokens):
-            found = self._runtime.predict(
+            next_ids = self._runtime.predict(
                 Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))
             ).cpu()[lengths - 1, columns]
-            done |= found == self._tokenizer.eos_id
+            done |= next_ids == self._tokenizer.eos_id
             if done.all():
                 break
-            ids[lengths[~done], columns[~done]] = found[~done]
+            ids[lengths[~done], columns[~done]] = next_ids[~done]
             lengths += ~done
         return [
             ids[len(prompt) : lengths[column], column].tolist()
