@@ -54,6 +54,14 @@ def test_a_callback_does_what_the_saver_does(options: Options, tmp_path: Path) -
     assert again.grad_norm == straight.grad_norm
 
 
+def test_a_callback_saves_where_a_run_ends_early(options: Options, tmp_path: Path) -> None:
+    mine = Saves(tmp_path / "mine")
+    early = {"eval_interval": 1, "eval_iters": 1, "early_stop_patience": 1, "lr": 0.5}
+    result = ml.train(options, [mine], save=tmp_path / "own", **early)
+    assert result.iteration < 6 and result.checkpoint is not None
+    assert mine.paths[-1].name == result.checkpoint.name and meta(mine.paths[-1]) == meta(result.checkpoint)
+
+
 def saves_in_a_group(place: Place, options: Options, folder: Path) -> list[str]:
     mine = Saves(folder)
     ml.train(options, [mine], data_parallel_sharding_strategy="optim_grads_params", exit_interval=4)
@@ -164,7 +172,7 @@ class Moments(ml.Callback):
         return run.iteration == 2
 
     def on_due(self, run: ml.Run) -> None:
-        self.moments.append(f"due {run.is_last} {run.ends} {run.validation_loss}")
+        self.moments.append(f"due {run.is_last} {run.ends} {run.validation_loss is not None}")
 
     def after_step(self, run: ml.Run) -> None:
         self.moments.append(f"after {run.iteration} {run.validation_loss is not None}")
@@ -188,7 +196,7 @@ def test_the_moments_of_a_run_come_in_their_order(options: Options, tmp_path: Pa
     ml.train(options, [told], save=tmp_path, train_iters=3, eval_interval=2, eval_iters=1)
     assert told.moments == [
         *("start", "evaluation 0", "before 0", "step 1 scale 1", "after 1 False"),
-        *("before 1", "step 2 scale 1", "due False False None", "evaluation 2", "after 2 True"),
+        *("before 1", "step 2 scale 1", "evaluation 2", "due False False True", "after 2 True"),
         *("before 2", "step 3 scale 1", "evaluation 3", "after 3 True", "save iter_0000003"),
         *("before end True True", "end"),
     ]

@@ -168,15 +168,15 @@ def open_run(
             progress=progress,
             checkpoints=checkpoints,
             export=export,
-            # At each moment of a run they are called in this order. Users see a run begin before it
-            # evaluates. What is saved comes behind the comparison of copies, which may stop the
-            # run, and behind the evaluation, whose loss a checkpoint has and which may end the run.
-            # At the end what is saved is complete before it is exported, and only then.
+            # At each moment of a run they are called in this order. What is saved, by users too,
+            # comes behind the comparison of copies, which may stop the run, and behind the
+            # evaluation, whose loss a checkpoint has and which may end the run. At the end what is
+            # saved is complete before it is exported.
             parts=(
                 progress,
-                users,
                 replica_check,
                 Validation(config, mesh, evaluator, log, course, users),
+                users,
                 checkpoints,
                 SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts, log),
                 data_files,

@@ -256,6 +256,9 @@ class Part(Callback):
     """Whether ``on_due`` waits until the host knows that the step was a good one, which it learns
     one step later otherwise."""
 
+    def after_start(self, run: Run) -> None:
+        """All parts, and so the callbacks of users, have seen the run start."""
+
 
 class Callbacks(Part):
     """The callbacks of users on one rank, in their order, as one part of a run."""

@@ -43,7 +43,7 @@ class DataFiles(Part):
         """What is wrong with a file, as soon as it is known."""
         return self._check.problem if self._check is not None else None
 
-    def on_start(self, run: Run) -> None:
+    def after_start(self, run: Run) -> None:
         check = check_datasets(self._config, self._mesh, self._log.say)
         self._check = self._stack.enter_context(check)
 

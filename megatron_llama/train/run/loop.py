@@ -68,6 +68,8 @@ def train(built: BuiltRun) -> TrainResult:
 
     for part in parts:
         part.on_start(run)
+    for part in parts:
+        part.after_start(run)
     prefetcher = built.open_prefetcher(first_sample=bad_steps.first_sample(course.state))
     reason = "the last iteration"
     stopped_by: Signals | None = None

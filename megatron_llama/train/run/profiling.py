@@ -64,7 +64,7 @@ class Profiling(Part):
             atexit.register(self._profiler.stop)
         self._timeline.stop(write=error is None)
 
-    def on_start(self, run: Run) -> None:
+    def after_start(self, run: Run) -> None:
         self._timeline.touch()
 
     def before_step(self, run: Run) -> None:

@@ -98,7 +98,7 @@ class Validation(Part):
         interval = self._training.eval_interval
         return interval > 0 and (run.iteration % interval == 0 or run.is_last)
 
-    def on_start(self, run: Run) -> None:
+    def after_start(self, run: Run) -> None:
         if self._evaluator is not None:
             # Where no evaluation is due, at the start of a resumed run, it is in no curve.
             evaluation = self._evaluator.measure(
