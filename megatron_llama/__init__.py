@@ -5,8 +5,9 @@ at its first use. docs/api.md describes all of it."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from megatron_llama.api.verify import Verified, verify
     from megatron_llama.config.schema import Config
     from megatron_llama.errors import UserError
-    from megatron_llama.loop.callbacks import Callback, Run, Step
     from megatron_llama.sharding.engine import ModuleEngine
     from megatron_llama.sharding.optimizer import AdamW, group
     from megatron_llama.sharding.shard import shard
-    from megatron_llama.training import TrainResult
+    from megatron_llama.train.run.callbacks import Callback, Run, Step
+    from megatron_llama.train.run.result import TrainResult
 
 __version__: str  # found at its first use, as the others: it may take a call of git
 __all__ = (
@@ -60,17 +61,17 @@ __all__ = (
 _MODULES = MappingProxyType(
     {
         "AdamW": "sharding.optimizer",
-        "Callback": "loop.callbacks",
+        "Callback": "train.run.callbacks",
         "Config": "config.schema",
         "Converted": "api.convert",
         "Generated": "api.generate",
         "ModuleEngine": "sharding.engine",
         "Plan": "api.plan",
         "PlannedLayout": "api.plan",
-        "Run": "loop.callbacks",
+        "Run": "train.run.callbacks",
         "SavedHF": "api.save_hf",
-        "Step": "loop.callbacks",
-        "TrainResult": "training",
+        "Step": "train.run.callbacks",
+        "TrainResult": "train.run.result",
         "Trained": "api.common.trained",
         "UserError": "errors",
         "Verified": "api.verify",
@@ -87,6 +88,20 @@ _MODULES = MappingProxyType(
     }
 )
 """Where each of them is defined."""
+
+
+class _Package(ModuleType):
+    """A package in which a function may be called like a room, as ``train`` is.
+
+    The import of a submodule sets it as an attribute of its package. What users call has the name:
+    rooms are imported by ``from megatron_llama.train...``, which asks for no attribute."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

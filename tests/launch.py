@@ -321,7 +321,7 @@ def preload() -> None:
     import megatron_llama.model.generate
     import megatron_llama.plans.auto
     import megatron_llama.tokenizer.load
-    import megatron_llama.training  # noqa: F401
+    import megatron_llama.train.run.build  # noqa: F401
     import sentencepiece  # noqa: F401
     import tokenizers  # noqa: F401
 

@@ -21,11 +21,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
     *("errors", "files", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
-    *("sharding", "pipeline", "sft", "preference", "checkpoint", "conversion", "planner", "loop", "training", "api", "prove"),
+    *("sharding", "pipeline", "sft", "preference", "checkpoint", "conversion", "planner", "loop", "train", "api", "prove"),
     *("commands", "cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
-EXPORTED = ("errors", "config", "sharding", "loop", "training", "api")
+EXPORTED = ("errors", "config", "sharding", "train", "api")
 """The rooms of which ``megatron_llama/__init__.py`` names something."""
 TORCHLESS = ("config", "plans")
 HEAVY = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm", "jinja2")
@@ -63,9 +63,9 @@ def imports(path: Path, *, inside_functions: bool = True) -> Iterator[tuple[ast.
                 yield node, first.value
 
 
-def test_at_the_root_there_are_rooms_and_seven_files() -> None:
+def test_at_the_root_there_are_rooms_and_six_files() -> None:
     names = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "files.py", "training.py", "py.typed"}
+    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "files.py", "py.typed"}
     assert {room(path) for path in FILES} - {"__init__"} == set(ROOMS)
 
 
@@ -355,7 +355,7 @@ def test_each_line_of_the_page_of_inputs_names_a_test() -> None:
 def test_the_package_is_as_large_as_the_readme_says() -> None:
     """Within a twentieth: the figures are an order of magnitude, and no page to change with every line."""
     core, whole = re.findall(r"has\s([\d,]+)( lines)?[.;]", (ROOT / "README.md").read_text())
-    rooms = ("plans", "distributed", "nn", "model", "engine", "pipeline", "loop", "training.py")
+    rooms = ("plans", "distributed", "nn", "model", "engine", "pipeline", "loop", "train")
     lines = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in FILES}
     counted = sum(number for path, number in lines.items() if path.parts[0] in rooms and path.parts[:2] != ("engine", "offload"))
     for said, true in ((core[0], counted), (whole[0], sum(lines.values()))):

@@ -12,11 +12,11 @@ from megatron_llama.api.train import prepared, run_and_leave, run_training
 from megatron_llama.config.parse import Parsed
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import this_place
-from megatron_llama.loop.callbacks import Callback
 from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.option_problems import valid_options
 from megatron_llama.sft.sft_config import SFTConfig
-from megatron_llama.training import TrainResult, untrained
+from megatron_llama.train.run.callbacks import Callback
+from megatron_llama.train.run.result import TrainResult, untrained
 
 SECTIONS = (AlignConfig, SFTConfig, *TRAINING)
 """The options of a run."""

@@ -30,7 +30,6 @@ from megatron_llama.distributed.mesh import Axis, Mesh, init_mesh, placement_war
 from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.errors import ConfigError
-from megatron_llama.loop.callbacks import Callback
 from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
 from megatron_llama.loop.start import Start
 from megatron_llama.model.llama import score_rule
@@ -38,8 +37,10 @@ from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.planner.choice import Choice
 from megatron_llama.plans.checks.model import require_language_model
-from megatron_llama.training import TrainResult
-from megatron_llama.training import train as run_steps
+from megatron_llama.train.run.build import open_run
+from megatron_llama.train.run.callbacks import Callback
+from megatron_llama.train.run.loop import train as run_steps
+from megatron_llama.train.run.result import TrainResult
 
 SECTIONS = (*config_sections(), AutoParallelConfig)
 """The options of a run."""
@@ -165,7 +166,10 @@ def run_training(
             inputs = open_inputs(parsed, ready, mesh.world)
             if complete is not None:
                 inputs = complete(inputs, mesh)
-            return run_steps(inputs, mesh, background=background, lease=lease, callbacks=callbacks)
+            with open_run(
+                inputs, mesh, background=background, lease=lease, callbacks=callbacks
+            ) as built:
+                return run_steps(built)
 
 
 def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:

@@ -10,6 +10,10 @@ from typing import Any
 
 from megatron_llama.config.fields import Fields
 
+# Values of --on-bad-step.
+STOP = "stop"
+ROLLBACK = "rollback"
+
 
 @dataclass(frozen=True)
 class Skipped:

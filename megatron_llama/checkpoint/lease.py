@@ -50,6 +50,7 @@ from megatron_llama.distributed.launcher import job_name
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.distributed.processes import Process, this_process
 from megatron_llama.errors import LeaseError
+from megatron_llama.files import replacing
 
 PATTERN = re.compile(r"lease\.(\d+)\.json")
 DRAFT = ".draft"
@@ -260,16 +261,11 @@ def _write_in_place(held: Held, content: bytes) -> None:
 def _write_and_rename(held: Held, content: bytes) -> None:
     """Write a new file under the old name, where none can be written over: Databricks' /dbfs,
     goofys, rclone."""
-    draft = held.draft
-    try:
+    with replacing(held.path, temporary=held.draft) as draft:
         draft.write_bytes(content)
         looked = time.monotonic()
         if not held.is_own():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(held.path))
-        draft.replace(held.path)
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
     if time.monotonic() - looked > held.holder.period:
         # Stopped between look and rename for so long that another start may have come and gone. If
         # so, this has brought the file back; without it the next look says that it is lost.

@@ -72,6 +72,8 @@ class TrainState:
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The ``config.json`` that the model came with, which is no position; empty if there was
     none."""
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    """What the callbacks of users keep, by their names."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def meta_json(
         "training_data": state.data,
         **({} if state.places is None else {"stream_places": state.places}),
         **({"hf_config": dict(state.hf_config)} if state.hf_config else {}),
+        **({"callbacks": dict(state.callbacks)} if state.callbacks else {}),
         "optimizer_step": optimizer_step,
         **({"weight_sum": weight_sum} if weight_sum else {}),
         "loss_scale": loss_scale,
@@ -175,6 +178,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
                 fields.mapping("training_data", default=None, null=True),
                 _stream_places(fields),
                 fields.mapping("hf_config", default=None, null=True) or _listed_ids(saved_model),
+                fields.mapping("callbacks", default=None, null=True) or {},
             ),
             optimizer_step=fields.integer("optimizer_step"),
             weight_sum=fields.number("weight_sum", low=0, default=0.0),

@@ -231,7 +231,7 @@ def _measure(run: Parsed, options: EvaluateConfig) -> None:
 
     with prepared(run, this_place()) as (ready, mesh):
         from megatron_llama.loop.inputs import stream_samples
-        from megatron_llama.training import evaluate_only
+        from megatron_llama.train.run.forward import evaluate_only
 
         config = ready.config
         if config.training.eval_interval == 0:  # `check` switched it off
@@ -306,7 +306,7 @@ def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer)
         from megatron_llama.distributed.comm.object_collectives import on_rank0
         from megatron_llama.files import replace_file
         from megatron_llama.loop.scoring import Ask, Scorer, serve
-        from megatron_llama.training import forward_runtime
+        from megatron_llama.train.run.forward import forward_runtime
 
         config = ready.config
         runtime, state = forward_runtime(config, mesh)

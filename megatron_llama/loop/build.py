@@ -1,13 +1,9 @@
-"""The parts of a run, each built from the configuration and its inputs: loader, first weights, log
-and validation."""
+"""What a run is built from: loader, samples of evaluations, first weights and log."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-
-import torch
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import is_state, regions
@@ -19,7 +15,7 @@ from megatron_llama.checkpoint.finite import (
     merge_not_finite,
 )
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.saver import WARN, Saver
+from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
@@ -35,24 +31,15 @@ from megatron_llama.distributed.comm.object_collectives import (
 )
 from megatron_llama.distributed.mesh import Axis, Mesh, this_place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
-from megatron_llama.errors import CheckpointError, TrainingError
-from megatron_llama.loop.callbacks import Evaluation
+from megatron_llama.errors import CheckpointError
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, weights_of
 from megatron_llama.loop.take_over import take_over
 from megatron_llama.metrics.events import FAULT, tracked_runs
-from megatron_llama.metrics.log import (
-    LANGUAGE_MODEL,
-    LINES,
-    LossNames,
-    MetricLog,
-    MetricLogger,
-    ValidationRecord,
-)
+from megatron_llama.metrics.log import LINES, MetricLog, MetricLogger
 from megatron_llama.metrics.open_metrics import OpenMetrics
 from megatron_llama.metrics.trackers import Tracker, open_trackers
 from megatron_llama.model.init import InitialWeights, WithAdapters
-from megatron_llama.pipeline.runtime import PipelineRuntime
 
 
 def build_loader(
@@ -235,29 +222,6 @@ def _require_one_commit(folder: str, world: Axis) -> None:
         )
 
 
-def roll_back(
-    config: Config,
-    optimizer: OverlappedDistributedOptimizer,
-    mesh: Mesh,
-    saver: Saver,
-    log: MetricLog,
-    start: Start | None,
-) -> TrainState:
-    """Return to the newest good checkpoint of this run, or to ``start`` where there is none, after
-    ``saver.finish``. Collective. Raises CheckpointError."""
-    saver.rewind()
-    optimizer.reset()
-    checkpoint = saver.return_point
-    state = (
-        native.load(checkpoint, optimizer, mesh, config.model)
-        if checkpoint is not None
-        else load_or_init(config, optimizer, mesh, start)
-    )
-    log.rewind(state.iteration)
-    log.say(f" back to iteration {state.iteration}")
-    return state
-
-
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     """Open the log of this run, which rank 0 writes. Collective. Raises CheckpointError if the log
     cannot be written."""
@@ -287,84 +251,3 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     if config.log.job_name is not None:
         log.say(f" job {config.log.job_name}")
     return log
-
-
-class Validation:
-    """Evaluates the mean loss over the validation samples, the same ones every time."""
-
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        runtime: PipelineRuntime,
-        samples: Samples | None,
-        names: LossNames = LANGUAGE_MODEL,
-    ) -> None:
-        """``samples``: None in a run that never evaluates. ``names`` are those of the loss in the
-        log."""
-        self._names = names
-        self._training = config.training
-        self._runtime = runtime
-        self._world = mesh.world
-        if samples is not None:
-            self._batches = ValidationBatches(
-                config.training, samples, data_rank=mesh.data_rank, data_size=mesh.data_size
-            )
-
-    def due(self, state: TrainState, *, last: bool) -> bool:
-        """Whether the run evaluates after this step, which may be its last one."""
-        interval = self._training.eval_interval
-        return interval > 0 and (state.iteration % interval == 0 or last)
-
-    def early_stop_reason(self, log: MetricLog) -> str | None:
-        """Why the run should end, if the last --early-stop-patience evaluations have brought no
-        lower loss; else None. Collective."""
-        patience = self._training.early_stop_patience
-        if patience == 0:
-            return None
-        losses = broadcast_object(sorted(log.evaluated.items()), self._world)
-        best, least = min(losses, key=lambda entry: (entry[1], entry[0]))
-        since = sum(iteration > best for iteration, _ in losses)
-        if since < patience:
-            return None
-        return (
-            f"{since} evaluations without a lower loss than {least:.6E} of iteration {best} "
-            "(--early-stop-patience)"
-        )
-
-    def run(self, state: TrainState, log: MetricLog, *, last: bool) -> Evaluation | None:
-        """Evaluate, log what is found and return it; None in a run that never evaluates. Where no
-        evaluation is due, at the start of a resumed run, the loss is only printed. Collective.
-        Raises TrainingError, on every rank, if the loss is not finite."""
-        if self._training.eval_interval == 0:
-            return None
-        found = self._evaluate()
-        if not math.isfinite(found.loss):
-            where = f"validation loss at iteration {state.iteration}"
-            do = "look at the weights, or go back to an earlier checkpoint"
-            raise TrainingError(where, got=found.loss, expected="a finite number", do=do)
-        record = ValidationRecord(
-            state.iteration,
-            state.consumed_samples,
-            found.loss,
-            found.count,
-            found.numbers,
-            self._names,
-        )
-        log.write_validation(record, in_curve=self.due(state, last=last))
-        return found
-
-    def _evaluate(self) -> Evaluation:
-        total = 0.0
-        counted = 0.0
-        sums = torch.zeros_like(self._runtime.sums)
-        for batches in self._batches:
-            loss, count = self._runtime.evaluate(batches)
-            total += float(loss) * float(count)
-            counted += float(count)
-            sums += self._runtime.sums
-        means = self._runtime.objective.means(sums)
-        numbers = {name: float(value) for name, value in means.items()}
-        # Nothing was there to count, for example no bad answer among those that are held out.
-        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        return Evaluation(total / max(counted, 1.0), int(counted), numbers)

@@ -19,6 +19,7 @@ from megatron_llama.checkpoint.adapters import saved_lora, takes_up
 from megatron_llama.checkpoint.carried import NO_FILES, Carried
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.failures import require_writable
+from megatron_llama.checkpoint.history import ROLLBACK
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples, with_epochs
@@ -46,8 +47,8 @@ from megatron_llama.distributed.comm.object_collectives import (
 )
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import ConfigError, DataError, listing
-from megatron_llama.loop.bad_steps import ROLLBACK
 from megatron_llama.loop.carried_files import carried_files
+from megatron_llama.loop.prompts import Prompt, encoded_prompts
 from megatron_llama.loop.start import (
     AUTO,
     Start,
@@ -63,7 +64,6 @@ from megatron_llama.loop.start import (
 )
 from megatron_llama.loop.take_over import require_adam, sample_lines, update_lines
 from megatron_llama.loop.text_inputs import text_samples
-from megatron_llama.loop.text_samples import Prompt, encoded_prompts
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
 from megatron_llama.metrics.open_metrics import require_port
 from megatron_llama.pipeline.objective import Objective

@@ -25,7 +25,6 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import CheckpointError, counted
-from megatron_llama.loop.prefetch import Interrupts
 from megatron_llama.metrics.events import FAULT
 from megatron_llama.metrics.log import MetricLog
 
@@ -69,13 +68,15 @@ class WeightCheck:
         every rank, with those that differ."""
         self._wait(math.inf, lambda: False)
 
-    def wait_before_save(self, log: MetricLog, interrupts: Interrupts, *, stopping: bool) -> None:
+    def wait_before_save(
+        self, log: MetricLog, was_asked_to_stop: Callable[[], bool], *, stopping: bool
+    ) -> None:
         """Wait as long as a save may wait, and say if it does not wait for all files. Collective.
         Raises CheckpointError, on every rank, with those that differ."""
         if self._is_done:
             return
         seconds = 0.0 if stopping or self._has_waited else WEIGHT_CHECK_SECONDS
-        self._wait(seconds, lambda: interrupts.stopped_by is not None)
+        self._wait(seconds, was_asked_to_stop)
         if not self._is_done and (stopping or not self._has_waited):
             self._say_what_is_left(log, stopping=stopping)
         self._has_waited = True
@@ -86,12 +87,14 @@ class WeightCheck:
         if not self._is_done and checkpoint is not None and checkpoint not in self._saved:
             self._saved.append(checkpoint)
 
-    def wait_at_end(self, log: MetricLog, interrupts: Interrupts, *, stopped: bool) -> bool:
+    def wait_at_end(
+        self, log: MetricLog, was_asked_to_stop: Callable[[], bool], *, stopped: bool
+    ) -> bool:
         """Wait for all files, unless the run was asked to stop, and return whether they are
         compared. Collective. Raises CheckpointError, on every rank, with those that differ."""
         if self._is_done or stopped:
             return self._is_done
-        self._wait(math.inf, lambda: interrupts.stopped_by is not None)
+        self._wait(math.inf, was_asked_to_stop)
         if not self._is_done:
             self._say_what_is_left(log, stopping=True)
         return self._is_done

@@ -19,7 +19,6 @@ from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import UserError, counted
-from megatron_llama.loop.callbacks import Callback, Run, Step
 from megatron_llama.loop.start import AUTO, begins_anew, named_start
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.plans.memory import sized
@@ -31,6 +30,7 @@ from megatron_llama.prove.logs import FP32_ROUNDING, OURS, LoggedStep, Number, R
 from megatron_llama.prove.materials import parsed_options
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import one_process
+from megatron_llama.train.run.callbacks import Callback, Run, Step
 
 MOST_LINES, FEWEST_LINES = 16, 3
 """Of the log, that are compared."""

@@ -17,15 +17,15 @@ from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.checkpoint.chunks import is_state, state_key
 from megatron_llama.checkpoint.columns import MOMENTS
 from megatron_llama.checkpoint.container import Box
+from megatron_llama.checkpoint.history import ROLLBACK
 from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.loop.bad_steps import ROLLBACK
-from megatron_llama.loop.callbacks import Callback, Run, Step
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.materials import Materials, parsed_options
 from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.train.run.callbacks import Callback, Run, Step
 
 OUTPUT = "output"
 """Folder of what the ranks of a run have printed."""

@@ -275,6 +275,7 @@ META: dict[str, tuple[dict[str, object], str]] = {
         "history skipped[0] iteration: got -1, expected an integer of at least 0",
     ),
     "places": ({"stream_places": [[[1, 2]]]}, "stream_places: got [1, 2], expected 4 numbers"),
+    "callbacks": ({"callbacks": 3}, "callbacks: got 3, expected an object"),
     "data": ({"training_data": 3}, "training_data: got 3, expected an object"),
     "model": ({"model": None}, "model: got None, expected an object"),
     "version": ({"format_version": True}, "format_version: got True, expected 1"),

@@ -17,6 +17,7 @@ from megatron_llama.cli import main
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.errors import CheckpointError
+from megatron_llama.train.run import build
 
 from tests.conversion.test_hf import written
 from tests.e2e.product import EVALUATED, VOCAB_SIZE, Product, contents, words
@@ -148,7 +149,7 @@ def test_a_refusal_that_only_the_run_knows_is_noticed(product: Product, monkeypa
     def refuse(config: object) -> None:
         raise CheckpointError("moon", got="full", expected="new", do="wait")
 
-    monkeypatch.setattr("megatron_llama.training.require_outputs", refuse)
+    monkeypatch.setattr(build, "require_outputs", refuse)
     with pytest.raises(RehearsalError, match="the run: moon: got full"):
         main(product.command())
     assert {"pretrain", "sft", "align"} == set(TRAINING)

@@ -24,7 +24,8 @@ from megatron_llama.engine.update_rule import AdamW
 from megatron_llama.errors import TrainingError
 from megatron_llama.loop.inputs import open_inputs
 from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.training import train
+from megatron_llama.train.run.build import open_run
+from megatron_llama.train.run.loop import train
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -303,7 +304,8 @@ def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
 
     AdamW.step = faulty  # type: ignore[assignment]
     try:
-        train(open_inputs(config, mesh.world), mesh)
+        with open_run(open_inputs(config, mesh.world), mesh) as built:
+            train(built)
     except TrainingError as error:
         return str(error)
     finally:

@@ -34,15 +34,17 @@ from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.replicas import check_replicas
-from megatron_llama.loop.bad_steps import BadSteps
-from megatron_llama.loop.prefetch import Interrupts, Prefetcher
-from megatron_llama.loop.progress import Progress
-from megatron_llama.loop.timeline_recorder import Notes
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.resolve import problems, resolve
+from megatron_llama.train.run.bad_steps import BadSteps
+from megatron_llama.train.run.callbacks import Step
+from megatron_llama.train.run.course import Course
+from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
+from megatron_llama.train.run.progress import Progress
+from megatron_llama.train.run.timeline_recorder import Notes
 from tools.stream_check.events import Event, Site
 from tools.stream_check.rank import name_buffers, recorded
 from tools.stream_check.recording import DEVICE, Recording, RecordingError
@@ -122,7 +124,8 @@ class _Run:
             runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
             log = cast(MetricLog, _NoLog())
             bad_steps = BadSteps(config, mesh, log, NO_HISTORY)
-            progress = Progress(config, mesh, log, bad_steps)
+            course = Course(TrainState(0, 0), bad_steps.is_last)
+            progress = Progress(config, mesh, log, bad_steps, course)
             loader = cast(BatchLoader, _Loader(self._batches, grows=self._layout.grows))
             prefetcher = Prefetcher(
                 loader, mesh.world, Interrupts(), first_sample=0, device=mesh.device
@@ -136,7 +139,9 @@ class _Run:
                 if last and self._layout.end == "reduced":
                     break
                 update = optimizer.step(_LR, clip=clip, skip_update=bad_steps.skip_update(loss))
-                progress.record_step(TrainState(iteration, 0), _LR, loss, update, {}, last=last)
+                state = TrainState(iteration, 0)
+                step = Step.of(state, _LR, loss, update, {}, batches)
+                progress.record_step(state, step, last=last)
                 prefetcher.agreed_request()
                 if iteration == 2:
                     progress.check_last_step()

@@ -21,7 +21,7 @@ from tools.stream_check import recording as recordings
 WAITS = frozenset({"wait_event", "wait_stream", "record_event", "record", "synchronize", "host_event", "copy_to_host", "wait_for_copies"})
 ELSEWHERE = frozenset({"host", "planner", "commands"})
 """Folders of the package that no run on a device enters while it trains."""
-IDLE = frozenset({"megatron_llama/loop/profiling.py", "megatron_llama/loop/timeline_recorder.py:TimelineRecorder"})
+IDLE = frozenset({"megatron_llama/train/run/profiling.py", "megatron_llama/train/run/timeline_recorder.py:TimelineRecorder"})
 """They wait so that a profile and a timeline begin and end with an idle device, and order nothing."""
 SOME = (
     "optim, between steps",
@@ -112,8 +112,8 @@ WHERE_THE_HOST_WAITS = frozenset(
         "megatron_llama/engine/offload/copies.py",  # to close
         "megatron_llama/engine/offload/exact.py",
         "megatron_llama/model/init.py",
-        "megatron_llama/loop/bad_steps.py",
-        "megatron_llama/loop/progress.py",  # at log lines
+        "megatron_llama/train/run/bad_steps.py",
+        "megatron_llama/train/run/progress.py",  # at log lines
     }
 )
 

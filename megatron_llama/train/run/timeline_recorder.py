@@ -189,8 +189,7 @@ class TimelineRecorder:
     def __init__(
         self, config: Config, mesh: Mesh, log: MetricLog, settle: Callable[[], None]
     ) -> None:
-        """``settle`` waits until nothing of the optimizer is in flight. Raises CheckpointError, on
-        every rank, if the file cannot be written."""
+        """``settle`` waits until nothing of the optimizer is in flight."""
         self._config = config
         self._mesh = mesh
         self._log = log
@@ -201,12 +200,16 @@ class TimelineRecorder:
         self._iterations: list[int] = []
         self._offset = 0.0
         self._error = 0.0
-        if self._file is not None:
-            # A file that cannot be written is an error before the first step, not after the last.
-            with raise_on_all_ranks(mesh.world), writing(self._file):
-                if mesh.rank == 0:
-                    self._file.parent.mkdir(parents=True, exist_ok=True)
-                    self._file.touch()
+
+    def touch(self) -> None:
+        """Make the file, if one is wanted: one that cannot be written is an error before the first
+        step, not after the last. Collective. Raises CheckpointError on every rank."""
+        if self._file is None:
+            return
+        with raise_on_all_ranks(self._mesh.world), writing(self._file):
+            if self._mesh.rank == 0:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.touch()
 
     def before(self, iteration: int) -> None:
         """Called before the step that follows ``iteration`` steps. Collective where the recording

@@ -11,8 +11,8 @@ import torch
 from megatron_llama.config.schema import Config, LogConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.loop.profiling import Profiling
 from megatron_llama.metrics.log import LINES, MetricLog
+from megatron_llama.train.run.profiling import Profiling
 
 
 def test_an_error_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_llama.loop.prefetch import ASKED, CONTINUE, RETURN, SAVE, SAVE_NOW, Interrupts
+from megatron_llama.train.run.prefetch import ASKED, CONTINUE, RETURN, SAVE, SAVE_NOW, Interrupts
 
 
 def test_a_save_that_was_asked_for_comes_after_a_return() -> None:

@@ -14,11 +14,12 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.loop.timeline_recorder import TimelineRecorder
 from megatron_llama.metrics.log import MetricLog
+from megatron_llama.train.run.callbacks import Part, Run
+from megatron_llama.train.run.timeline_recorder import TimelineRecorder
 
 
-class Profiling:
+class Profiling(Part):
     """Traces the steps after ``profile_step_start`` up to and including ``profile_step_end``, on
     the ranks of ``profile_ranks``.
 
@@ -34,8 +35,7 @@ class Profiling:
         restart_clock: Callable[[], None],
     ) -> None:
         """``settle`` waits until nothing of the optimizer is in flight. ``restart_clock`` leaves
-        the time that beginning and writing take out of the log's averages. Raises
-        CheckpointError, on every rank, if the timeline cannot be written."""
+        the time that beginning and writing take out of the log's averages."""
         self._options = config.log
         self._mesh = mesh
         self._log = log
@@ -63,6 +63,12 @@ class Profiling:
             # ends with a profiler at work crashes.
             atexit.register(self._profiler.stop)
         self._timeline.stop(write=error is None)
+
+    def after_start(self, run: Run) -> None:
+        self._timeline.touch()
+
+    def before_step(self, run: Run) -> None:
+        self.before(run.iteration)
 
     def before(self, iteration: int) -> None:
         """Called before the step that follows ``iteration`` steps. Raises CheckpointError, on every

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import staging
-from megatron_llama.checkpoint.history import History, Skipped
+from megatron_llama.checkpoint.history import ROLLBACK, STOP, History, Skipped
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import RefusedSave
 from megatron_llama.checkpoint.storage_paths import local_folder
@@ -36,21 +36,19 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import TrainingError, describe
 from megatron_llama.files import replacing
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.metrics.readback import Readback
+from megatron_llama.train.run.callbacks import Step
 
 FILE_NAME = "skipped.jsonl"
-STOP = "stop"
-ROLLBACK = "rollback"
 SPIKE = "loss spike"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step leaves on the device. Nothing of it has been read."""
+    """The numbers of a step on the device, of which none has been read."""
 
     state: TrainState
     """The state after the step."""
@@ -113,78 +111,76 @@ class BadSteps:
             self._write_file()
 
     def _window(self, history: History) -> Tensor:
-        """The losses of the last good steps, newest last. Where there are too few the rest is NaN,
-        which makes the mean and so the limit NaN: no loss is greater than that."""
+        """Return the losses of the last good steps, newest last. Where there are too few the rest
+        is NaN, which makes the mean and so the limit NaN: no loss is greater than that."""
         size = self._training.loss_spike_window if self._training.loss_spike_factor else 0
         losses = [math.nan] * size + list(history.good_losses)
         return torch.tensor(losses[len(losses) - size :], dtype=torch.float64, device=self._device)
 
     def next_state(self, state: TrainState) -> TrainState:
-        """The state after the step that follows ``state``. Samples that are left out count as
-        consumed."""
+        """Return the state after the step that follows ``state``. Samples that are left out count
+        as consumed."""
         first = self.first_sample(state)
         self._size = self._sizes.at(first)
         return replace(state, iteration=state.iteration + 1, consumed_samples=first + self._size)
 
     def first_sample(self, state: TrainState) -> int:
-        """The first sample of the step that follows ``state``."""
+        """Return the first sample of the step that follows ``state``."""
         return self._history.first_sample(state.consumed_samples, self._sizes.at)
 
     def is_last(self, state: TrainState) -> bool:
-        """Whether no step follows: all iterations are done, or with --epochs there are no samples
-        left but those that are left out."""
+        """Return whether no step follows: all iterations are done, or with --epochs there are no
+        samples left but those that are left out."""
         end = self._sizes.end
         return state.iteration >= self._training.train_iters or (
             end > 0 and self.first_sample(state) >= end
         )
 
     def skip_update(self, loss: Tensor) -> Tensor:
-        """Whether the step with this loss must leave the weights unchanged: 0 or 1, 0-dim fp64 on
-        the device."""
+        """Return whether the step with this loss must leave the weights unchanged: 0 or 1, 0-dim
+        fp64 on the device."""
         bad = loss.isfinite().logical_not()
         if self._training.loss_spike_factor:
             self._limit = self._losses.mean() * self._training.loss_spike_factor
             bad = bad | (loss > self._limit)
         return bad.to(torch.float64)
 
-    def outcome(
-        self, state: TrainState, loss: Tensor, update: StepResult, counted: Mapping[str, Tensor]
-    ) -> Outcome:
-        """The outcome of the step for which ``skip_update`` was called last; its kernels need not
-        have run. ``counted`` is what the objective counts beside the loss, 0-dim each."""
+    def outcome(self, state: TrainState, step: Step) -> Outcome:
+        """Return the outcome of the step for which ``skip_update`` was called last, and which leads
+        to ``state``. Its kernels need not have run."""
         if self._training.loss_spike_factor:
-            longer = torch.cat([self._losses[1:], loss.reshape(1)])
-            self._losses = torch.where(update.skipped > 0, self._losses, longer)
+            longer = torch.cat([self._losses[1:], step.loss.reshape(1)])
+            self._losses = torch.where(step.skipped > 0, self._losses, longer)
         return Outcome(
             state,
             self._size,
             Readback(
                 (
-                    loss,
-                    update.grad_norm,
-                    update.skipped,
-                    update.loss_scale,
+                    step.loss,
+                    step.grad_norm,
+                    step.skipped,
+                    step.loss_scale,
                     self._limit,
-                    *counted.values(),
+                    *step.numbers.values(),
                 )
             ),
-            tuple(counted),
+            tuple(step.numbers),
         )
 
     def check(self, step: Outcome) -> bool:
-        """Read a step's outcome and act on it. Returns whether it was a good step.
+        """Read a step's outcome, act on it, and return whether it was a good step.
 
         Sets ``rollback_needed`` when the run has to return to an earlier state. Raises
         TrainingError, the same on every rank, when it must not go on."""
         training = self._training
-        found = step.read()
-        loss = found.loss
-        norm = found.grad_norm
-        if not found.skipped and math.isfinite(loss):
+        numbers = step.read()
+        loss = numbers.loss
+        norm = numbers.grad_norm
+        if not numbers.skipped and math.isfinite(loss):
             if training.on_bad_step != ROLLBACK and self._history.bad_in_a_row:
                 self._history = replace(self._history, bad_in_a_row=0)
             return True
-        overflow = training.fp16 and found.loss_scale > training.min_loss_scale
+        overflow = training.fp16 and numbers.loss_scale > training.min_loss_scale
         if not math.isfinite(loss):
             self._act(step, "loss", loss)
         elif math.isfinite(norm):
@@ -196,15 +192,15 @@ class BadSteps:
     def _act(self, step: Outcome, reason: str, value: float) -> None:
         last = step.state.consumed_samples - 1
         iteration = step.state.iteration
-        found = Skipped(iteration, last + 1 - step.samples, last, reason, value)
+        bad_step = Skipped(iteration, last + 1 - step.samples, last, reason, value)
         if self._training.on_bad_step == STOP:
-            raise TrainingError(self._message(step, found))
+            raise TrainingError(self._message(step, bad_step))
         row = self._history.bad_in_a_row + 1
         self._history = replace(
-            self._history, skipped=(*self._history.skipped, found), bad_in_a_row=row
+            self._history, skipped=(*self._history.skipped, bad_step), bad_in_a_row=row
         )
-        self._write_line(found)
-        samples = f"samples {found.first_sample} to {found.last_sample} are left out"
+        self._write_line(bad_step)
+        samples = f"samples {bad_step.first_sample} to {bad_step.last_sample} are left out"
         self._log.say(f" warning: {reason} {value:.6g} at iteration {iteration}: {samples}")
         if row > self._training.max_bad_steps:
             allowed = f"at most {self._training.max_bad_steps} (--max-bad-steps)"
@@ -217,7 +213,7 @@ class BadSteps:
             )
         self.rollback_needed = self._training.on_bad_step == ROLLBACK
 
-    def _message(self, step: Outcome, found: Skipped) -> str:
+    def _message(self, step: Outcome, bad_step: Skipped) -> str:
         kept = (
             "the weights were not changed by it"
             if self._clips
@@ -226,19 +222,19 @@ class BadSteps:
         do = (
             f"lower --lr, look at the data of this step, or resume from the last checkpoint; {kept}"
         )
-        where = f"{found.reason} at iteration {found.iteration}"
+        where = f"{bad_step.reason} at iteration {bad_step.iteration}"
         expected = "a finite number"
-        if found.reason == SPIKE:
+        if bad_step.reason == SPIKE:
             factor = self._training.loss_spike_factor
             window = self._training.loss_spike_window
             expected = (
                 f"at most {step.read().limit:.6g}, {factor:g} times the mean of the last {window} "
                 "good steps (--loss-spike-factor)"
             )
-        return describe(where, got=found.value, expected=expected, do=do)
+        return describe(where, got=bad_step.value, expected=expected, do=do)
 
     def with_history(self, state: TrainState) -> TrainState:
-        """``state`` as a checkpoint keeps it. Every step before it has been checked."""
+        """Return ``state`` as a checkpoint keeps it. Every step before it has been checked."""
         losses = tuple(loss for loss in self._losses.tolist() if not math.isnan(loss))
         # With a rollback the bad steps in a row are those after the checkpoint, not before it.
         row = 0 if self._training.on_bad_step == ROLLBACK else self._history.bad_in_a_row
@@ -275,14 +271,14 @@ class BadSteps:
         """Write the file anew, with what the history knows: an interrupted run may have written
         lines that its checkpoint does not know."""
         if self._file is not None and (self._history.skipped or self._file.exists()):
-            lines = "".join(json.dumps(one.entry()) + "\n" for one in self._history.skipped)
+            lines = "".join(json.dumps(skipped.entry()) + "\n" for skipped in self._history.skipped)
             with (
                 writing(self._file),
                 replacing(self._file, temporary=staging(self._file), synced=True) as temporary,
             ):
                 temporary.write_bytes(lines.encode())
 
-    def _write_line(self, found: Skipped) -> None:
+    def _write_line(self, bad_step: Skipped) -> None:
         if self._file is not None:
             with writing(self._file), self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found.entry()) + "\n")
+                file.write(json.dumps(bad_step.entry()) + "\n")

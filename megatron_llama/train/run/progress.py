@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from functools import partial
-
-from torch import Tensor
 
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.optimizer import StepResult
-from megatron_llama.loop.bad_steps import BadSteps, Numbers, Outcome
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
+from megatron_llama.train.run.bad_steps import BadSteps, Numbers, Outcome
+from megatron_llama.train.run.callbacks import Part, Run, Step
+from megatron_llama.train.run.course import Course
 
 
-class Progress:
+class Progress(Part):
     """Checks every step and logs every ``log_interval``-th one and the last."""
 
     def __init__(
@@ -31,6 +29,7 @@ class Progress:
         mesh: Mesh,
         log: MetricLog,
         bad_steps: BadSteps,
+        course: Course,
         names: LossNames = LANGUAGE_MODEL,
     ) -> None:
         """``names`` are those of the loss in the log."""
@@ -38,6 +37,7 @@ class Progress:
         self._mesh = mesh
         self._log = log
         self._bad_steps = bad_steps
+        self._course = course
         self._names = names
         training = config.training
         self._work = Work(
@@ -66,31 +66,30 @@ class Progress:
         self._good_losses = 0.0
         """Summed over the good steps since the last line."""
 
-    def record_step(
-        self,
-        state: TrainState,
-        lr: float,
-        loss: Tensor,
-        update: StepResult,
-        counted: Mapping[str, Tensor],
-        *,
-        last: bool,
-    ) -> None:
+    def on_step(self, run: Run, step: Step) -> None:
+        self.record_step(self._course.state, step, last=run.is_last)
+
+    def on_return(self, run: Run) -> None:
+        self.rewind(run.iteration)
+
+    def before_end(self, run: Run) -> None:
+        self.check_last_step()
+
+    def record_step(self, state: TrainState, step: Step, *, last: bool) -> None:
         """Record the step that leads to ``state`` and has been issued, and check the one before it.
-        ``counted`` is what the objective counts beside the loss. ``last``: it is the last one of
-        the run. Raises TrainingError if the run must not go on."""
+        ``last``: it is the last one of the run. Raises TrainingError if the run must not go on."""
         if self._sent_until is None:
             self._sent_until = state.iteration - 1
         self.check_last_step()
         if self._bad_steps.rollback_needed:
             return
-        outcome = self._bad_steps.outcome(state, loss, update, counted)
+        outcome = self._bad_steps.outcome(state, step)
         self._pending = outcome
         self._steps += 1
         self._samples += outcome.samples
         self._log.advance()
         if last or state.iteration % self._config.log.log_interval == 0:
-            self._write(outcome, lr)
+            self._write(outcome, step.lr)
 
     def check_last_step(self) -> None:
         """Wait for the last step and check it, unless that was done. Raises TrainingError, the same
@@ -109,7 +108,7 @@ class Progress:
 
     @property
     def last(self) -> Numbers | None:
-        """What the last step that was checked has found; None before the first."""
+        """The numbers of the last step that was checked; None before the first."""
         return self._checked.read() if self._checked is not None else None
 
     def rewind(self, iteration: int) -> None:
@@ -127,8 +126,8 @@ class Progress:
             return
         mesh = self._mesh
         training = self._config.training
-        found = outcome.read()
-        self.losses[outcome.state.iteration] = found.loss
+        numbers = outcome.read()
+        self.losses[outcome.state.iteration] = numbers.loss
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
         tokens = self._samples * training.seq_length
@@ -145,10 +144,10 @@ class Progress:
                 consumed_samples=outcome.state.consumed_samples,
                 learning_rate=lr,
                 global_batch_size=outcome.samples,
-                lm_loss=_finite(found.loss),
+                lm_loss=_finite(numbers.loss),
                 mean_lm_loss=self._good_losses / self._good if self._good else None,
-                grad_norm=_finite(found.grad_norm),
-                loss_scale=found.loss_scale,
+                grad_norm=_finite(numbers.grad_norm),
+                loss_scale=numbers.loss_scale,
                 skipped_iterations=self._skipped,
                 peak_memory_bytes=devices.peak_memory_bytes(mesh.device),
                 elapsed_ms=mean.elapsed_ms,
@@ -159,7 +158,7 @@ class Progress:
                 exposed_comm_ms=mean.exposed_comm_ms,
                 eta_seconds=mean.eta_seconds,
                 compute=self._spread(interval),
-                numbers={name: _finite(value) for name, value in found.counted.items()},
+                numbers={name: _finite(value) for name, value in numbers.counted.items()},
                 names=self._names,
                 data_parallel_bytes=self._take_data_parallel_bytes(outcome.state.iteration),
             )
@@ -202,21 +201,23 @@ class Progress:
         self._since = time.perf_counter()
 
     def _take_data_parallel_bytes(self, iteration: int) -> float:
-        """What a step has sent since the last line. A message may go out a moment later than its
-        step, so one line may have more and the next one less; over many nothing is lost."""
+        """Return the bytes that a step has sent since the last line. A message may go out a moment
+        later than its step, so one line may have more and the next one less; over many nothing is
+        lost."""
         sent = self._data_parallel_bytes()
-        found = (sent - self._sent) / (iteration - (self._sent_until or 0))
+        bytes_a_step = (sent - self._sent) / (iteration - (self._sent_until or 0))
         self._sent = sent
         self._sent_until = iteration
-        return found
+        return bytes_a_step
 
     def _data_parallel_bytes(self) -> int:
-        """What this rank has issued over the data-parallel axes so far, without evaluations."""
+        """Return the bytes that this rank has issued over the data-parallel axes so far, without
+        evaluations."""
         # Other threads add kinds of messages while the loop reads.
         recorder = self._mesh.recorder
         return sum(
-            one.bytes - recorder.evaluation_bytes[kind]
-            for kind, one in recorder.traffic.copy().items()
+            sent.bytes - recorder.evaluation_bytes[kind]
+            for kind, sent in recorder.traffic.copy().items()
             if kind[0].startswith("dp") and kind[1] != "receive"
         )
 

@@ -1,0 +1,198 @@
+"""A run is built: engine, first weights, log, and the parts in the order in which they come."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+
+from megatron_llama.checkpoint.background import BackgroundSaver
+from megatron_llama.checkpoint.lease import Lease
+from megatron_llama.checkpoint.saver import Saver
+from megatron_llama.conversion.export import FinalExport
+from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.loop.banner import already_finished, banner
+from megatron_llama.loop.build import (
+    build_loader,
+    find_not_finite_at_start,
+    load_or_init,
+    open_log,
+    read_first_step,
+    warn_of_start,
+)
+from megatron_llama.loop.facts import run_facts
+from megatron_llama.loop.inputs import Inputs, require_outputs
+from megatron_llama.loop.start import folder_from_elsewhere
+from megatron_llama.loop.weight_check import begin_weight_check
+from megatron_llama.metrics.events import FAULT, START
+from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.train.run.bad_steps import BadSteps
+from megatron_llama.train.run.callbacks import Callback, Callbacks, Run
+from megatron_llama.train.run.checkpoints import Checkpoints
+from megatron_llama.train.run.course import Course
+from megatron_llama.train.run.data_files import DataFiles
+from megatron_llama.train.run.export import Export
+from megatron_llama.train.run.loop import BuiltRun
+from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
+from megatron_llama.train.run.profiling import Profiling
+from megatron_llama.train.run.progress import Progress
+from megatron_llama.train.run.replica_check import ReplicaCheck
+from megatron_llama.train.run.text_samples import SampleTexts
+from megatron_llama.train.run.validation import Evaluator, Validation
+
+
+@contextmanager
+def open_run(
+    inputs: Inputs,
+    mesh: Mesh,
+    *,
+    background: BackgroundSaver | None = None,
+    lease: Lease | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[BuiltRun]:
+    """Build what ``train`` needs, say what the run is about to do, and close all of it in the end.
+    Collective.
+
+    ``background``, if given, writes the checkpoints while training goes on. ``lease``, if given,
+    has been taken: it keeps other runs out of --save. ``callbacks`` are called on this rank. Raises
+    UserError, the same on every rank."""
+    started = time.monotonic()
+    config = inputs.config
+    with raise_on_all_ranks(mesh.world):
+        read_first_step(inputs, (mesh.data_rank,), mesh.data_size)
+        if mesh.rank == 0:
+            require_outputs(config)
+    for line in (*inputs.lines, *banner(inputs, mesh)) if mesh.rank == 0 else ():
+        print(f" {line}", flush=True)
+
+    with ExitStack() as stack:
+        # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
+        if mesh.rank == 0:
+            minutes = config.training.exit_duration_in_mins
+            interrupts = Interrupts(config.checkpoint.save, minutes=minutes, since=started)
+        else:
+            interrupts = Interrupts()
+        # Left last: a launcher that has seen another rank end sends SIGTERM at once, and this one
+        # has to close what follows, and to say which rank it was (``api/common/watched.py``).
+        stack.enter_context(interrupts)
+        stages = build_stages(config, mesh)
+        steps_per_epoch = -(-len(inputs.training) // config.training.global_batch_size)
+        optimizer = stack.enter_context(
+            closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch))
+        )
+        replica_check = ReplicaCheck(config, optimizer, mesh)
+        loader = build_loader(
+            config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
+        )
+        runtime = PipelineRuntime(
+            stages, optimizer, mesh, config, dtype=compute_dtype(config), objective=inputs.objective
+        )
+        with mesh.recorder.outside_steps("loading the weights"):
+            # The run begins to train before all files are compared, and keeps nothing until then.
+            weights_folder = folder_from_elsewhere(config.checkpoint, inputs.start)
+            weight_check = stack.enter_context(
+                begin_weight_check(weights_folder, mesh.world, in_background=True)
+            )
+            begin = partial(load_or_init, config, optimizer, mesh, inputs.start)
+            state = begin()
+            not_finite = find_not_finite_at_start(config, optimizer, mesh, inputs.start)
+        # From here on the run writes to --save. Nothing before this line has, so that a run that
+        # cannot start leaves the folder as it was.
+        saver = Saver(
+            config,
+            mesh,
+            optimizer,
+            inputs.tokenizer,
+            background,
+            inputs.identity,
+            inputs.carried,
+            lease,
+            begins_finite=not not_finite,
+        )
+        log = stack.enter_context(open_log(config, mesh, state))
+        if lease is not None:
+            lease.tell_loss(log.abandon)
+        facts = run_facts(inputs, mesh)
+        log.event(START, reached=log.reached, trackers=log.tracked, **facts)
+        warn_of_start(not_finite, config, log)
+        # What the watch says of hanging ranks outlives this process in the file of events.
+        mesh.recorder.told = lambda words: log.tell(FAULT, words=words)
+        interrupts.listen()
+        # What has been built lives as long as the run. The garbage collector would look at it again
+        # and again, on every rank at another moment, while the others wait.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+
+        bad_steps = BadSteps(config, mesh, log, state.history)
+        course = Course(state, bad_steps.is_last)
+        users = Callbacks(callbacks, course, mesh.recorder)
+        progress = Progress(config, mesh, log, bad_steps, course, inputs.names)
+        evaluator = (
+            Evaluator(config, mesh, runtime, inputs.validation, inputs.names)
+            if inputs.validation is not None
+            else None
+        )
+        checkpoints = Checkpoints(
+            inputs,
+            mesh,
+            optimizer,
+            saver,
+            log,
+            bad_steps,
+            course,
+            interrupts,
+            begin=begin,
+            weight_check=weight_check,
+            callbacks=users,
+        )
+        data_files = stack.enter_context(DataFiles(config, mesh, log))
+        profiling = stack.enter_context(
+            Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
+        )
+        final_export = FinalExport(config, mesh, optimizer, inputs.tokenizer, inputs.carried)
+        export = Export(final_export, checkpoints, course, log, mesh.recorder)
+        if course.is_last:
+            log.say(f" {already_finished(inputs)}")
+        yield BuiltRun(
+            inputs=inputs,
+            mesh=mesh,
+            optimizer=optimizer,
+            runtime=runtime,
+            log=log,
+            run=Run(config, mesh, course, interrupts, checkpoints.write),
+            course=course,
+            interrupts=interrupts,
+            bad_steps=bad_steps,
+            progress=progress,
+            checkpoints=checkpoints,
+            export=export,
+            # At each moment of a run they are called in this order. What is saved, by users too,
+            # comes behind the comparison of copies, which may stop the run, and behind the
+            # evaluation, whose loss a checkpoint has and which may end the run. At the end what is
+            # saved is complete before it is exported.
+            parts=(
+                progress,
+                replica_check,
+                Validation(config, mesh, evaluator, log, course, users),
+                users,
+                checkpoints,
+                SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts, log),
+                data_files,
+                profiling,
+                export,
+            ),
+            open_prefetcher=partial(
+                Prefetcher,
+                loader,
+                mesh.world,
+                interrupts,
+                device=mesh.device,
+                checks=(data_files, weight_check),
+            ),
+        )

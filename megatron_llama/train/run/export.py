@@ -1,0 +1,40 @@
+"""The model of a run as a HuggingFace folder, when the run is complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_llama.conversion.export import FinalExport
+from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.metrics.log import MetricLog
+from megatron_llama.train.run.callbacks import Part, Run
+from megatron_llama.train.run.checkpoints import Checkpoints
+from megatron_llama.train.run.course import Course
+
+
+class Export(Part):
+    """Writes --export-hf, unless the run was only interrupted."""
+
+    def __init__(
+        self,
+        final_export: FinalExport,
+        checkpoints: Checkpoints,
+        course: Course,
+        log: MetricLog,
+        recorder: Recorder,
+    ) -> None:
+        self._final_export = final_export
+        self._checkpoints = checkpoints
+        self._course = course
+        self._log = log
+        self._recorder = recorder
+        self.folder: Path | None = None
+        """Where the model is; None if none was written."""
+
+    def before_end(self, run: Run) -> None:
+        # What is published has begun with weights that are known to be sound.
+        if self._course.is_complete and self._checkpoints.are_weights_compared:
+            with self._recorder.outside_steps("exporting"):
+                self.folder = self._final_export.write(
+                    self._course.state, self._checkpoints.newest, self._log
+                )
