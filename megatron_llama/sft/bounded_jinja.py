@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import BuiltinMethodType, MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateRuntimeError
@@ -135,7 +135,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[_JOIN] = self._join
         self.filters[_WALK] = self._walked
         for name in _COMPARING & self.tests.keys():
-            self.tests[name] = self._bounded_test(self.tests[name])
+            self.tests[name] = self._bounded_test(cast(Callable[..., bool], self.tests[name]))
 
     def bound(self, name: str, function: Callable[..., Any]) -> None:
         """Add a filter, whose results are counted."""
@@ -306,7 +306,9 @@ def _walk(node: nodes.Expr) -> nodes.Expr:
     """Return an expression whose value is counted, unless it is a constant."""
     if isinstance(node, nodes.Const):
         return node
-    return nodes.Filter(node, _WALK, [], [], None, None).set_lineno(node.lineno)
+    walk = nodes.Filter(node, _WALK, [], [], None, None)
+    walk.set_lineno(node.lineno)
+    return walk
 
 
 def _bound_comparison(comparison: nodes.Compare) -> None:
@@ -321,8 +323,9 @@ def _bound_comparison(comparison: nodes.Compare) -> None:
 
 
 def _is_constant(node: nodes.Expr) -> bool:
-    listed = isinstance(node, nodes.List | nodes.Tuple)
-    return isinstance(node, nodes.Const) or (listed and all(map(_is_constant, node.items)))
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return all(map(_is_constant, node.items))
+    return isinstance(node, nodes.Const)
 
 
 def _length(value: Any) -> int:

@@ -207,7 +207,7 @@ def hold(folder: str, replaces: bool, connection: Connection) -> None:
         patch.setattr(leases, "this_process", lambda: replace(this_process(), boot="another"))
         patch.setattr(leases, "DISK", Pace(0.02, 120.0))
         if not replaces:
-            patch.setattr(Path, "replace", lambda *_: os.rmdir("/proc/self"))  # which is refused
+            patch.setattr(os, "replace", lambda *_: os.rmdir("/proc/self"))  # which is refused
         lease.take(WORLD)
         connection.send(lease.notes)
         connection.recv()
