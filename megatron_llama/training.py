@@ -18,12 +18,12 @@ from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.export import FinalExport
 from megatron_llama.data.text_stream import seek
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     on_rank0,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.replicas import check_replicas, has_replicas

@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed import groups
 from megatron_llama.distributed import mesh as meshes
 from megatron_llama.distributed.comm import collectives, exchange, p2p
 from megatron_llama.distributed.comm.host import gloo
@@ -232,7 +233,7 @@ def installed(seconds: float = 60.0) -> Iterator[Transport]:
     """A section in which tensors of the device travel by NCCL's rules. Collective."""
     transport = Transport(seconds)
     with ExitStack() as patches:
-        for module in (meshes, collectives, exchange, p2p):
+        for module in (meshes, groups, collectives, exchange, p2p):
             patches.enter_context(mock.patch.object(module, "dist", transport))
         for module in (collectives, exchange):
             for name in ("all_gather_single", "reduce_scatter_single"):

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.plans.buckets import BucketPlan, module_bucket_plan
-from megatron_llama.plans.memory import state_bytes
+from megatron_llama.plans.engine_memory import state_bytes
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.specs import module_units, unit_predicate, unit_specs
 

@@ -23,10 +23,12 @@ from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.watch import Watch
+from megatron_llama.distributed.join import this_place
 from megatron_llama.distributed.launcher import Place, fix_sums
-from megatron_llama.distributed.mesh import Axis, Mesh, init_mesh, placement_warnings, this_place
+from megatron_llama.distributed.mesh import init_mesh, placement_warnings
 from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.errors import ConfigError

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_llama.engine.optimizer import ShardPiece
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, ShardPiece
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of every parameter that AdamW updates, in fp32 or bf16."""

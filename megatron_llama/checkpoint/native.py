@@ -64,6 +64,7 @@ from megatron_llama.checkpoint.storage import (
 )
 from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     all_gather_float,
     broadcast_object,
@@ -71,24 +72,21 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.buckets import BucketKind, in_blocks
+from megatron_llama.plans.engine_memory import keeps_fp32
 from megatron_llama.plans.itemsize import EIGHT_BIT, FP32
-from megatron_llama.plans.memory import keeps_fp32
 from megatron_llama.plans.params import (
     MUON,
     SCHEDULE_FREE,
-    HFSlice,
-    ParamSpec,
-    Rectangle,
     adapter_shapes,
     hf_shapes,
     stage_units,
     whole_model,
 )
+from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron_llama.config.schema import Config, OptimizerConfig
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.host.gloo import carries
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.offload.build import build_update_rules
 from megatron_llama.engine.offload.copies import Copies
@@ -22,9 +22,10 @@ from megatron_llama.engine.optimizer import (
     Transport,
 )
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
-from megatron_llama.plans.memory import chunk_problem
+from megatron_llama.plans.buckets import BucketPlan, strategy_named
+from megatron_llama.plans.engine_memory import chunk_problem
 from megatron_llama.plans.params import param_groups
+from megatron_llama.plans.rank_buckets import rank_bucket_plan
 
 
 def compute_dtype(config: Config) -> torch.dtype:

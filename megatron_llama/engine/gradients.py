@@ -36,10 +36,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce
 from megatron_llama.distributed.comm.host.gloo import carries
 from megatron_llama.distributed.comm.streams import Future, Stream
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.plans.buckets import (
     REDUCTIONS_IN_FLIGHT,
     STAGED_REDUCTIONS,

@@ -23,11 +23,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm import exchange
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.parameters import ParameterBuckets
@@ -36,7 +36,7 @@ from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
 from megatron_llama.plans.buckets import ALIGN, BucketKind, BucketPlan, PlacedParam, in_blocks
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.plans.weight_access import WeightAccess
 
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -276,7 +276,7 @@ class OverlappedDistributedOptimizer:
     @property
     def memory(self) -> dict[str, list[Tensor]]:
         """All tensors that live as long as the engine, by the components of
-        ``plans.memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
+        ``engine_memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
         also in two components: what counts is the first one."""
         states = [
             tensor
@@ -487,7 +487,7 @@ class OverlappedDistributedOptimizer:
         count it."""
         # In blocks of ALIGN (64) elements, which no boundary of a bucket or shard cuts, and then in
         # fp64: so the norm does not depend on how the model is cut. The largest temporary is one
-        # number for each block, which plans/memory.py counts.
+        # number for each block, which plans/engine_memory.py counts.
         squared_norm: Tensor = (
             torch.linalg.vector_norm(self.gradients.shards[bucket].view(-1, ALIGN), dim=1)
             .square_()

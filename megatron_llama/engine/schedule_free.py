@@ -21,7 +21,7 @@ from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.update_rule import Shard, UpdateRule
 from megatron_llama.nn.kernels.choice import runs_kernels
-from megatron_llama.plans.memory import UPDATE_PIECE
+from megatron_llama.plans.engine_memory import UPDATE_PIECE
 
 
 class ScheduleFreeAdamW(UpdateRule):

@@ -22,9 +22,9 @@ from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.moments import Moment, Tables, open_moment
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.buckets import BucketKind, Segment
+from megatron_llama.plans.engine_memory import UPDATE_PIECE, keeps_fp32
 from megatron_llama.plans.itemsize import EIGHT_BIT
-from megatron_llama.plans.memory import UPDATE_PIECE, keeps_fp32
-from megatron_llama.plans.params import ParamSpec
+from megatron_llama.plans.specs import ParamSpec
 
 
 @dataclass(frozen=True)

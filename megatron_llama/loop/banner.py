@@ -9,7 +9,7 @@ from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.data.text_stream import text_streams
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.errors import counted
 from megatron_llama.loop.inputs import Inputs, passes_over

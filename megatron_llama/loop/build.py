@@ -29,6 +29,7 @@ from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.text_stream import text_streams
 from megatron_llama.data.verification import DatasetCheck, seen_files, share_of
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     all_gather_object,
@@ -36,7 +37,7 @@ from megatron_llama.distributed.comm.object_collectives import (
     broadcast_object,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Axis, Mesh, this_place
+from megatron_llama.distributed.join import this_place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.errors import CheckpointError, TrainingError
 from megatron_llama.loop.callbacks import Evaluation

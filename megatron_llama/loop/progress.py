@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.loop.bad_steps import BadSteps, Numbers, Outcome
 from megatron_llama.metrics.flops import flops_per_token, peak_flops

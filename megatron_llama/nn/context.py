@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.autograd import start_all_gather, start_reduce_scatter
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.p2p import exchange
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn import sliding
 from megatron_llama.nn.attention import (
     LONGEST_MASKED,

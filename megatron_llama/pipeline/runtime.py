@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm import p2p
 from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.attention import Documents
 from megatron_llama.nn.backward import backward
@@ -37,7 +37,8 @@ from megatron_llama.plans.schedule import (
     forward_only,
     schedule_named,
 )
-from megatron_llama.plans.weight_access import WeightAccess, rank_weight_accesses
+from megatron_llama.plans.stage_accesses import rank_weight_accesses
+from megatron_llama.plans.weight_access import WeightAccess
 
 
 class Engine(Protocol):

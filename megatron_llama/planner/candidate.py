@@ -16,7 +16,8 @@ from megatron_llama.planner.simulate import StageTimes, simulate, tail
 from megatron_llama.planner.steps import StepTime, block_time, host_wait, straggling, update_bytes
 from megatron_llama.planner.training_job import Machine, TrainingJob, job_of
 from megatron_llama.plans.buckets import BucketPlan, strategy_named
-from megatron_llama.plans.memory import MemoryPlan, state_bytes
+from megatron_llama.plans.engine_memory import state_bytes
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.schedule import SCHEDULES, Op
 from megatron_llama.plans.traffic import StepTraffic
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import (
     all_gather_object,
     broadcast_object,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.sharding.names import clean_name

@@ -12,17 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_llama.config.schema import (
-    Config,
-    OffloadConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZenFlowConfig,
-)
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.errors import ConfigError, counted, describe, listing
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, module_bucket_plan, strategy_named

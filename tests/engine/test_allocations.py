@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.presets import PRESETS
-from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed import mesh as meshes
 from megatron_llama.distributed.mesh import build_mesh
@@ -23,11 +24,13 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.llama import build_stages
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.plans import offload as plans
-from megatron_llama.plans.buckets import module_bucket_plan, rank_bucket_plan, shard_count
-from megatron_llama.plans.checks.zenflow import hot_column_count
-from megatron_llama.plans.memory import MemoryPlan, staging_bytes, state_bytes
+from megatron_llama.plans.buckets import module_bucket_plan
+from megatron_llama.plans.engine_memory import staging_bytes, state_bytes
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.offload import offload_plan
+from megatron_llama.plans.rank_buckets import rank_bucket_plan, shard_count
 from megatron_llama.plans.resolve import resolve
+from megatron_llama.plans.zenflow import hot_column_count
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig, ZenFlowConfig
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.nn.param_handle import ParamHandle
 from megatron_llama.plans.buckets import PlacedParam, module_bucket_plan, strategy_named
-from megatron_llama.plans.params import HFSlice, ParamSpec, Rectangle, UnitSpec
+from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.offload.zenflow import columns as in_parts
 from megatron_llama.engine.offload.zenflow.columns import (
     AT_ONCE,
@@ -26,9 +26,10 @@ from megatron_llama.engine.offload.zenflow.columns import (
 )
 from megatron_llama.engine.offload.zenflow.schedule import AutoInterval, Intervals, Step, UpdateWindows
 from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
-from megatron_llama.plans.buckets import BucketPlan, Segment, rank_bucket_plan
-from megatron_llama.plans.checks.zenflow import hot_column_count
-from megatron_llama.plans.params import HFSlice, ParamSpec
+from megatron_llama.plans.buckets import BucketPlan, Segment
+from megatron_llama.plans.rank_buckets import rank_bucket_plan
+from megatron_llama.plans.specs import HFSlice, ParamSpec
+from megatron_llama.plans.zenflow import hot_column_count
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.presets import PRESETS
-from megatron_llama.config.schema import Config, OffloadConfig, TrainingConfig
+from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.offload.build import Neighbour, place_among
 from megatron_llama.engine.offload.copies import Copy, HostCopies
@@ -31,9 +32,9 @@ from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.engine.update_rule import AdamW, adamw_step
 from megatron_llama.errors import OffloadError, TrainingError
 from megatron_llama.model.llama import build_stages
-from megatron_llama.plans.buckets import rank_bucket_plan
-from megatron_llama.plans.memory import state_bytes
+from megatron_llama.plans.engine_memory import state_bytes
 from megatron_llama.plans.offload import offload_plan
+from megatron_llama.plans.rank_buckets import rank_bucket_plan
 from megatron_llama.plans.resolve import resolve
 from torch import Tensor
 

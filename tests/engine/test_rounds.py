@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.streams import Future, InlineStream, Stream, open_stream
 from megatron_llama.distributed.comm.worker import Task, Work
 from megatron_llama.distributed.data_mesh import data_mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
 from megatron_llama.plans.buckets import PlacedParam, module_bucket_plan, strategy_named
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 
 from tests.harness import Cluster
 

@@ -18,9 +18,9 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import Positions, build_stages
 from megatron_llama.nn.param_handle import param_handle_of
-from megatron_llama.plans.buckets import rank_bucket_plan
-from megatron_llama.plans.memory import host_buffer_bytes, squares_bytes, state_bytes
+from megatron_llama.plans.engine_memory import host_buffer_bytes, squares_bytes, state_bytes
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
+from megatron_llama.plans.rank_buckets import rank_bucket_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.model.llama import Positions, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs

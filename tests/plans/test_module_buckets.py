@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 from megatron_llama.plans.buckets import ALIGN, OWN_SLOT_POOL, BucketPlan, module_bucket_plan
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.plans.prefetch import PrefetchPlan, gathers
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -28,10 +28,10 @@ from megatron_llama.conversion.hf import writer
 from megatron_llama.data import loader
 from megatron_llama.data.loader import Batch, BatchLoader, BlendedSamples
 from megatron_llama.data.megatron_order import MegatronStream
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.comm.collectives import DONE, Pending
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine import build as engine_build
 from megatron_llama.engine import lr
 from megatron_llama.engine import optimizer as engine
@@ -50,7 +50,8 @@ from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans import params, zigzag
-from megatron_llama.plans.params import LORA_A, ParamSpec, Rectangle, Shapes
+from megatron_llama.plans.params import LORA_A, Shapes
+from megatron_llama.plans.specs import ParamSpec, Rectangle
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.pool import WorkerPool

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.schema import Config, DataConfig, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig
+from megatron_llama.config.offload import OffloadConfig
+from megatron_llama.config.schema import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.prove.case import Case

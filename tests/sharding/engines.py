@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron_llama.config.schema import Config, OffloadConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.offload import OffloadConfig
+from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.nn.param_handle import ParamHandle
-from megatron_llama.plans.buckets import module_bucket_plan, shard_count
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.plans.buckets import module_bucket_plan
+from megatron_llama.plans.rank_buckets import shard_count
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.sharding.initial import first_values
 from megatron_llama.sharding.optimizer import AdamW, ParameterGroup, parameter_groups
 from megatron_llama.sharding.values import ModuleValues

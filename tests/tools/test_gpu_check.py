@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.memory import MemoryPlan, sized
+from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.memory import MemoryPlan
 from tools.gpucheck import ab
 from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
 from tools.gpucheck.figures import UNMEASURED

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_llama.config.schema import Config, ModelConfig, ZenFlowConfig
-from megatron_llama.plans.buckets import rank_bucket_plan
-from megatron_llama.plans.checks.zenflow import longest_window
+from megatron_llama.config.offload import ZenFlowConfig
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.plans.offload import EXACT, NONE, ZENFLOW, offload_plan
+from megatron_llama.plans.rank_buckets import rank_bucket_plan
+from megatron_llama.plans.zenflow import longest_window
 
 NEVER = 1e9
 ALWAYS = 1e-9

@@ -21,7 +21,7 @@ from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.worker import HostWorker
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 from tools.compare_sharding import random_batches
 from tools.offload.catalogue import Mode, configuration, elements
 from tools.offload.modelled import ModelledCopies, ModelledWorker, Speeds, compute

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.nn.loss import cross_entropy
 from megatron_llama.nn.ops import at_least_fp32
 

@@ -17,16 +17,15 @@ from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.columns import column_pieces
 from megatron_llama.checkpoint.history import NO_HISTORY
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.schema import (
     Config,
     LogConfig,
     LoraConfig,
     ModelConfig,
-    OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
-    ZenFlowConfig,
 )
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed import device as devices

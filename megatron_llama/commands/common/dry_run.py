@@ -28,7 +28,8 @@ from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
-from megatron_llama.plans.memory import MemoryPlan, sized, state_bytes
+from megatron_llama.plans.engine_memory import sized, state_bytes
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.params import (
     adapter_shapes,
     hf_shapes,
@@ -40,7 +41,7 @@ from megatron_llama.plans.schedule import Schedule
 from megatron_llama.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.distributed.mesh import Axis
+    from megatron_llama.distributed.axes import Axis
     from megatron_llama.loop.start import Start
     from megatron_llama.planner.choice import Choice
 
@@ -97,7 +98,7 @@ class Imagined:
 
     def __init__(self, world_size: int, *, strict: bool, node: int) -> None:
         """``node`` of the processes are on one machine; 0: unknown."""
-        from megatron_llama.distributed.mesh import Mesh
+        from megatron_llama.distributed.axes import Mesh
 
         self._world_size = world_size
         self._strict = strict

@@ -39,7 +39,7 @@ from megatron_llama.conversion.tensor_map import TensorReader
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of, tokenizer_in
 from megatron_llama.conversion.torch_file import TorchFile, TorchWeights
 from megatron_llama.errors import CheckpointError, describe, listing
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 
 class MetaReader:

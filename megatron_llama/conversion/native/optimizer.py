@@ -17,7 +17,7 @@ from megatron_llama.conversion.optimizer_state import STATES, OptimizerState
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.plans.itemsize import EIGHT_BIT
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 Section = TypeVar("Section", OptimizerConfig, TrainingConfig, DataConfig)
 

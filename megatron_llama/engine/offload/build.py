@@ -10,10 +10,10 @@ import torch
 
 from megatron_llama.config.schema import Config, OptimizerConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.host_memory import free_bytes
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.distributed.network import machine_name
+from megatron_llama.distributed.machine import machine_name
 from megatron_llama.engine.muon import Muon
 from megatron_llama.engine.offload.copies import Copies, open_copies
 from megatron_llama.engine.offload.exact import ExactOffload
@@ -23,11 +23,12 @@ from megatron_llama.engine.offload.zenflow.schedule import Intervals
 from megatron_llama.engine.schedule_free import ScheduleFreeAdamW
 from megatron_llama.engine.update_rule import AdamW, UpdateRule, UpdateRules
 from megatron_llama.errors import OffloadError, describe
-from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan
-from megatron_llama.plans.checks.zenflow import AUTO, longest_window, selection_steps, sends_fp32
-from megatron_llama.plans.memory import sized, state_bytes
+from megatron_llama.plans.buckets import BucketPlan
+from megatron_llama.plans.engine_memory import sized, state_bytes
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
 from megatron_llama.plans.params import MUON, SCHEDULE_FREE
+from megatron_llama.plans.rank_buckets import rank_bucket_plan
+from megatron_llama.plans.zenflow import AUTO, longest_window, selection_steps, sends_fp32
 
 
 def build_update_rules(
@@ -52,7 +53,7 @@ def build_update_rules(
     makes the exact offload wait at once, for comparison. ``steps_per_epoch`` is 0 where an epoch
     has no meaning. ``groups`` has the options of each group of parameters, by default those of
     ``config`` for the only one. ``grad_divisor`` is what gradients are divided by, whether they are
-    clipped or not. ``find_unused``: see ``plans.memory.state_bytes``.
+    clipped or not. ``find_unused``: see ``plans.engine_memory.state_bytes``.
 
     Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are
     missing."""

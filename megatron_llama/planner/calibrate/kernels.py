@@ -14,7 +14,7 @@ import torch
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages

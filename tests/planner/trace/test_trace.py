@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import build_stages
@@ -19,9 +19,10 @@ from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.rank import settle_in, state_of, step, trace_rank
 from megatron_llama.planner.trace.run import RunTracer, trace_run
 from megatron_llama.planner.traced import StageTrace, Trace
-from megatron_llama.plans.memory import MemoryPlan, state_bytes
+from megatron_llama.plans.engine_memory import state_bytes
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.schedule import schedule_named
-from megatron_llama.plans.weight_access import rank_weight_accesses
+from megatron_llama.plans.stage_accesses import rank_weight_accesses
 
 from tests.oracle.flops import step_flops
 from tests.oracle.messages import step_messages

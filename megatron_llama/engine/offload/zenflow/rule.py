@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.distributed.comm.worker import Task
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
