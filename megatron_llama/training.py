@@ -24,8 +24,6 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
-from megatron_llama.engine.build import build_optimizer, compute_dtype
-from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.replicas import check_replicas, has_replicas
 from megatron_llama.loop.bad_steps import BadSteps
 from megatron_llama.loop.banner import already_finished, banner
@@ -54,7 +52,9 @@ from megatron_llama.loop.text_samples import SampleTexts
 from megatron_llama.metrics.events import END, FAULT, START
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+from megatron_llama.plans.lr import learning_rate
 from megatron_llama.plans.params import logged_group, param_groups
 
 

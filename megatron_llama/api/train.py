@@ -30,7 +30,6 @@ from megatron_llama.distributed.join import this_place
 from megatron_llama.distributed.launcher import Place, fix_sums
 from megatron_llama.distributed.mesh import init_mesh, placement_warnings
 from megatron_llama.distributed.orphan import ending_with_launcher
-from megatron_llama.engine.build import compute_dtype
 from megatron_llama.errors import ConfigError
 from megatron_llama.loop.callbacks import Callback
 from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
@@ -38,6 +37,7 @@ from megatron_llama.loop.start import Start
 from megatron_llama.model.llama import score_rule
 from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
+from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.planner.choice import Choice
 from megatron_llama.plans.checks.model import require_language_model
 from megatron_llama.training import TrainResult

@@ -72,20 +72,13 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
-from megatron_llama.engine.build import compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.plans.buckets import BucketKind, in_blocks
 from megatron_llama.plans.engine_memory import keeps_fp32
-from megatron_llama.plans.itemsize import EIGHT_BIT, FP32
-from megatron_llama.plans.params import (
-    MUON,
-    SCHEDULE_FREE,
-    adapter_shapes,
-    hf_shapes,
-    stage_units,
-    whole_model,
-)
+from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, MUON, SCHEDULE_FREE
+from megatron_llama.plans.params import adapter_shapes, hf_shapes, stage_units, whole_model
 from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 

@@ -32,7 +32,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.errors import ClusterError
 from megatron_llama.plans.params import has_tied_head, kv_copies, partition_of
-from megatron_llama.plans.rank_buckets import shard_count
+from megatron_llama.plans.run_engine import shard_count
 from megatron_llama.plans.schedule import Op, StagePlacement, connection_order
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules
-from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
+from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.plans.buckets import ALIGN, BucketKind, BucketPlan, PlacedParam, in_blocks
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.plans.specs import Rectangle

@@ -32,9 +32,9 @@ from megatron_llama.nn.attention import (
     causal_attention,
     merge,
 )
-from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.sliding import DocumentIds, sliding_attention
 from megatron_llama.nn.sliding_context import sliding_context_attention
+from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.plans.zigzag import (
     Piece,
     chunk_length,

@@ -25,7 +25,7 @@ from megatron_llama.nn.backward import backward
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
 from megatron_llama.nn.loss import TokenWeights, argmax, cross_entropy
-from megatron_llama.nn.ops import at_least_fp32
+from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.pipeline.microbatch import Microbatch
 from megatron_llama.pipeline.objective import NextToken, Objective, StepLoss
 from megatron_llama.plans.params import partition_of

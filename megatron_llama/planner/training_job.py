@@ -14,7 +14,7 @@ from megatron_llama.plans.buckets import strategy_named
 from megatron_llama.plans.itemsize import compute_itemsize
 from megatron_llama.plans.offload import EXACT, NONE
 from megatron_llama.plans.params import Shapes, stage_units, whole_model
-from megatron_llama.plans.rank_buckets import shard_count
+from megatron_llama.plans.run_engine import shard_count
 from megatron_llama.plans.schedule import SCHEDULES
 from megatron_llama.plans.specs import ParamSpec
 from megatron_llama.plans.zenflow import longest_window, sends_fp32

@@ -10,7 +10,7 @@ from megatron_llama.plans.buckets import AUTO, BY_TRAFFIC
 from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.memory import USABLE, MemoryPlan
 from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.rank_buckets import by_unit
+from megatron_llama.plans.run_engine import by_unit
 
 FEWEST_SLOTS = 2
 

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_llama.plans.engine_options import EngineOptions
 from megatron_llama.plans.specs import ParamSpec, Rectangle, UnitSpec, rectangles
 
 Slot = tuple[int, int]
@@ -286,19 +287,32 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
     return _bucket_plan(units, closed, shards, slots, parameters, gradients)
 
 
+def stage_bucket_plan(
+    units: Sequence[UnitSpec], options: EngineOptions, *, shards: int
+) -> BucketPlan:
+    """Returns the bucket plan of a rank's pipeline stages. ``units`` are in forward order."""
+    slots = _slots(options)
+    if strategy_named(options.strategy).by_unit:
+        return bucket_plan_by_unit(units, shards=shards, slots=slots)
+    return bucket_plan_by_size(units, shards=shards, cap=options.bucket_size, slots=slots)
+
+
+def _slots(options: EngineOptions) -> Slots:
+    """Returns the numbers of slots that buckets share by a strategy."""
+    strategy = strategy_named(options.strategy)
+    return Slots(
+        options.param_slots if strategy.by_unit else None,
+        options.grad_slots
+        if strategy.reduce_every_microbatch and not options.find_unused
+        else None,
+    )
+
+
 def module_bucket_plan(
-    units: Sequence[UnitSpec],
-    *,
-    strategy: str,
-    shards: int,
-    param_slots: int | None,
-    grad_slots: int | None,
-    cap: int,
+    units: Sequence[UnitSpec], options: EngineOptions, *, shards: int
 ) -> BucketPlan:
     """Returns the bucket plan of a user's model. ``units`` are in the order in which its modules
-    are registered; ``strategy`` is a --data-parallel-sharding-strategy; None for ``param_slots`` or
-    ``grad_slots`` gives every bucket a slot of its own; ``cap`` is the most elements of a bucket
-    that is filled by size.
+    are registered.
 
     Where parameters are gathered before each access there is one bucket for each unit and kind, and
     units share slots with their like (``_pools``). Elsewhere buckets are filled by size, and only
@@ -306,11 +320,8 @@ def module_bucket_plan(
     several units share, because its gradient is complete only when the last of them has written.
     What is in no unit (``is_root_part``) has parameter slots of its own, because nobody knows when
     it is read; its gradients share slots among themselves (``_root_pools``)."""
-    found = strategy_named(strategy)
-    slots = Slots(
-        param_slots if found.by_unit else None,
-        grad_slots if found.reduce_every_microbatch else None,
-    )
+    slots = _slots(options)
+    gathers_units = strategy_named(options.strategy).by_unit
     users: dict[str, tuple[int, ...]] = {}
     for index, unit in enumerate(units):
         for spec in unit.params:
@@ -336,7 +347,7 @@ def module_bucket_plan(
             apart.add(spec.name)
             if not shared and not kind.needs_own_slot:
                 at_root.add(spec.name)
-        by_unit = found.by_unit or (spec.name in apart and slots.gradients is not None)
+        by_unit = gathers_units or (spec.name in apart and slots.gradients is not None)
         if not shared and (kind.needs_own_slot or not by_unit):
             numbers = ()
         together.setdefault((kind, numbers), []).append(spec)
@@ -344,7 +355,7 @@ def module_bucket_plan(
         [
             specs
             for (_, numbers), all_specs in together.items()
-            for specs in ([all_specs] if numbers else _fill(all_specs, cap))
+            for specs in ([all_specs] if numbers else _fill(all_specs, options.bucket_size))
         ],
         reverse,
         shards,

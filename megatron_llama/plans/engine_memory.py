@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 from megatron_llama.plans.buckets import (
     ALIGN,
@@ -16,16 +15,9 @@ from megatron_llama.plans.buckets import (
     align_up,
     strategy_named,
 )
-from megatron_llama.plans.itemsize import (
-    BF16,
-    EIGHT_BIT,
-    compute_itemsize,
-    fp32_itemsize,
-    reduce_itemsize,
-)
+from megatron_llama.plans.engine_options import BF16, EIGHT_BIT, MUON, SCHEDULE_FREE, EngineOptions
 from megatron_llama.plans.muon import MuonPlan, muon_plan
 from megatron_llama.plans.offload import ZENFLOW, offload_plan
-from megatron_llama.plans.params import MUON, SCHEDULE_FREE
 
 SCALARS = 8 * 2 + 4 + 4 * 3
 """Bytes of the numbers that an engine has once: the squared norm of all gradients and how many
@@ -46,25 +38,24 @@ no SIMD vector."""
 
 
 def state_bytes(
-    config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0, find_unused: bool = False
+    options: EngineOptions, bucket_plan: BucketPlan, *, shard_rank: int = 0, tp: int = 1
 ) -> dict[str, int]:
     """Bytes that one process holds on the device throughout a run, by component, as the engine
     allocates them. What is offloaded to the host is not counted, and neither is what messages need
     besides (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``;
-    ``find_unused``: whether ranks may leave out different parameters, so that whole gradients
-    accumulate in their slots until the end of the step."""
-    itemsize = compute_itemsize(config)
-    fp32 = fp32_itemsize(config)
+    ``tp``: tensor-parallel ranks."""
+    itemsize = options.itemsize
+    fp32 = options.master_itemsize
     trainable = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
     trained = sum(map(bucket_plan.shard_numel, trainable))
-    offload = offload_plan(config, bucket_plan, shard_rank=shard_rank)
+    offload = offload_plan(options, bucket_plan, shard_rank=shard_rank)
     offloaded = offload.buckets if offload is not None else ()
     updated = [bucket for bucket in trainable if bucket not in offloaded]
     # Of buckets that are updated on the host, ZenFlow counts the updates on the device too.
     counted = len(trainable)
-    muon = _muon_plan(config, bucket_plan)
-    averages = config.optimizer.optimizer == SCHEDULE_FREE
-    is_zenflow = config.offload.optimizer_offload == ZENFLOW
+    muon = planned_muon(options, bucket_plan, tp=tp)
+    averages = options.rule == SCHEDULE_FREE
+    is_zenflow = options.offload.optimizer_offload == ZENFLOW
     if not is_zenflow:
         counted -= len(offloaded)
     apart = sum(
@@ -76,7 +67,7 @@ def state_bytes(
     return {
         "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
         "parameter shards": apart * itemsize,
-        "gradients": (slots + (trained if _has_gradient_shards(config, find_unused) else 0)) * fp32,
+        "gradients": (slots + (trained if _has_gradient_shards(options) else 0)) * fp32,
         # In fp32 the shard itself is the master copy, unless the model is trained with others.
         "master weights": sum(map(bucket_plan.shard_numel, updated)) * fp32
         if itemsize != fp32 or averages
@@ -84,7 +75,7 @@ def state_bytes(
         "moments": sum(
             bucket_plan.shard_numel(bucket)
             // ALIGN
-            * _moment_bytes(config, bucket_plan.buckets[bucket].kind)
+            * _moment_bytes(options, bucket_plan.buckets[bucket].kind)
             for bucket in updated
         ),
         "scalars": SCALARS
@@ -96,17 +87,17 @@ def state_bytes(
             else {}
         ),
         **({"update buffers": muon.buffer_bytes} if muon is not None else {}),
-        **({"update buffers": TABLES} if EIGHT_BIT in _moment_names(config) else {}),
+        **({"update buffers": TABLES} if EIGHT_BIT in moment_names(options) else {}),
     }
 
 
-def _moment_bytes(config: Config, kind: BucketKind) -> int:
+def _moment_bytes(options: EngineOptions, kind: BucketKind) -> int:
     """Bytes that the optimizer keeps of ALIGN elements of a bucket beside their masters."""
     if kind.muon:
-        return ALIGN * fp32_itemsize(config)
-    if config.optimizer.optimizer == SCHEDULE_FREE:
-        return 2 * ALIGN * fp32_itemsize(config)
-    return sum(_kept_bytes(config, name, kind) for name in _moment_names(config))
+        return ALIGN * options.master_itemsize
+    if options.rule == SCHEDULE_FREE:
+        return 2 * ALIGN * options.master_itemsize
+    return sum(_kept_bytes(options, name, kind) for name in moment_names(options))
 
 
 def keeps_fp32(kind: BucketKind) -> bool:
@@ -115,60 +106,59 @@ def keeps_fp32(kind: BucketKind) -> bool:
     return kind.resident
 
 
-def _moment_names(config: Config) -> tuple[str, str]:
-    return config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype
+def moment_names(options: EngineOptions) -> tuple[str, str]:
+    """The dtypes of both moments. They are the same in all groups."""
+    return options.groups[0].exp_avg_dtype, options.groups[0].exp_avg_sq_dtype
 
 
-def _kept_bytes(config: Config, name: str, kind: BucketKind) -> int:
+def _kept_bytes(options: EngineOptions, name: str, kind: BucketKind) -> int:
     """Bytes of ALIGN elements of a moment."""
     if name == BF16:
         return 2 * ALIGN
     if name == EIGHT_BIT and not keeps_fp32(kind):
         return ALIGN + SCALE
-    return fp32_itemsize(config) * ALIGN
+    return options.master_itemsize * ALIGN
 
 
-def _muon_plan(config: Config, bucket_plan: BucketPlan) -> MuonPlan | None:
+def planned_muon(options: EngineOptions, bucket_plan: BucketPlan, *, tp: int) -> MuonPlan | None:
     """Returns whose matrices Muon orthogonalises; None where there is no Muon."""
-    if config.optimizer.optimizer != MUON:
+    if options.rule != MUON:
         return None
-    return muon_plan(bucket_plan, tp=config.parallel.tensor_model_parallel_size)
+    return muon_plan(bucket_plan, tp=tp)
 
 
-def _has_gradient_shards(config: Config, find_unused: bool) -> bool:
+def _has_gradient_shards(options: EngineOptions) -> bool:
     """Whether reduced gradients have memory of their own, in which microbatches accumulate; else
     they are a part of the slot."""
-    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
-    return strategy.reduce_every_microbatch and not find_unused
+    strategy = strategy_named(options.strategy)
+    return strategy.reduce_every_microbatch and not options.find_unused
 
 
-def staging_bytes(
-    config: Config, bucket_plan: BucketPlan, *, dp: int, find_unused: bool = False
-) -> int:
+def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
     """Bytes of the buffers in which a device casts gradients to the dtype in which they travel,
     where that is not their own; they come on top of ``state_bytes``. ``dp``: data-parallel ranks,
-    context-parallel ones included; ``find_unused``: see there."""
-    wire = reduce_itemsize(config)
+    context-parallel ones included."""
+    wire = options.wire_itemsize
     trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
-    if wire == fp32_itemsize(config) or not trained:
+    if wire == options.master_itemsize or not trained:
         return 0
     shards = bucket_plan.shards
     replicas = dp // shards
     buffers = min(STAGED_REDUCTIONS, len(bucket_plan.gradient_slot_numel()))
     largest = max(trained)
-    if shards == 1 and not _has_gradient_shards(config, find_unused):
+    if shards == 1 and not _has_gradient_shards(options):
         return buffers * largest * wire if replicas > 1 else 0
     scattered = buffers * largest * wire if shards > 1 else 0
     return scattered + (largest // shards * wire if replicas > 1 else 0)
 
 
-def host_buffer_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
+def host_buffer_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
     """Bytes of the buffers in which gloo receives gradients, and of casts to the dtype in which
     they are sent; they come on top of ``state_bytes``, on a host, where there is nothing else that
     is staged. A GPU's backend has buffers of its own.
     ``dp``: data-parallel ranks, context-parallel ones included."""
-    fp32 = fp32_itemsize(config)
-    wire = reduce_itemsize(config)
+    fp32 = options.master_itemsize
+    wire = options.wire_itemsize
     cast = wire < fp32
     trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
     shards = bucket_plan.shards
@@ -188,7 +178,7 @@ def host_buffer_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> in
     return total
 
 
-def squares_bytes(config: Config, bucket_plan: BucketPlan) -> int:
+def squares_bytes(options: EngineOptions, bucket_plan: BucketPlan) -> int:
     """Bytes of the largest tensor that the engine allocates for the gradient's norm: one number for
     every ALIGN elements of a shard."""
     shards = (
@@ -196,14 +186,14 @@ def squares_bytes(config: Config, bucket_plan: BucketPlan) -> int:
         for bucket in bucket_plan.buckets
         if bucket.kind.trainable
     )
-    return max(shards, default=0) // ALIGN * fp32_itemsize(config)
+    return max(shards, default=0) // ALIGN * options.master_itemsize
 
 
-def least_chunk_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
+def least_chunk_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
     """The smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
     MAX_PIECES."""
-    itemsize = compute_itemsize(config)
-    wire = reduce_itemsize(config)
+    itemsize = options.itemsize
+    wire = options.wire_itemsize
     replicas = dp // bucket_plan.shards
     messages = [(0, 1)]
     for bucket in bucket_plan.buckets:
@@ -218,11 +208,13 @@ def least_chunk_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> in
     return max(elements * size if elements > 1 else 1 for elements, size in pieces)
 
 
-def chunk_problem(config: Config, bucket_plans: Iterable[BucketPlan], *, dp: int) -> str | None:
+def chunk_problem(
+    options: EngineOptions, bucket_plans: Iterable[BucketPlan], *, dp: int
+) -> str | None:
     """What is wrong with ``--exchange-chunk-bytes`` where the backend is gloo; None if nothing is.
     ``bucket_plans``: those of all pipeline ranks."""
-    given = config.parallel.exchange_chunk_bytes
-    least = max(least_chunk_bytes(config, bucket_plan, dp=dp) for bucket_plan in bucket_plans)
+    given = options.chunk_bytes
+    least = max(least_chunk_bytes(options, bucket_plan, dp=dp) for bucket_plan in bucket_plans)
     if given >= least:
         return None
     expected = f"at least {least}, which cuts the largest message into {MAX_PIECES} pieces"

@@ -11,18 +11,18 @@ from megatron_llama.config.world import dp_size
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Activations, Granularity
 from megatron_llama.plans.engine_memory import (
     UPDATE_PIECE,
-    _moment_names,
-    _muon_plan,
     chunk_problem,
     host_buffer_bytes,
+    moment_names,
+    planned_muon,
     squares_bytes,
     staging_bytes,
     state_bytes,
 )
-from megatron_llama.plans.itemsize import EIGHT_BIT, FP32, fp32_itemsize
+from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, SCHEDULE_FREE
 from megatron_llama.plans.offload import OffloadPlan, offload_plan
-from megatron_llama.plans.params import SCHEDULE_FREE, partition_of
-from megatron_llama.plans.rank_buckets import rank_bucket_plan
+from megatron_llama.plans.params import partition_of
+from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
 from megatron_llama.plans.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.plans.traffic import StepTraffic, step_traffic
 
@@ -120,6 +120,7 @@ class MemoryPlan:
         parallel = config.parallel
         training = config.training
         self.config = config
+        self.options = engine_options(config)
         self.partition = partition_of(config)
         self.shape = replace(Activations.from_config(config), head_chunk=head_chunk)
         dp = dp_size(config, world_size)
@@ -135,6 +136,7 @@ class MemoryPlan:
             self.schedule.ranks[self.partition.placement[last]], last
         )
         """Whether the last stage never holds the logits of all tokens of a microbatch."""
+        self._tp = parallel.tensor_model_parallel_size
         self._data = dp * parallel.context_parallel_size
         self.bucket_plans = [
             rank_bucket_plan(config, dp=self._data, rank=rank) for rank in range(ranks)
@@ -172,7 +174,7 @@ class MemoryPlan:
     def activations(self, rank: int, granularity: Granularity, recomputing: int) -> int:
         """The peak of everything that is not state: what lies between two actions, and the working
         memory of a pass; or the working memory of the update, if that is more."""
-        muon = _muon_plan(self.config, self.bucket_plans[rank])
+        muon = planned_muon(self.options, self.bucket_plans[rank], tp=self._tp)
         return max(
             self.between(rank, granularity, recomputing)
             + self._working(rank, granularity, recomputing),
@@ -184,11 +186,11 @@ class MemoryPlan:
         """What an update by torch's operators needs besides, for a piece at a time: moments in fp32
         that are kept in fewer bits, and what becomes of them. Triton's kernels, on a GPU, need none
         of it."""
-        names = _moment_names(self.config)
+        names = moment_names(self.options)
         wide = sum(name != FP32 for name in names) + IN_BYTES * (EIGHT_BIT in names)
-        if self.config.optimizer.optimizer == SCHEDULE_FREE:
+        if self.options.rule == SCHEDULE_FREE:
             wide = 1
-        fp32 = fp32_itemsize(self.config)
+        fp32 = self.options.master_itemsize
         bucket_plan = self.bucket_plans[rank]
         shards = (
             bucket_plan.shard_numel(bucket.index)
@@ -211,19 +213,22 @@ class MemoryPlan:
             self.schedule.ranks[rank], kept, postponed, self.shape.hidden, self.partition.placement
         )
 
+    def state_by_component(self, rank: int) -> dict[str, int]:
+        """What the engine of a rank holds on a device, by component."""
+        return state_bytes(self.options, self.bucket_plans[rank], tp=self._tp)
+
     def state(self, rank: int) -> int:
         """Parameters, gradients and optimizer of a rank on a device, and what its messages need
         besides."""
-        state = state_bytes(self.config, self.bucket_plans[rank])
-        return sum(state.values()) + self.staging(rank)
+        return sum(self.state_by_component(rank).values()) + self.staging(rank)
 
     def staging(self, rank: int) -> int:
         """What a rank on a device casts its gradients in on their way."""
-        return staging_bytes(self.config, self.bucket_plans[rank], dp=self._data)
+        return staging_bytes(self.options, self.bucket_plans[rank], dp=self._data)
 
     def offload(self, rank: int) -> OffloadPlan | None:
         """The plan of an optimizer in the host's memory; None where it stays on the device."""
-        return offload_plan(self.config, self.bucket_plans[rank])
+        return offload_plan(self.options, self.bucket_plans[rank])
 
     def offloaded(self) -> int:
         """Host memory that the offloaded optimizer of one process needs at most."""
@@ -234,7 +239,7 @@ class MemoryPlan:
 
     def host_buffers(self, rank: int) -> int:
         """Receive buffers of a rank on a CPU."""
-        return host_buffer_bytes(self.config, self.bucket_plans[rank], dp=self._data)
+        return host_buffer_bytes(self.options, self.bucket_plans[rank], dp=self._data)
 
     def logits(self, rank: int) -> int:
         """The part of a rank's activations that is logits of all tokens of a microbatch: nothing
@@ -245,7 +250,7 @@ class MemoryPlan:
 
     def chunk_problem(self) -> str | None:
         """What is wrong with --exchange-chunk-bytes if this run is on CPUs."""
-        return chunk_problem(self.config, self.bucket_plans, dp=self._data)
+        return chunk_problem(self.options, self.bucket_plans, dp=self._data)
 
     def traffic(self, rank: int) -> StepTraffic:
         """What a step of this pipeline rank sends to its data-parallel peers."""
@@ -294,4 +299,4 @@ class MemoryPlan:
         last = self.partition.stages - 1 in stages
         return max(
             blocks, self.shape.loss(in_chunks=self.in_chunks) if last else 0
-        ) + squares_bytes(self.config, self.bucket_plans[rank])
+        ) + squares_bytes(self.options, self.bucket_plans[rank])

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_llama.config.schema import Config
 from megatron_llama.plans.buckets import ALIGN, BucketPlan, align_up
-from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize
+from megatron_llama.plans.engine_options import EngineOptions
 from megatron_llama.plans.zenflow import AUTO, hot_column_count, sends_fp32, steps_of
 
 NONE = "none"
@@ -102,33 +101,31 @@ def speculated_buckets(
 
 
 def offload_plan(
-    config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0
+    options: EngineOptions, bucket_plan: BucketPlan, *, shard_rank: int = 0
 ) -> OffloadPlan | None:
-    """Returns the plan of one rank of a resolved configuration; None if nothing is offloaded.
+    """Returns the plan of one rank; None if nothing is offloaded.
 
     ``shard_rank`` says which shard of each bucket the rank has. Under ZenFlow shards that begin in
     the middle of a row need a little more than others."""
-    options = config.offload
-    if options.optimizer_offload == NONE:
+    offload = options.offload
+    if offload.optimizer_offload == NONE:
         return None
-    weight_itemsize = compute_itemsize(config)
-    master_itemsize = fp32_itemsize(config)
-    if options.optimizer_offload == ZENFLOW:
+    weight_itemsize = options.itemsize
+    master_itemsize = options.master_itemsize
+    if offload.optimizer_offload == ZENFLOW:
         return _zenflow_plan(
-            config,
+            options,
             bucket_plan,
             master_itemsize=master_itemsize,
             weight_itemsize=weight_itemsize,
             shard_rank=shard_rank,
         )
-    buckets = host_buckets(bucket_plan, options.optimizer_offload_fraction)
+    buckets = host_buckets(bucket_plan, offload.optimizer_offload_fraction)
     sizes = {bucket: bucket_plan.shard_numel(bucket) for bucket in buckets}
     total = sum(sizes.values())
-    speculative = (
-        options.offload_speculative and config.optimizer.clip_grad > 0 and not config.training.fp16
-    )
+    speculative = offload.offload_speculative and options.clip > 0 and options.loss_scaling is None
     speculated = (
-        speculated_buckets(bucket_plan, buckets, options.speculation_bytes, master_itemsize)
+        speculated_buckets(bucket_plan, buckets, offload.speculation_bytes, master_itemsize)
         if speculative
         else ()
     )
@@ -161,7 +158,7 @@ def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
 
 
 def _zenflow_plan(
-    config: Config,
+    options: EngineOptions,
     bucket_plan: BucketPlan,
     *,
     master_itemsize: int,
@@ -171,10 +168,10 @@ def _zenflow_plan(
     """Returns the plan under ZenFlow. Columns are selected over all ranks, so the number of hot
     columns in a shard is an expected value where it has parts of rows, or tensor parallelism cuts
     them; elsewhere it is exact."""
-    options = config.zenflow
-    buckets = matrix_buckets(bucket_plan, config.offload.optimizer_offload_fraction)
-    wire = master_itemsize if sends_fp32(options) else weight_itemsize
-    windows = 1 + options.zenflow_overlap_step
+    zenflow = options.zenflow
+    buckets = matrix_buckets(bucket_plan, options.offload.optimizer_offload_fraction)
+    wire = master_itemsize if sends_fp32(zenflow) else weight_itemsize
+    windows = 1 + zenflow.zenflow_overlap_step
     sizes = [bucket_plan.shard_numel(bucket) for bucket in buckets]
     total = sum(sizes)
     largest = max(sizes, default=0)
@@ -187,10 +184,10 @@ def _zenflow_plan(
         hot += (
             spec.numel
             // bucket_plan.shards
-            * hot_column_count(options.zenflow_topk_ratio, columns)
+            * hot_column_count(zenflow.zenflow_topk_ratio, columns)
             // columns
         )
-    hot_state, numbers = _columns_on_device(config, bucket_plan, buckets, shard_rank)
+    hot_state, numbers = _columns_on_device(options, bucket_plan, buckets, shard_rank)
     return OffloadPlan(
         buckets=buckets,
         speculated=(),
@@ -201,7 +198,7 @@ def _zenflow_plan(
         to_host=(elements - hot) * wire,
         to_device=(elements - hot)
         * weight_itemsize
-        // (steps_of(options.zenflow_update_interval) or 1),
+        // (steps_of(zenflow.zenflow_update_interval) or 1),
         on_device=STATES * hot_state * master_itemsize
         + largest * (master_itemsize + 2 * wire + weight_itemsize),
         column_numbers=numbers,
@@ -209,18 +206,18 @@ def _zenflow_plan(
 
 
 def _columns_on_device(
-    config: Config, bucket_plan: BucketPlan, buckets: Sequence[int], shard_rank: int
+    options: EngineOptions, bucket_plan: BucketPlan, buckets: Sequence[int], shard_rank: int
 ) -> tuple[int, int]:
     """Returns the elements of all hot columns of a rank, those of each bucket padded, and the bytes
     of ``OffloadPlan.column_numbers``."""
-    options = config.zenflow
-    is_auto = options.zenflow_update_interval == AUTO
+    zenflow = options.zenflow
+    is_auto = zenflow.zenflow_update_interval == AUTO
     elements = numbers = 0
     for bucket in buckets:
         in_bucket = 0
         for segment in bucket_plan.segments(bucket, shard_rank):
             total = segment.spec.slices[0].width
-            hot = hot_column_count(options.zenflow_topk_ratio, total)
+            hot = hot_column_count(zenflow.zenflow_topk_ratio, total)
             for _, rows, _, cols in segment.blocks():
                 in_bucket += rows * (cols * hot // total)
                 # Each column of a block has its number in the list of the hot or of the cold ones,

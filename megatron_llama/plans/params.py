@@ -20,6 +20,7 @@ from operator import attrgetter
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.families.family import Family
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.plans.engine_options import MUON
 from megatron_llama.plans.param_groups import ParamGroups
 from megatron_llama.plans.schedule import placement_of
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
@@ -39,9 +40,6 @@ SCORE = "score.weight"
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 NO_LORA = LoraConfig()
-MUON = "muon"
-SCHEDULE_FREE = "schedule_free_adamw"
-"""Values of --optimizer."""
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from megatron_llama.config.schema import Config
 from megatron_llama.config.windows import window_of
 from megatron_llama.plans.buckets import BucketPlan, strategy_named
+from megatron_llama.plans.engine_options import MUON
 from megatron_llama.plans.itemsize import compute_itemsize, reduce_itemsize
 from megatron_llama.plans.muon import muon_plan
-from megatron_llama.plans.params import MUON, kv_copies
+from megatron_llama.plans.params import kv_copies
 from megatron_llama.plans.prefetch import gathers, prefetch_plan_of
-from megatron_llama.plans.rank_buckets import rank_bucket_plan
+from megatron_llama.plans.run_engine import rank_bucket_plan
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.plans.stage_accesses import rank_weight_accesses
 from megatron_llama.plans.windows import context_tokens

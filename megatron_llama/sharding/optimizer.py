@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.errors import ConfigError, counted, listing
+from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.sharding.names import clean_name, parameter_names
 
 Match = str | Callable[[str, nn.Parameter], bool] | tuple[nn.Parameter, ...]
@@ -149,15 +149,14 @@ class ParameterGroup:
     names: tuple[str, ...]
     """The trainable parameters, by the names that ``named_parameters`` gives them."""
 
-    def config(self, *, clip: float) -> OptimizerConfig:
-        """Return the options as the engine's update rules read them."""
-        return OptimizerConfig(
+    def update_options(self) -> UpdateOptions:
+        """Return the numbers as the engine's update rules read them."""
+        return UpdateOptions(
             lr=self.lr,
             weight_decay=self.weight_decay,
             adam_beta1=self.betas[0],
             adam_beta2=self.betas[1],
             adam_eps=self.eps,
-            clip_grad=clip,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
-from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.errors import ConfigError, counted, describe, listing
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, module_bucket_plan, strategy_named
+from megatron_llama.plans.engine_options import BF16, FP32, FP64, EngineOptions, UpdateOptions
 from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.holders import Holders
 from megatron_llama.sharding.initial import first_values, require_same_model, require_same_options
@@ -34,7 +35,8 @@ from megatron_llama.sharding.specs import ModuleUnit, module_units, unit_predica
 from megatron_llama.sharding.state import StateLayout, state_layout
 
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPE_NAMES = MappingProxyType({torch.float32: FP32, torch.bfloat16: BF16, torch.float64: FP64})
+COMPUTE_DTYPES = tuple(DTYPE_NAMES)
 """Not fp16: gradients would underflow, and the engine cannot scale a loss that it does not see."""
 REDUCTIONS = ("mean", "sum")
 OFFLOADS = ("none", "exact", "zenflow")
@@ -182,18 +184,17 @@ def shard(
         before_sharding=partial(_require_same, model, options),
     )
     try:
-        compute = dtype or next(model.parameters()).dtype
-        config = Config(
-            parallel=ParallelConfig(
-                data_parallel_sharding_strategy=strategy,  # type: ignore[arg-type]
-                data_parallel_shard_size=shard_size,
-                param_slots=str(param_slots),
-                grad_slots=grad_slots,
-                reduce_bucket_size=bucket_size,
-                grad_reduce_in_bf16=reduce_dtype == torch.bfloat16,
-            ),
-            training=TrainingConfig(bf16=compute == torch.bfloat16, fp64=compute == torch.float64),
-            optimizer=groups[0].config(clip=clip) if groups else OptimizerConfig(clip_grad=clip),
+        engine_options = EngineOptions(
+            strategy=strategy,
+            param_slots=None if param_slots == "all" else int(param_slots),
+            grad_slots=grad_slots,
+            bucket_size=bucket_size,
+            dtype=DTYPE_NAMES[dtype or next(model.parameters()).dtype],
+            reduces_in_bf16=reduce_dtype == torch.bfloat16,
+            grad_divisor=float(data.dp.size) if reduction == "mean" else 1.0,
+            find_unused=find_unused,
+            clip=clip,
+            groups=tuple(group.update_options() for group in groups) or (UpdateOptions(),),
             offload=_chosen(
                 OffloadConfig(optimizer_offload=optimizer_offload),  # type: ignore[arg-type]
                 offload_options,
@@ -201,15 +202,13 @@ def shard(
             zenflow=_chosen(ZenFlowConfig(), offload_options),
         )
         engine = _build(
-            config,
+            engine_options,
             model,
             found,
             groups,
             data,
             microbatches=microbatches,
             static_order=static_order,
-            find_unused=find_unused,
-            mean=reduction == "mean",
             cast_to=dtype,
             layout=state_layout(data, mesh),
         )
@@ -222,7 +221,7 @@ def shard(
 
 
 def _build(
-    config: Config,
+    options: EngineOptions,
     model: nn.Module,
     units: list[ModuleUnit],
     groups: Any,
@@ -230,33 +229,16 @@ def _build(
     *,
     microbatches: int,
     static_order: bool,
-    find_unused: bool,
-    mean: bool,
     cast_to: torch.dtype | None,
     layout: StateLayout,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
-    parallel = config.parallel
     bucket_plan = module_bucket_plan(
-        unit_specs(model, units, groups),
-        strategy=parallel.data_parallel_sharding_strategy,
-        shards=mesh.dp_shard.size,
-        param_slots=None if parallel.param_slots == "all" else int(parallel.param_slots),
-        grad_slots=None if find_unused else parallel.grad_slots,
-        cap=parallel.reduce_bucket_size,
+        unit_specs(model, units, groups), options, shards=mesh.dp_shard.size
     )
     peers = Peers(mesh)
     holders = Holders(model, peers.explained)
-    engine = build_engine(
-        config,
-        bucket_plan,
-        mesh,
-        attach=holders.attach,
-        groups=[group.config(clip=config.optimizer.clip_grad) for group in groups],
-        grad_divisor=float(mesh.dp.size) if mean else 1.0,
-        find_unused=find_unused,
-        scale_loss=False,
-    )
+    engine = build_engine(options, bucket_plan, mesh, attach=holders.attach)
     values = first_values(engine, model)
     # Before the classes of modules change: it looks for what is exactly an nn.Linear.
     linears = AttachedLinears(model)
@@ -279,15 +261,7 @@ def _build(
     )
     holders.uninstall()
     return ModuleEngine(
-        model,
-        units,
-        engine,
-        values,
-        passes,
-        groups,
-        layout,
-        clip=config.optimizer.clip_grad,
-        linears=linears,
+        model, units, engine, values, passes, groups, layout, clip=options.clip, linears=linears
     )
 
 

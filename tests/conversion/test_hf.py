@@ -21,9 +21,9 @@ from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS, row_block
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer
 from megatron_llama.errors import CheckpointError
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.plans.params import hf_shapes
 from megatron_llama.plans.specs import Rectangle
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer

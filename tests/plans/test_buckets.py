@@ -20,7 +20,7 @@ from megatron_llama.plans.buckets import (
     strategy_named,
 )
 from megatron_llama.plans.params import Partition, hf_shapes, split_layers, stage_units
-from megatron_llama.plans.rank_buckets import parameter_slots
+from megatron_llama.plans.run_engine import parameter_slots
 from megatron_llama.plans.specs import UnitSpec
 from torch import Tensor
 

@@ -20,8 +20,8 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.nn.rotary import rope_frequencies, rotary_width
 from megatron_llama.plans.buckets import strategy_named
 from megatron_llama.plans.params import hf_shapes, is_frozen, partition_of
-from megatron_llama.plans.rank_buckets import parameter_slots, rank_bucket_plan
 from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.plans.run_engine import parameter_slots, rank_bucket_plan
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.draw import draw, refusal
 from megatron_llama.prove.given import SECTIONS

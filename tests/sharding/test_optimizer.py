@@ -34,9 +34,9 @@ def test_weight_decay_is_for_two_or_more_dims() -> None:
         "2.weight": 0.1,
         "2.bias": 0.0,
     }
-    config = groups[0].config(clip=2.0)
-    assert (config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps) == (0.5, 0.8, 0.9, 1e-5)
-    assert (config.weight_decay, config.clip_grad) == (0.1, 2.0)
+    numbers = groups[0].update_options()
+    assert (numbers.lr, numbers.adam_beta1, numbers.adam_beta2, numbers.adam_eps) == (0.5, 0.8, 0.9, 1e-5)
+    assert numbers.weight_decay == 0.1
 
 
 def test_the_first_group_that_matches_wins_and_fills_in_what_it_does_not_say() -> None:

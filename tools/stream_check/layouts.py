@@ -30,7 +30,6 @@ from megatron_llama.config.schema import (
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.loop.bad_steps import BadSteps
@@ -40,6 +39,7 @@ from megatron_llama.loop.timeline_recorder import Notes
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.resolve import problems, resolve
 from tools.stream_check.events import Event, Site

@@ -13,7 +13,7 @@ from megatron_llama.planner.trace.rank import BATCHES, trace_rank
 from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
 from megatron_llama.planner.traced import StageTrace, Trace, TracedAction
 from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.rank_buckets import rank_bucket_plan
+from megatron_llama.plans.run_engine import rank_bucket_plan
 from megatron_llama.plans.schedule import Schedule, schedule_named
 
 FEW = 5

@@ -11,9 +11,9 @@ import torch
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.axes import Mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.rank import settle_in, state_of, step, trace_rank
@@ -21,6 +21,7 @@ from megatron_llama.planner.trace.run import RunTracer, trace_run
 from megatron_llama.planner.traced import StageTrace, Trace
 from megatron_llama.plans.engine_memory import state_bytes
 from megatron_llama.plans.memory import MemoryPlan
+from megatron_llama.plans.run_engine import engine_options
 from megatron_llama.plans.schedule import schedule_named
 from megatron_llama.plans.stage_accesses import rank_weight_accesses
 
@@ -129,7 +130,7 @@ def test_plans_are_what_is_traced(layout: Layout) -> None:
     for rank in range(layout.pp):
         stage = trace.stage_of(rank)
         assert trace.traffic(stage) == step_messages(config, world, rank)
-        assert {name: stage.state[name] for name in state_bytes(config, plan.bucket_plans[rank])} == state_bytes(
+        assert {name: stage.state[name] for name in state_bytes(engine_options(config), plan.bucket_plans[rank])} == state_bytes(
             config, plan.bucket_plans[rank]
         )
         assert trace.flops(stage) == step_flops(config, world, rank)
