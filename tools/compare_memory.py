@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_llama.plans.buckets import BucketPlan, module_bucket_plan
 from megatron_llama.plans.engine_memory import state_bytes
 from megatron_llama.plans.engine_options import BF16, EngineOptions
+from megatron_llama.sharding.names import parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.specs import module_units, unit_predicate, unit_specs
 
@@ -80,8 +81,9 @@ def our_plan(
     slots."""
     with torch.device("meta"):
         model: Any = llama31_8b(layers)
-    groups = parameter_groups(AdamW(), model)
-    units = module_units(model, unit_predicate([type(model.model.layers[0])]))
+    names = parameter_names(model)
+    groups = parameter_groups(AdamW(), names)
+    units = module_units(model, names, unit_predicate([type(model.model.layers[0])]))
     options = EngineOptions(strategy=strategy, param_slots=param_slots, dtype=BF16)
     plan = module_bucket_plan(unit_specs(model, units, groups), options, shards=ranks)
     return options, plan

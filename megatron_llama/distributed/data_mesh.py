@@ -241,7 +241,8 @@ class _Builder:
 
     def __init__(self, device: torch.device, recorder: Recorder) -> None:
         self.made: list[dist.ProcessGroup] = []
-        self._device = device
+        # An axis moves tensors of the device only.
+        self._backend = devices.axis_backend(device) or devices.backend(device)
         self._recorder = recorder
         self._rank = dist.get_rank()
 
@@ -251,9 +252,8 @@ class _Builder:
         line = next(tuple(sorted(line)) for line in lines if self._rank in line)
         if len(line) == 1:
             return Axis(name, 0, line, None, self._recorder)
-        backend = backend or devices.axis_backend(self._device) or devices.backend(self._device)
         with self._recorder.waiting(f"the ranks of {name}"):
-            group = new_group(name, line, backend)
+            group = new_group(name, line, backend or self._backend)
         self.made.append(group)
         return Axis(name, line.index(self._rank), line, group, self._recorder)
 

@@ -26,7 +26,7 @@ from megatron_llama.sharding.holders import Holders
 from megatron_llama.sharding.initial import first_values, require_same_model, require_same_options
 from megatron_llama.sharding.intercept import Intercepted
 from megatron_llama.sharding.linear import AttachedLinears
-from megatron_llama.sharding.names import clean_name, parameter_names
+from megatron_llama.sharding.names import ParameterNames, clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.order import AccessOrder
 from megatron_llama.sharding.passes import Passes
@@ -127,6 +127,7 @@ def shard(
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
     is_unit = unit_predicate(units)
+    names = parameter_names(model)
     problems = [
         *_option_problems(
             strategy=strategy,
@@ -142,10 +143,10 @@ def shard(
             reduction=reduction,
         ),
         *_offload_option_problems(offload_options),
-        *_model_problems(model, dtype),
+        *_model_problems(model, names, dtype),
         *_device_problems(model, mesh),
     ]
-    found = [] if problems else module_units(model, is_unit)
+    found = [] if problems else module_units(model, names, is_unit)
     if found and units and all(unit.is_root_part for unit in found):
         problems.append(
             describe(
@@ -157,7 +158,7 @@ def shard(
         )
     if problems:
         raise ConfigError(listing("shard:", problems))
-    groups = parameter_groups(optimizer, model)
+    groups = parameter_groups(optimizer, names)
     sharded = strategy_named(strategy).sharded
     options = {
         "units": [unit.name for unit in found if not unit.is_root_part],
@@ -204,6 +205,7 @@ def shard(
         engine = _build(
             engine_options,
             model,
+            names,
             found,
             groups,
             data,
@@ -223,6 +225,7 @@ def shard(
 def _build(
     options: EngineOptions,
     model: nn.Module,
+    names: ParameterNames,
     units: list[ModuleUnit],
     groups: Any,
     mesh: Mesh,
@@ -237,9 +240,9 @@ def _build(
         unit_specs(model, units, groups), options, shards=mesh.dp_shard.size
     )
     peers = Peers(mesh)
-    holders = Holders(model, peers.explained)
+    holders = Holders(model, names, peers.explained)
     engine = build_engine(options, bucket_plan, mesh, attach=holders.attach)
-    values = first_values(engine, model)
+    values = first_values(engine, model, names)
     # Before the classes of modules change: it looks for what is exactly an nn.Linear.
     linears = AttachedLinears(model)
     order = AccessOrder(
@@ -358,9 +361,10 @@ def _chosen(part: Any, options: dict[str, Any]) -> Any:
     return replace(part, **{name: value for name, value in options.items() if name in names})
 
 
-def _model_problems(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
+def _model_problems(
+    model: nn.Module, names: ParameterNames, dtype: torch.dtype | None
+) -> Iterator[str]:
     """Yield what the engine cannot do with the parameters of a model."""
-    names = parameter_names(model)
     if not names:
         yield describe("model", got="no parameters", expected="some", do="give the whole module")
     sharded = [name for name, module in model.named_modules() if isinstance(module, Intercepted)]

@@ -33,7 +33,6 @@ from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.comm.collectives import DONE, Pending
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine import build as engine_build
-from megatron_llama.engine import lr
 from megatron_llama.engine import optimizer as engine
 from megatron_llama.engine.gradients import GradientBuckets, _Exchanges
 from megatron_llama.engine.offload.exact import ExactOffload
@@ -49,7 +48,7 @@ from megatron_llama.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans import params, zigzag
+from megatron_llama.plans import lr, params, zigzag
 from megatron_llama.plans.params import LORA_A, Shapes
 from megatron_llama.plans.specs import ParamSpec, Rectangle
 from megatron_llama.plans.zigzag import zigzag_chunks

@@ -17,6 +17,7 @@ from megatron_llama.plans.buckets import module_bucket_plan
 from megatron_llama.plans.run_engine import engine_options, shard_count
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.sharding.initial import first_values
+from megatron_llama.sharding.names import parameter_names
 from megatron_llama.sharding.optimizer import AdamW, ParameterGroup, parameter_groups
 from megatron_llama.sharding.values import ModuleValues
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ def sharded(
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, data_parallel_shard_size=shard_size)
     config = Config(parallel=parallel, training=TrainingConfig(bf16=bf16), offload=OffloadConfig(optimizer_offload=offload))  # type: ignore[arg-type]
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
-    groups = parameter_groups(optimizer or AdamW(lr=1e-2), module)
+    groups = parameter_groups(optimizer or AdamW(lr=1e-2), parameter_names(module))
     options = replace(
         engine_options(config),
         param_slots=2,
@@ -163,7 +164,7 @@ def sharded(
         handles[handle.placement.spec.name] = handle  # type: ignore[attr-defined]
 
     engine = build_engine(options, plan, mesh, attach=attach)
-    values = first_values(engine, module)
+    values = first_values(engine, module, parameter_names(module))
     # What hooks would do: nobody reads old values.
     with torch.no_grad():
         forgotten = {name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p, name in names.items()}
