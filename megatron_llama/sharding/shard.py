@@ -19,13 +19,14 @@ from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.errors import ConfigError, counted, describe, listing
-from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, module_bucket_plan, strategy_named
+from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.plans.engine_options import BF16, FP32, FP64, EngineOptions, UpdateOptions
 from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.holders import Holders
 from megatron_llama.sharding.initial import first_values, require_same_model, require_same_options
 from megatron_llama.sharding.intercept import Intercepted
 from megatron_llama.sharding.linear import AttachedLinears
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 from megatron_llama.sharding.names import ParameterNames, clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.order import AccessOrder

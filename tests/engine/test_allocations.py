@@ -25,13 +25,13 @@ from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.plans import offload as plans
-from megatron_llama.plans.buckets import module_bucket_plan
 from megatron_llama.plans.engine_memory import staging_bytes, state_bytes
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.offload import offload_plan
 from megatron_llama.plans.resolve import resolve
 from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan, shard_count
 from megatron_llama.plans.zenflow import hot_column_count
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -21,11 +21,12 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.nn.param_handle import ParamHandle
-from megatron_llama.plans.buckets import PlacedParam, module_bucket_plan, strategy_named
+from megatron_llama.plans.buckets import PlacedParam, strategy_named
 from megatron_llama.plans.engine_options import EngineOptions, UpdateOptions
 from megatron_llama.plans.run_engine import compute_dtype_name
 from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

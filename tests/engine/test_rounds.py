@@ -15,9 +15,10 @@ from megatron_llama.distributed.comm.worker import Task, Work
 from megatron_llama.distributed.data_mesh import data_mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
-from megatron_llama.plans.buckets import PlacedParam, module_bucket_plan, strategy_named
+from megatron_llama.plans.buckets import PlacedParam, strategy_named
 from megatron_llama.plans.engine_options import EngineOptions
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 
 from tests.harness import Cluster
 

@@ -13,10 +13,10 @@ from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.nn.param_handle import ParamHandle
-from megatron_llama.plans.buckets import module_bucket_plan
 from megatron_llama.plans.run_engine import engine_options, shard_count
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.sharding.initial import first_values
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 from megatron_llama.sharding.names import parameter_names
 from megatron_llama.sharding.optimizer import AdamW, ParameterGroup, parameter_groups
 from megatron_llama.sharding.values import ModuleValues

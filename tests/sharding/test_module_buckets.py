@@ -6,11 +6,12 @@ import random
 from collections import Counter
 
 import pytest
-from megatron_llama.plans.buckets import ALIGN, OWN_SLOT_POOL, BucketPlan, module_bucket_plan
+from megatron_llama.plans.buckets import ALIGN, OWN_SLOT_POOL, BucketPlan
 from megatron_llama.plans.engine_options import EngineOptions
 from megatron_llama.plans.prefetch import PrefetchPlan, gathers
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
