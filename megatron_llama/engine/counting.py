@@ -68,8 +68,8 @@ class Counting(ABC):
         """Whether a bucket is known to have no round after the first ``number``."""
 
     @abstractmethod
-    def lacking(self, bucket: int, names: Iterable[str]) -> list[str]:
-        """Returns which of a bucket's parameters, ``names``, still lack a contribution."""
+    def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
+        """Returns the parameters that still lack a contribution, of those that each bucket has."""
 
     @abstractmethod
     def rounds(self) -> GradientRounds:
@@ -78,8 +78,8 @@ class Counting(ABC):
     @abstractmethod
     def _is_complete_with(self, bucket: int, name: str) -> bool: ...
 
-    def _check_pass(self, number: int, ended: Mapping[str, int], names: Iterable[str]) -> None:
-        """Any pass will do, unless there is a plan."""
+    @abstractmethod
+    def _check_pass(self, number: int, ended: Mapping[str, int], names: Iterable[str]) -> None: ...
 
 
 class PlannedCounting(Counting):
@@ -104,8 +104,8 @@ class PlannedCounting(Counting):
     def is_last(self, bucket: int, number: int) -> bool:
         return number == len(self._rounds.by_bucket[bucket])
 
-    def lacking(self, bucket: int, names: Iterable[str]) -> list[str]:
-        return list(self._missing[bucket])
+    def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
+        return {bucket: list(self._missing[bucket]) for bucket in buckets}
 
     def rounds(self) -> GradientRounds:
         return self._rounds
@@ -166,9 +166,12 @@ class OpenCounting(Counting):
     def is_last(self, bucket: int, number: int) -> bool:
         return False  # only the end of the step shows that
 
-    def lacking(self, bucket: int, names: Iterable[str]) -> list[str]:
+    def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
         written = self.written
-        return [name for name in names if name not in written]
+        return {
+            bucket: [name for name in names if name not in written]
+            for bucket, names in buckets.items()
+        }
 
     def rounds(self) -> GradientRounds:
         return GradientRounds(
@@ -181,3 +184,6 @@ class OpenCounting(Counting):
         counts[name] = counts.get(name, 0) + 1
         self.sequence.append(name)
         return False
+
+    def _check_pass(self, number: int, ended: Mapping[str, int], names: Iterable[str]) -> None:
+        """Any pass will do: there is no plan."""

@@ -28,7 +28,8 @@ from megatron_llama.distributed.comm import exchange
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
-from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
+from megatron_llama.engine.counting import GradientRounds
+from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules

@@ -316,6 +316,8 @@ def assemble_bucket_plan(
     parameters: tuple[Slot, ...],
     gradients: tuple[Slot, ...],
 ) -> BucketPlan:
+    """Make the plan of buckets that are ``closed``, in the order of backward, and whose slots are
+    chosen. ``units`` are in forward order."""
     bucket_of = {
         placed.spec.name: bucket.index for bucket in closed for placed in bucket.placements
     }

@@ -14,7 +14,8 @@ from megatron_llama.distributed.comm.streams import Future, InlineStream, Stream
 from megatron_llama.distributed.comm.worker import Task, Work
 from megatron_llama.distributed.data_mesh import data_mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
+from megatron_llama.engine.counting import GradientRounds
+from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.plans.buckets import PlacedParam, strategy_named
 from megatron_llama.plans.engine_options import EngineOptions
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
