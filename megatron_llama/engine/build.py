@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import MappingProxyType
 
-import torch
 from torch import nn
 
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.host.gloo import carries
-from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.offload.build import build_update_rules
 from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
-from megatron_llama.engine.optimizer import (
-    Attach,
-    DataAxes,
-    OverlappedDistributedOptimizer,
-    Transport,
-)
+from megatron_llama.engine.optimizer import DTYPES, Attach, OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.buckets import BucketPlan, strategy_named
+from megatron_llama.plans.buckets import BucketPlan
 from megatron_llama.plans.engine_memory import chunk_problem
-from megatron_llama.plans.engine_options import BF16, FP16, FP32, FP64, EngineOptions
-
-DTYPES = MappingProxyType(
-    {FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16, FP64: torch.float64}
-)
-"""The dtypes of ``EngineOptions``."""
+from megatron_llama.plans.engine_options import EngineOptions
 
 
 def build_engine(
@@ -51,8 +38,9 @@ def build_engine(
     device and host where the optimizer is offloaded, and ``worker_factory`` makes the worker that
     updates there. ``blocking`` waits for such an optimizer at once, for comparison.
     ``steps_per_epoch`` is 0 where an epoch has no meaning. ``inline`` is explained at
-    ``Transport``. ``tp_bucket_plans`` has the bucket plans of all tensor-parallel ranks in their
-    order, for Muon, whose matrices they share; by default this rank is the only one.
+    ``OverlappedDistributedOptimizer``. ``tp_bucket_plans`` has the bucket plans of all
+    tensor-parallel ranks in their order, for Muon, whose matrices they share; by default this rank
+    is the only one.
 
     Raises ConfigError where messages would be cut into more pieces than gloo can tell apart;
     ConfigError or OffloadError where processors or memory for offload are missing. Collective."""
@@ -60,7 +48,6 @@ def build_engine(
         problem = chunk_problem(options, [bucket_plan], dp=mesh.dp.size)
         if problem is not None:
             raise ConfigError(problem)
-    strategy = strategy_named(options.strategy)
     return OverlappedDistributedOptimizer(
         stages,
         bucket_plan,
@@ -76,17 +63,7 @@ def build_engine(
             tp_bucket_plans=tp_bucket_plans or (bucket_plan,),
         ),
         mesh,
-        axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),
-        reduce_every_microbatch=strategy.reduce_every_microbatch and not options.find_unused,
-        dtype=DTYPES[options.dtype],
-        loss_scale=LossScale(options.loss_scaling, mesh.device),
-        transport=Transport(
-            wire=torch.bfloat16 if options.reduces_in_bf16 else None,
-            chunk_bytes=options.chunk_bytes,
-            prefetch_bytes=options.prefetch_bytes,
-            inline=inline,
-        ),
-        grad_divisor=options.grad_divisor,
-        find_unused=options.find_unused,
+        options,
         attach=attach,
+        inline=inline,
     )

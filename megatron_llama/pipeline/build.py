@@ -10,10 +10,10 @@ from torch import nn
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.host.gloo import carries
-from megatron_llama.engine.build import DTYPES, build_engine
+from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
-from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.optimizer import DTYPES, OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.engine_memory import chunk_problem
 from megatron_llama.plans.engine_options import MUON

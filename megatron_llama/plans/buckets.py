@@ -302,10 +302,15 @@ def shared_slots(options: EngineOptions) -> Slots:
     strategy = strategy_named(options.strategy)
     return Slots(
         options.param_slots if strategy.by_unit else None,
-        options.grad_slots
-        if strategy.reduce_every_microbatch and not options.find_unused
-        else None,
+        options.grad_slots if reduces_every_microbatch(options) else None,
     )
+
+
+def reduces_every_microbatch(options: EngineOptions) -> bool:
+    """Returns whether gradients are reduced after every microbatch, and shards accumulate. Where
+    ranks may leave out different parameters they are not: only the end of a step shows which."""
+    strategy = strategy_named(options.strategy)
+    return strategy.reduce_every_microbatch and not options.find_unused
 
 
 def assemble_bucket_plan(

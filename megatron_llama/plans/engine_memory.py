@@ -13,7 +13,7 @@ from megatron_llama.plans.buckets import (
     BucketKind,
     BucketPlan,
     align_up,
-    strategy_named,
+    reduces_every_microbatch,
 )
 from megatron_llama.plans.engine_options import BF16, EIGHT_BIT, MUON, SCHEDULE_FREE, EngineOptions
 from megatron_llama.plans.muon import MuonPlan, muon_plan
@@ -67,7 +67,9 @@ def state_bytes(
     return {
         "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
         "parameter shards": apart * itemsize,
-        "gradients": (slots + (trained if _has_gradient_shards(options) else 0)) * fp32,
+        # Reduced gradients have memory of their own where microbatches accumulate in it; else they
+        # are a part of the slot.
+        "gradients": (slots + (trained if reduces_every_microbatch(options) else 0)) * fp32,
         # In fp32 the shard itself is the master copy, unless the model is trained with others.
         "master weights": sum(map(bucket_plan.shard_numel, updated)) * fp32
         if itemsize != fp32 or averages
@@ -127,13 +129,6 @@ def planned_muon(options: EngineOptions, bucket_plan: BucketPlan, *, tp: int) ->
     return muon_plan(bucket_plan, tp=tp)
 
 
-def _has_gradient_shards(options: EngineOptions) -> bool:
-    """Whether reduced gradients have memory of their own, in which microbatches accumulate; else
-    they are a part of the slot."""
-    strategy = strategy_named(options.strategy)
-    return strategy.reduce_every_microbatch and not options.find_unused
-
-
 def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
     """Bytes of the buffers in which a device casts gradients to the dtype in which they travel,
     where that is not their own; they come on top of ``state_bytes``. ``dp``: data-parallel ranks,
@@ -146,7 +141,7 @@ def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -
     replicas = dp // shards
     buffers = min(STAGED_REDUCTIONS, len(bucket_plan.gradient_slot_numel()))
     largest = max(trained)
-    if shards == 1 and not _has_gradient_shards(options):
+    if shards == 1 and not reduces_every_microbatch(options):
         return buffers * largest * wire if replicas > 1 else 0
     scattered = buffers * largest * wire if shards > 1 else 0
     return scattered + (largest // shards * wire if replicas > 1 else 0)
