@@ -205,11 +205,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     finally:
         # Commands leave the process group themselves (``watched``); what it held goes now, when
-        # their variables are gone. Only this module joins it. It is not imported here: Control-C
-        # may have ended the import of torch halfway, and then a second one fails.
-        mesh = sys.modules.get("megatron_llama.distributed.mesh")
-        if mesh is not None:
-            mesh.close_mesh()
+        # their variables are gone. Who joins it has loaded this module. It is not imported here:
+        # Control-C may have ended the import of torch halfway, and then a second one fails.
+        groups = sys.modules.get("megatron_llama.distributed.groups")
+        if groups is not None:
+            groups.close_mesh()
 
 
 def run(words: list[str]) -> int:

@@ -25,10 +25,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed import groups
 from megatron_llama.distributed import mesh as meshes
 from megatron_llama.distributed.comm import collectives, exchange, p2p
 from megatron_llama.distributed.comm.host import gloo
-from megatron_llama.engine import build
+from megatron_llama.engine import build as engine_build
+from megatron_llama.pipeline import build as pipeline_build
 from torch import Tensor
 
 HEADER = 160
@@ -232,12 +234,12 @@ def installed(seconds: float = 60.0) -> Iterator[Transport]:
     """A section in which tensors of the device travel by NCCL's rules. Collective."""
     transport = Transport(seconds)
     with ExitStack() as patches:
-        for module in (meshes, collectives, exchange, p2p):
+        for module in (meshes, groups, collectives, exchange, p2p):
             patches.enter_context(mock.patch.object(module, "dist", transport))
         for module in (collectives, exchange):
             for name in ("all_gather_single", "reduce_scatter_single"):
                 patches.enter_context(mock.patch.object(module, name, getattr(transport, name)))
-        for module in (collectives, gloo, build):
+        for module in (collectives, gloo, engine_build, pipeline_build):
             patches.enter_context(mock.patch.object(module, "carries", lambda axis, device: False))
         patches.enter_context(mock.patch.object(devices, "one_connection_per_peer", lambda device: False))
         yield transport

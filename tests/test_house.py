@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import yaml
 from megatron_llama.cli import COMMANDS
 
@@ -133,6 +134,45 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+WALLS = (("shard", 16_000, ("config", "distributed", "engine", "errors", "nn", "plans", "sharding")),)
+"""Of a name of ``megatron_llama``: the most lines that its import loads, and the only rooms that they are in."""
+ENGINE_ONLY = {
+    "config": ("offload",),
+    "distributed": ("axes", "comm", "data_mesh", "device", "groups", "host_memory", "machine", "recorder"),
+    "nn": ("backward", "host", "kernels", "param_handle", "tensors"),
+    "plans": ("buckets", "engine_memory", "engine_options", "muon", "offload", "overlap", "prefetch", "specs", "weight_access", "zenflow"),
+}
+"""Of rooms that the engine shares: what it may load. The rest needs a configuration, a model, a schedule or the world of a launcher."""
+NEVER_WITH_THE_ENGINE = ("distributed.comm.watch", "distributed.comm.store")
+"""Whoever watches a run or joins one loads them."""
+
+
+def loaded_by(name: str) -> list[str]:
+    """The modules of the package that a fresh process loads for a name of it, without the package's own."""
+    code = f"import sys, megatron_llama; megatron_llama.{name}; print(*(name for name in sys.modules if name.startswith('megatron_llama.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return sorted(module.removeprefix("megatron_llama.") for module in done.stdout.split())
+
+
+@pytest.mark.parametrize(("name", "most", "rooms"), WALLS, ids=[name for name, *_ in WALLS])
+def test_what_an_import_pulls_in_stays_within_its_walls(name: str, most: int, rooms: tuple[str, ...]) -> None:
+    modules = loaded_by(name)
+    lines = sum(len(MODULES[f"megatron_llama.{module}"].read_text().splitlines()) for module in modules)
+    assert [module for module in modules if module.split(".")[0] not in rooms] == []
+    assert lines <= most, f"megatron_llama.{name} loads {lines} lines"
+
+
+def test_the_engine_loads_no_configuration_no_model_and_no_world() -> None:
+    beyond = []
+    for module in loaded_by("shard"):
+        room, _, rest = module.partition(".")
+        if room in ENGINE_ONLY and rest and rest.split(".")[0] not in ENGINE_ONLY[room]:
+            beyond.append(module)
+        beyond += [module for never in NEVER_WITH_THE_ENGINE if module == never]
+    assert beyond == []
+
+
 def test_no_globals_and_no_mutable_module_state() -> None:
     wrong = []
     for path in FILES:
@@ -149,7 +189,7 @@ def test_no_globals_and_no_mutable_module_state() -> None:
 
 
 def test_the_environment_is_read_in_four_files() -> None:
-    allowed = {"cli.py", "distributed/launcher.py", "distributed/mesh.py", "tokenizer/library.py"}
+    allowed = {"cli.py", "distributed/launcher.py", "distributed/join.py", "tokenizer/library.py"}
     found = [
         where(path, node)
         for path in FILES

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megatron_llama.commands.env import apex_found
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.moments import EightBitMoment, Tables
 from megatron_llama.engine.update_rule import rounded_adamw_step
@@ -49,6 +48,7 @@ from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.nn.param_handle import accumulate_product
 from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.plans.activation_memory import HEAD_CHUNK
+from megatron_llama.plans.engine_options import UpdateOptions
 
 HIDDEN = 4096
 INNER = 14336
@@ -267,7 +267,7 @@ def adamw_in_8_bits(sizes: Sizes) -> Case:
     step, scale, skip = (torch.full((), value, device=sizes.device) for value in (1.0, 1.0, 0.0))
     tables = Tables.on(sizes.device)
     first, second = (EightBitMoment(master, tables, signed=signed) for signed in (True, False))
-    config = OptimizerConfig(lr=1e-4, adam_beta2=0.95)
+    config = UpdateOptions(lr=1e-4, adam_beta2=0.95)
 
     def torchs() -> None:
         rounded_adamw_step(

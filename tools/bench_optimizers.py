@@ -37,7 +37,8 @@ from megatron_llama.engine.schedule_free import ScheduleFreeAdamW
 from megatron_llama.engine.update_rule import AdamW, Shard, UpdateRule
 from megatron_llama.errors import ConfigError, UserError
 from megatron_llama.plans.buckets import BucketKind
-from megatron_llama.plans.params import MUON, SCHEDULE_FREE
+from megatron_llama.plans.engine_options import MUON, SCHEDULE_FREE
+from megatron_llama.plans.run_engine import update_options
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
@@ -168,7 +169,8 @@ def update_times() -> Iterator[str]:
         if options.optimizer == MUON:
             continue
         averages = options.optimizer == SCHEDULE_FREE
-        rules[name] = ScheduleFreeAdamW([options]) if averages else AdamW([options])
+        numbers = update_options(options)
+        rules[name] = ScheduleFreeAdamW([numbers]) if averages else AdamW([numbers])
         rules[name].attach(Shard(0, 0, weights.clone(), torch.float32, kind, ())).copy_(weights)
         rules[name].refresh(0)
     least = dict.fromkeys(rules, float("inf"))

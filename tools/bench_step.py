@@ -43,7 +43,7 @@ from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig, 
 from megatron_llama.distributed import device as devices
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.resolve import assemble, check
 from tools.step import families
 from tools.step.ceiling import matmul_flops

@@ -25,9 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
-from megatron_llama.plans.buckets import BucketPlan, module_bucket_plan
-from megatron_llama.plans.memory import state_bytes
+from megatron_llama.plans.buckets import BucketPlan
+from megatron_llama.plans.engine_memory import state_bytes
+from megatron_llama.plans.engine_options import BF16, EngineOptions
+from megatron_llama.sharding.module_buckets import module_bucket_plan
+from megatron_llama.sharding.names import parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.specs import module_units, unit_predicate, unit_specs
 
@@ -75,23 +77,17 @@ def llama31_8b(layers: int) -> nn.Module:
 
 def our_plan(
     ranks: int, layers: int, strategy: str, param_slots: int | None
-) -> tuple[Config, BucketPlan]:
-    """The configuration and the buckets that shard() makes of the model in bf16, with two gradient
+) -> tuple[EngineOptions, BucketPlan]:
+    """The options and the buckets that shard() makes of the model in bf16, with two gradient
     slots."""
     with torch.device("meta"):
         model: Any = llama31_8b(layers)
-    groups = parameter_groups(AdamW(), model)
-    units = module_units(model, unit_predicate([type(model.model.layers[0])]))
-    plan = module_bucket_plan(
-        unit_specs(model, units, groups),
-        strategy=strategy,
-        shards=ranks,
-        param_slots=param_slots,
-        grad_slots=2,
-        cap=ParallelConfig().reduce_bucket_size,
-    )
-    parallel = ParallelConfig(data_parallel_sharding_strategy=strategy)  # type: ignore[arg-type]
-    return Config(parallel=parallel, training=TrainingConfig(bf16=True)), plan
+    names = parameter_names(model)
+    groups = parameter_groups(AdamW(), names)
+    units = module_units(model, names, unit_predicate([type(model.model.layers[0])]))
+    options = EngineOptions(strategy=strategy, param_slots=param_slots, dtype=BF16)
+    plan = module_bucket_plan(unit_specs(model, units, groups), options, shards=ranks)
+    return options, plan
 
 
 def ours(
@@ -103,8 +99,8 @@ def ours(
     param_slots: int | None = 2,
 ) -> Row:
     """Our engine in bf16 with fp32 masters."""
-    config, plan = our_plan(ranks, layers, strategy, param_slots)
-    state = state_bytes(config, plan)
+    options, plan = our_plan(ranks, layers, strategy, param_slots)
+    state = state_bytes(options, plan)
     slots = 4 * sum(plan.gradient_slot_numel().values())
     parts = (
         state["master weights"] + state["moments"] + state["scalars"],

@@ -40,19 +40,22 @@ from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.distributed.groups import close_mesh
 from megatron_llama.distributed.launcher import place_from_environment
-from megatron_llama.distributed.mesh import Mesh, build_mesh, close_mesh, init_mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.distributed.mesh import build_mesh, init_mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.auto import decide
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
-from megatron_llama.plans.memory import MemoryPlan, sized
+from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import assemble, check
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from megatron_llama.api.common.pairs import PairInputs
 from megatron_llama.api.train import SECTIONS as TRAINING
 from megatron_llama.api.train import prepared, run_and_leave, run_training
 from megatron_llama.config.parse import Parsed
+from megatron_llama.distributed.join import this_place
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import this_place
 from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.option_problems import valid_options
 from megatron_llama.sft.sft_config import SFTConfig

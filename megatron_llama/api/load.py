@@ -14,7 +14,8 @@ from megatron_llama.api.common.trained import Trained, load_stage, load_trained,
 from megatron_llama.conversion.formats import ModelReader
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import Stage
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")

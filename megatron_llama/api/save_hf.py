@@ -23,7 +23,8 @@ from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.model.llama import Stage
 from megatron_llama.model.load import rank_specs
-from megatron_llama.plans.params import Rectangle, hf_shapes, rectangles
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle, rectangles
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import require_same_ids
 from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer

@@ -23,18 +23,20 @@ from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.watch import Watch
+from megatron_llama.distributed.join import this_place
 from megatron_llama.distributed.launcher import Place, fix_sums
-from megatron_llama.distributed.mesh import Axis, Mesh, init_mesh, placement_warnings, this_place
+from megatron_llama.distributed.mesh import init_mesh, placement_warnings
 from megatron_llama.distributed.orphan import ending_with_launcher
-from megatron_llama.engine.build import compute_dtype
 from megatron_llama.errors import ConfigError
 from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
 from megatron_llama.loop.start import Start
 from megatron_llama.model.llama import score_rule
 from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
+from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.planner.choice import Choice
 from megatron_llama.plans.checks.model import require_language_model
 from megatron_llama.train.run.build import open_run

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
 from megatron_llama.checkpoint.index import StoredTensor
-from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, ShardPiece
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.engine_options import UpdateOptions
+from megatron_llama.plans.specs import Rectangle
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of every parameter that AdamW updates, in fp32 or bf16."""
@@ -95,7 +95,7 @@ class SavedColumns:
     def take_up(self, step: int, optimizer: Mapping[str, Any]) -> None:
         """The regions have been read, and all other state. ``step`` is the number of updates of a
         rule without columns; ``optimizer`` has the options of the run that saved."""
-        config = OptimizerConfig(
+        numbers = UpdateOptions(
             **{name: optimizer[name] for name in ("adam_beta1", "adam_beta2") if name in optimizer}
         )
         for copy, read in self._copies:
@@ -105,7 +105,7 @@ class SavedColumns:
         for piece in self._engine.pieces():
             counts = self._foreign.get(piece.rectangle.name)
             if counts is not None and piece.tensors.keys() >= {*MOMENTS}:
-                _recount(piece, counts, step, config)
+                _recount(piece, counts, step, numbers)
         self._engine.resume(step)
 
 
@@ -121,14 +121,14 @@ def _whole(saved: Mapping[str, StoredTensor], name: str) -> Tensor:
     return torch.zeros(saved[state_key(UPDATES, name)].shape, dtype=torch.float64)
 
 
-def _recount(piece: ShardPiece, counts: Tensor, step: int, config: OptimizerConfig) -> None:
+def _recount(piece: ShardPiece, counts: Tensor, step: int, numbers: UpdateOptions) -> None:
     """Change moments so that, corrected as after ``step`` updates, they are what they were when
     corrected by the number of each column's updates."""
     low = piece.rectangle.offset[1]
     counts = counts[low : low + piece.rectangle.size[1]]
     counts = counts.clamp(min=1)  # without any update the moments are zero
     moments = [piece.tensors[name] for name in MOMENTS]
-    before = bias_corrections(counts, config, torch.float64)
-    after = bias_corrections(torch.tensor(max(step, 1)), config, torch.float64)
+    before = bias_corrections(counts, numbers, torch.float64)
+    after = bias_corrections(torch.tensor(max(step, 1)), numbers, torch.float64)
     for moment, power, was, will_be in zip(moments, (1, 2), before, after, strict=True):
         moment.mul_(((will_be / was) ** power).to(moment.device, moment.dtype))

@@ -40,6 +40,7 @@ from uuid import uuid4
 from megatron_llama.checkpoint.failures import require_writable, writing
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     broadcast_object,
@@ -47,7 +48,6 @@ from megatron_llama.distributed.comm.object_collectives import (
 )
 from megatron_llama.distributed.device import start_thread
 from megatron_llama.distributed.launcher import job_name
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.distributed.processes import Process, this_process
 from megatron_llama.errors import LeaseError
 from megatron_llama.files import replacing

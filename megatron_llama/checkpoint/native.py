@@ -56,6 +56,7 @@ from megatron_llama.checkpoint.native_folder import open_native, read_regions, r
 from megatron_llama.checkpoint.storage import WrittenParts, refuse, write_index, write_parts
 from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     all_gather_float,
     broadcast_object,
@@ -63,24 +64,14 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.build import compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.plans.buckets import BucketKind, in_blocks
-from megatron_llama.plans.itemsize import EIGHT_BIT, FP32
-from megatron_llama.plans.memory import keeps_fp32
-from megatron_llama.plans.params import (
-    MUON,
-    SCHEDULE_FREE,
-    HFSlice,
-    ParamSpec,
-    Rectangle,
-    adapter_shapes,
-    hf_shapes,
-    stage_units,
-    whole_model,
-)
+from megatron_llama.plans.engine_memory import keeps_fp32
+from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, MUON, SCHEDULE_FREE
+from megatron_llama.plans.params import adapter_shapes, hf_shapes, stage_units, whole_model
+from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatron_llama.checkpoint.listed_files import seal_files
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     all_reduce_max,
@@ -36,7 +37,6 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError, LeaseError
 from megatron_llama.metrics.events import NOT_FINITE, SAVED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.metrics.versions import package_version, versions
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 
 OWN_ROWS = ("megatron_llama", "python", "torch")
 """Versions that stand above what the machine has."""

@@ -227,7 +227,7 @@ def _measure(run: Parsed, options: EvaluateConfig) -> None:
     """Join the other processes, and print the loss on the validation split: on every token of it,
     or on the samples that --eval-iters leaves."""
     from megatron_llama.api.train import prepared
-    from megatron_llama.distributed.mesh import this_place
+    from megatron_llama.distributed.join import this_place
 
     with prepared(run, this_place()) as (ready, mesh):
         from megatron_llama.loop.inputs import stream_samples
@@ -299,7 +299,7 @@ def _require_tasks(options: EvaluateConfig) -> None:
 def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer) -> None:
     """Join the other processes, and print the results of --tasks."""
     from megatron_llama.api.train import prepared
-    from megatron_llama.distributed.mesh import this_place
+    from megatron_llama.distributed.join import this_place
 
     with prepared(run, this_place(), needs_data=False) as (ready, mesh):
         from megatron_llama.checkpoint.failures import writing

@@ -8,7 +8,7 @@ from typing import cast
 from megatron_llama.commands.common.configs import MergeConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 
 
 def merge(parsed: Parsed) -> None:

@@ -20,8 +20,8 @@ from megatron_llama.planner.measurements import MeasuredDevice, Point, coefficie
 if TYPE_CHECKING:
     import torch
 
+    from megatron_llama.distributed.axes import Mesh
     from megatron_llama.distributed.launcher import Place
-    from megatron_llama.distributed.mesh import Mesh
 
 
 def calibrate(parsed: Parsed) -> None:

@@ -13,7 +13,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.traced import StageTrace, Trace
 from megatron_llama.plans.auto import decide
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.offload import NONE
 from megatron_llama.plans.resolve import assemble, check
 

@@ -15,13 +15,13 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.conversion.peft.adapter import write_peft
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     all_reduce_max,
     raise_on_all_ranks,
 )
 from megatron_llama.distributed.device import thread_pool
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
 from megatron_llama.metrics.log import MetricLog

@@ -27,7 +27,7 @@ from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta", "torch_dist")
 

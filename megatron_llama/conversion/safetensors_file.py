@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.finite import is_finite
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

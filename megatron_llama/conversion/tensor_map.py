@@ -16,7 +16,7 @@ from megatron_llama.conversion.model_fields import MATCHING_FILES
 from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import HFSlice, ParamSpec, Rectangle
+from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 
 @dataclass(frozen=True)

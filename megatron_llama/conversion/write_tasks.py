@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_llama.distributed.device import thread_pool
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 
 @dataclass(frozen=True)

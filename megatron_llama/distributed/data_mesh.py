@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_llama.config.schema import ParallelConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.host.gloo import end_connections
-from megatron_llama.distributed.launcher import place_from_environment
-from megatron_llama.distributed.mesh import Axis, Mesh, join_group, leave_group, use_once
+from megatron_llama.distributed.groups import leave_group, use_once
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.errors import ClusterError
 
@@ -51,13 +50,15 @@ def data_mesh(
     end. Raises ClusterError for a group that this process is not in, for a DeviceMesh with more
     dims, and for a ``shard_size`` that does not divide the processes."""
     joined = False
-    if group is None and not dist.is_initialized():
-        place = place_from_environment()
-        device = device or devices.accelerator(place.local_rank)
-        if place.world_size > 1:
-            join_group(ParallelConfig(), place, device)
-            joined = True
-    device = device or devices.accelerator(place_from_environment().local_rank)
+    nobody_joined = group is None and not dist.is_initialized()
+    if device is None or nobody_joined:
+        # Loaded here: launcher, rendezvous and network serve only those who leave it to them.
+        from megatron_llama.distributed.join import join_launched, launched_device
+
+        if nobody_joined:
+            device, joined = join_launched(device)
+        else:
+            device = launched_device()
     rows = _rows(group)
     shard_lines = _shard_lines(rows, shard_size)
     single = Mesh.single(device)
@@ -240,7 +241,8 @@ class _Builder:
 
     def __init__(self, device: torch.device, recorder: Recorder) -> None:
         self.made: list[dist.ProcessGroup] = []
-        self._device = device
+        # An axis moves tensors of the device only.
+        self._backend = devices.axis_backend(device) or devices.backend(device)
         self._recorder = recorder
         self._rank = dist.get_rank()
 
@@ -250,9 +252,8 @@ class _Builder:
         line = next(tuple(sorted(line)) for line in lines if self._rank in line)
         if len(line) == 1:
             return Axis(name, 0, line, None, self._recorder)
-        backend = backend or devices.axis_backend(self._device) or devices.backend(self._device)
         with self._recorder.waiting(f"the ranks of {name}"):
-            group = new_group(name, line, backend)
+            group = new_group(name, line, backend or self._backend)
         self.made.append(group)
         return Axis(name, line.index(self._rank), line, group, self._recorder)
 

@@ -38,12 +38,6 @@ READ_SECONDS = 15.0
 LOOPBACK = "lo"
 
 
-def machine_name() -> str:
-    """Return a text that differs between machines, and between containers on one machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text() if boot.exists() else "")
-
-
 def require_master(place: Place) -> None:
     """Raise ClusterError if MASTER_ADDR cannot be the address of the first machine: its name is
     unknown, or it leads from another machine back to that machine itself."""

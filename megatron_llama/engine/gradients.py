@@ -16,10 +16,10 @@ never from the moment when a message arrives, so all ranks issue the same collec
 order and cannot deadlock.
 
 How many contributions a round has is data, ``GradientRounds``: for our own model it follows from
-the plan, for a user's model it is recorded. In the step that is recorded counting is *open*: nobody
-knows which contribution is the last, so a bucket is reduced when another one needs its slot, at the
-end of a backward pass, or at the end of the step; what nobody has written counts as zero. A model
-whose backward pass comes back to a bucket after that has several rounds of it, which are summed.
+the plan, for a user's model it is recorded in a step whose counting is *open* (``counting.py``).
+There a bucket is reduced when another one needs its slot, at the end of a backward pass, or at the
+end of the step; what nobody has written counts as zero. A model whose backward pass comes back to a
+bucket after that has several rounds of it, which are summed.
 
 Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` and
 ``postpone_wgrads(None)`` the weight gradients of matrices are kept as closures, and
@@ -28,18 +28,18 @@ Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce
 from megatron_llama.distributed.comm.host.gloo import carries
 from megatron_llama.distributed.comm.streams import Future, Stream
-from megatron_llama.distributed.mesh import Axis
+from megatron_llama.engine.counting import Counting, GradientRounds, OpenCounting, PlannedCounting
 from megatron_llama.plans.buckets import (
     REDUCTIONS_IN_FLIGHT,
     STAGED_REDUCTIONS,
@@ -55,17 +55,6 @@ class State(Enum):
     IDLE = "idle"
     OPEN = "open"
     REDUCING = "being reduced"
-
-
-@dataclass(frozen=True)
-class GradientRounds:
-    """Which contributions a step has. A parameter that is not in a mapping has none."""
-
-    by_bucket: Mapping[int, Sequence[Mapping[str, int]]]
-    """For each trainable bucket its rounds: the contributions to each parameter after which the
-    bucket is reduced."""
-    passes: Sequence[Mapping[str, int]]
-    """For each backward pass of the step, the contributions to each parameter."""
 
 
 class GradientBuckets:
@@ -169,25 +158,16 @@ class GradientBuckets:
         self._state = dict.fromkeys(self.trainable, State.IDLE)
         self._slot_user: dict[Slot, int] = {}
         self._reductions: dict[int, Future] = {}
-        self._rounds: GradientRounds | None = None
-        """The rounds of this step; None: counting is open."""
+        self._counting: Counting = OpenCounting()
+        """The contributions of this step."""
         self._reduced_rounds = dict.fromkeys(self.trainable, 0)
         """Rounds of this step that have been reduced, by bucket."""
-        self._missing: dict[int, dict[str, int]] = {b: {} for b in self.trainable}
-        """By bucket and parameter, contributions that this round still needs; empty where counting
-        is open."""
+        self._names = {
+            b: tuple(p.spec.name for p in bucket_plan.buckets[b].placements) for b in self.trainable
+        }
+        """The parameters of each bucket."""
         self._unwritten: dict[int, set[str]] = {b: set() for b in self.trainable}
         """By bucket, parameters without a contribution in this round."""
-        self._written: dict[int, dict[str, int]] = {b: {} for b in self.trainable}
-        """By bucket and parameter, contributions of this round, where counting is open."""
-        self._pass: dict[str, int] = {}
-        """By parameter, contributions of this backward pass."""
-        self._sequence: list[str] = []
-        """The parameters of these contributions, one by one, where counting is open."""
-        self._passes: list[Mapping[str, int]] = []
-        """The backward passes of this step that have ended."""
-        self._recorded: dict[int, list[Mapping[str, int]]] = {}
-        """By bucket, the rounds of the last step whose counting was open."""
         self._wgrad_key: Hashable | None = None
         self._wgrads: dict[Hashable, list[Callable[[], None]]] = {}
         self._delayed: list[Callable[[], None]] = []
@@ -227,26 +207,17 @@ class GradientBuckets:
     def begin_rounds(self, rounds: GradientRounds | None) -> None:
         """Start a step with these rounds; None: counting is open, and so it always is with
         ``find_unused``."""
-        self._rounds = None if self.find_unused else rounds
-        self._pass = {}
-        self._sequence = []
-        self._passes = []
-        if self._rounds is None:
-            self._recorded = {bucket: [] for bucket in self.trainable}
+        if rounds is None or self.find_unused:
+            self._counting = OpenCounting()
+        else:
+            self._counting = PlannedCounting(rounds, self.bucket_plan.label)
         for bucket in self.trainable:
             self._reduced_rounds[bucket] = 0
             self._begin_round(bucket)
 
     def _begin_round(self, bucket: int) -> None:
-        self._written[bucket] = {}
-        names = {p.spec.name for p in self.bucket_plan.buckets[bucket].placements}
-        if self._rounds is None:
-            self._unwritten[bucket] = names
-            return
-        rounds = self._rounds.by_bucket[bucket]
-        done = self._reduced_rounds[bucket]
-        self._missing[bucket] = dict(rounds[done]) if done < len(rounds) else {}
-        self._unwritten[bucket] = names if done < len(rounds) else set()
+        has_round = self._counting.begin_round(bucket, self._reduced_rounds[bucket])
+        self._unwritten[bucket] = set(self._names[bucket]) if has_round else set()
 
     def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep weight gradients under ``key`` from now on; None: compute them at once again."""
@@ -281,16 +252,16 @@ class GradientBuckets:
         """Take the slot, and wait for what is still being reduced from it."""
         slot = self.bucket_plan.gradient_slots[bucket]
         user = self._slot_user.get(slot)
-        if user is not None and self._state[user] is State.OPEN and self._rounds is None:
+        if user is not None and self._state[user] is State.OPEN:
+            if not self._counting.is_open:
+                missing = ", ".join(self._counting.lacking({user: self._names[user]})[user])
+                label = self.bucket_plan.label
+                raise RuntimeError(
+                    f"{name}: {label(bucket)} needs gradient slot {slot} "
+                    f"while {label(user)} still misses {missing}"
+                )
             self.agree_to_reduce(user)
             self._close(user)
-        if user is not None and self._state[user] is State.OPEN:
-            missing = ", ".join(self._missing[user])
-            label = self.bucket_plan.label
-            raise RuntimeError(
-                f"{name}: {label(bucket)} needs gradient slot {slot} "
-                f"while {label(user)} still misses {missing}"
-            )
         if user is not None and self._state[user] is State.REDUCING:
             self.finish(user)
         if user is not None and user != bucket:
@@ -304,31 +275,11 @@ class GradientBuckets:
 
     def grad_written(self, bucket: int, placement: PlacedParam) -> None:
         """A layer has written one contribution. A complete bucket is reduced."""
-        name = placement.spec.name
-        self._pass[name] = self._pass.get(name, 0) + 1
-        if self._rounds is None:
-            written = self._written[bucket]
-            written[name] = written.get(name, 0) + 1
-            self._sequence.append(name)
-            return
-        missing = self._missing[bucket]
-        if name not in missing:
-            passes = self._rounds.passes
-            planned = passes[min(len(self._passes), len(passes) - 1)].get(name, 0)
-            raise RuntimeError(
-                f"{name}: more gradients than the {planned} planned for each microbatch, "
-                f"in {self.bucket_plan.label(bucket)}"
-            )
-        missing[name] -= 1
-        if missing[name] == 0:
-            del missing[name]
-        if not missing:
-            self._recorder.event(f"complete {bucket}")
-            self._reduce(bucket)
+        if self._counting.count(bucket, placement.spec.name):
+            self._close(bucket)
 
     def _close(self, bucket: int) -> None:
-        """Where counting is open: what has been written of a bucket is a round."""
-        self._recorded[bucket].append(self._written[bucket])
+        """What has been written of a bucket is a round."""
         self._recorder.event(f"complete {bucket}")
         self._reduce(bucket)
 
@@ -338,39 +289,17 @@ class GradientBuckets:
 
         Raises RuntimeError, with the names, if parameters have had other contributions than those
         that were recorded or planned."""
-        found = self._pass
-        number = len(self._passes)
-        self._pass = {}
-        self._sequence = []
-        self._passes.append(found)
-        if self._rounds is None:
-            for bucket in self.trainable if self.reduce_every_microbatch else ():
+        self._counting.end_pass(self._views)
+        if self._counting.is_open and self.reduce_every_microbatch:
+            for bucket in self.trainable:
                 if self._state[bucket] is State.OPEN:
                     self._close(bucket)
-            return
-        passes = self._rounds.passes
-        if number >= len(passes):
-            raise RuntimeError(
-                f"backward pass {number + 1} of a step: got one more, expected {len(passes)}"
-            )
-        if found == passes[number]:
-            return
-        expected = passes[number]
-        differing = [
-            f"{name} ({found.get(name, 0)} instead of {expected.get(name, 0)})"
-            for name in self._views
-            if found.get(name, 0) != expected.get(name, 0)
-        ]
-        raise RuntimeError(
-            f"backward pass {number + 1} of {len(passes)} ended with other gradients than planned: "
-            f"{', '.join(differing)}"
-        )
 
     def sequence(self) -> tuple[str, ...]:
         """Returns the parameters that have had contributions in this backward pass, one by one,
         where counting is open. Ranks with the same sequence reduce the same buckets in the same
         order, now and by the rounds that are recorded."""
-        return tuple(self._sequence)
+        return tuple(self._counting.sequence)
 
     @property
     def reduced_rounds(self) -> tuple[int, ...]:
@@ -388,26 +317,20 @@ class GradientBuckets:
         self._wgrads.clear()
 
     def recorded_rounds(self) -> GradientRounds:
-        """Returns what happened in the last step whose counting was open, for ``begin_rounds`` of
-        steps that do the same. Call it after ``finish_all``, before the next step begins."""
-        return GradientRounds(
-            by_bucket={bucket: tuple(rounds) for bucket, rounds in self._recorded.items()},
-            passes=tuple(self._passes),
-        )
+        """Returns what happened in the last step, for ``begin_rounds`` of steps that do the same.
+        Call it after ``finish_all``, before the next step begins."""
+        return self._counting.rounds()
 
     def without_gradient(self) -> tuple[str, ...]:
         """Returns the trainable parameters that nobody has written so far in this step, in the
         order of the plan."""
-        written = {name for one in (*self._passes, self._pass) for name in one}
+        written = self._counting.written
         return tuple(name for name in self._views if name not in written)
 
     def _reduce(self, bucket: int) -> None:
         first = self._reduced_rounds[bucket] == 0
         self._reduced_rounds[bucket] += 1
-        # Where counting is open only the end of the step shows which round was the last one.
-        final = self._rounds is not None and self._reduced_rounds[bucket] == len(
-            self._rounds.by_bucket[bucket]
-        )
+        final = self._counting.is_last(bucket, self._reduced_rounds[bucket])
         # The slot still holds what an earlier round, or another bucket, has left there.
         for name in self._unwritten[bucket]:
             self._views[name].zero_()
@@ -479,9 +402,10 @@ class GradientBuckets:
 
         Raises RuntimeError for a parameter without a gradient: it would be trained with an old
         one. With ``find_unused`` its gradient is zero instead."""
+        lacking = {} if self.find_unused else self._counting.lacking(self._names)
         missing = [
             f"{', '.join(names)} in {self.bucket_plan.label(bucket)}"
-            for bucket, names in self._without_gradient()
+            for bucket, names in lacking.items()
             if names
         ]
         if missing:
@@ -491,29 +415,19 @@ class GradientBuckets:
         if self._wgrads:
             kept = ", ".join(map(str, self._wgrads))
             raise RuntimeError(f"weight gradients that were postponed and never run: {kept}")
-        if self._rounds is None:
+        if self._counting.is_open:
             self._close_all()
         for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)
-        if self._rounds is None:
+        if self._counting.is_open:
             # In one order on all ranks, because replicas exchange their shards here.
             completed = [self._stream.run(partial(self._complete, b)) for b in self.trainable]
             for future in completed:
                 future.wait()
 
-    def _without_gradient(self) -> Iterator[tuple[int, Iterable[str]]]:
-        """Yields for each bucket the parameters that lack a contribution at the end of the step."""
-        if self._rounds is not None:
-            yield from self._missing.items()
-        elif not self.find_unused:
-            unwritten = set(self.without_gradient())
-            for bucket in self.trainable:
-                placements = self.bucket_plan.buckets[bucket].placements
-                yield bucket, [p.spec.name for p in placements if p.spec.name in unwritten]
-
     def _close_all(self) -> None:
-        if self._pass:
+        if self._counting.this_pass:
             self.end_backward()
         for bucket in self.trainable:
             if self.find_unused and self._state[bucket] is not State.OPEN:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.plans.engine_options import LossScaling
 
 FACTOR = 2.0
 
@@ -16,12 +16,11 @@ class LossScale:
     doubles after ``loss_scale_window`` steps without overflow.
 
     Overflow is found in the global gradient norm, which every rank has, so all ranks change the
-    scale together. Without --fp16 the scale stays 1."""
+    scale together. Without ``scaling`` it is 1, and stays."""
 
-    def __init__(self, config: TrainingConfig, device: torch.device) -> None:
-        self._config = config
-        self.dynamic = config.fp16
-        start = config.initial_loss_scale if config.fp16 else 1.0
+    def __init__(self, scaling: LossScaling | None, device: torch.device) -> None:
+        self._scaling = scaling
+        start = 1.0 if scaling is None else scaling.initial_loss_scale
         self.value = torch.full((), start, dtype=torch.float32, device=device)
         """The current scale, 0-dim."""
         self._clean = torch.zeros((), dtype=torch.float32, device=device)
@@ -29,20 +28,25 @@ class LossScale:
 
     def update(self, overflow: Tensor) -> None:
         """Count a step. ``overflow`` is 1 or 0, 0-dim on the device."""
-        if not self.dynamic:
+        scaling = self._scaling
+        if scaling is None:
             return
-        c = self._config
         zero = torch.zeros_like(self._clean)
         self._overflows = torch.where(overflow > 0, self._overflows + 1, zero)
         self._clean = torch.where(overflow > 0, zero, self._clean + 1)
-        shrink = self._overflows >= c.hysteresis
-        grow = self._clean >= c.loss_scale_window
-        smaller = (self.value / FACTOR).clamp(min=c.min_loss_scale)
+        shrink = self._overflows >= scaling.hysteresis
+        grow = self._clean >= scaling.loss_scale_window
+        smaller = (self.value / FACTOR).clamp(min=scaling.min_loss_scale)
         self.value = torch.where(
             shrink, smaller, torch.where(grow, self.value * FACTOR, self.value)
         )
         self._overflows = torch.where(shrink, zero, self._overflows)
         self._clean = torch.where(grow, zero, self._clean)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale follows overflows."""
+        return self._scaling is not None
 
     @property
     def memory(self) -> list[Tensor]:
@@ -51,8 +55,8 @@ class LossScale:
 
     def reset(self) -> None:
         """Return to the initial scale."""
-        if self.dynamic:
-            self.load([self._config.initial_loss_scale, 0.0, 0.0])
+        if self._scaling is not None:
+            self.load([self._scaling.initial_loss_scale, 0.0, 0.0])
 
     def state(self) -> list[float]:
         """Returns what a checkpoint holds: scale, steps without overflow, overflows in a row."""

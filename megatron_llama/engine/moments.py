@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.plans.buckets import ALIGN
-from megatron_llama.plans.itemsize import BF16, EIGHT_BIT, FP32
+from megatron_llama.plans.engine_options import BF16, EIGHT_BIT, FP32
 
 DTYPES: Mapping[str, torch.dtype | None] = MappingProxyType(
     {FP32: None, BF16: torch.bfloat16, EIGHT_BIT: None}

@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.exchange import Exchange, Piece, transfer
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.distributed.comm.worker import Worker
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.update_rule import Shard, UpdateRule
 from megatron_llama.plans.buckets import BucketPlan
+from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.muon import Matrix, MuonPlan, muon_plan
-from megatron_llama.plans.params import HFSlice
+from megatron_llama.plans.specs import HFSlice
 
 EPS = 1e-7
 """torch.optim.Muon's: the least norm by which a matrix is divided."""
@@ -131,7 +131,7 @@ class Muon(UpdateRule):
 
     def __init__(
         self,
-        groups: Sequence[OptimizerConfig],
+        groups: Sequence[UpdateOptions],
         bucket_plans: Sequence[BucketPlan],
         mesh: Mesh,
         *,

@@ -19,26 +19,40 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm import exchange
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
-from megatron_llama.distributed.mesh import Axis, Mesh
-from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
+from megatron_llama.engine.counting import GradientRounds
+from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules
-from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
-from megatron_llama.plans.buckets import ALIGN, BucketKind, BucketPlan, PlacedParam, in_blocks
+from megatron_llama.nn.tensors import at_least_fp32
+from megatron_llama.plans.buckets import (
+    ALIGN,
+    BucketKind,
+    BucketPlan,
+    PlacedParam,
+    in_blocks,
+    reduces_every_microbatch,
+)
+from megatron_llama.plans.engine_options import BF16, FP16, FP32, FP64, EngineOptions
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.plans.weight_access import WeightAccess
 
+DTYPES = MappingProxyType(
+    {FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16, FP64: torch.float64}
+)
+"""The dtypes of ``EngineOptions``."""
 CLOSE_TIMEOUT_SECONDS = 5.0
 """How long ``close`` waits for each thread: it may itself wait for a peer that is gone."""
 Attach = Callable[[PlacedParam, Tensor, ParamHandle], None]
@@ -93,31 +107,6 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class DataAxes:
-    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards. ``gather`` has the
-    ranks of ``shard``, on a device with a communicator of its own."""
-
-    shard: Axis
-    replica: Axis
-    gather: Axis
-
-
-@dataclass(frozen=True)
-class Transport:
-    """How data-parallel messages travel."""
-
-    wire: torch.dtype | None
-    """The dtype in which gradients are sent; None: that of the slot."""
-    chunk_bytes: int
-    """Largest piece of a message, where the backend is gloo."""
-    prefetch_bytes: int
-    """Most bytes that are gathered before they are needed; 0: as many as the slots hold."""
-    inline: bool = False
-    """Messages take no time, as in a trace: what follows a message is done where it is issued, and
-    not by threads."""
-
-
-@dataclass(frozen=True)
 class _BucketParamHandle:
     """The engine's side of one parameter: a ``nn.param_handle.ParamHandle``."""
 
@@ -151,28 +140,22 @@ class OverlappedDistributedOptimizer:
         bucket_plan: BucketPlan,
         rules: UpdateRules,
         mesh: Mesh,
+        options: EngineOptions,
         *,
-        axes: DataAxes,
-        reduce_every_microbatch: bool,
-        dtype: torch.dtype,
-        loss_scale: LossScale,
-        transport: Transport,
-        grad_divisor: float = 1.0,
-        find_unused: bool = False,
         attach: Attach | None = None,
+        inline: bool = False,
     ) -> None:
-        """``grad_divisor`` is what the sum of the gradients over ranks and microbatches is divided
-        by. ``attach`` is called for every parameter; None: the parameters of ``stages`` become
-        views of their buckets. ``find_unused``: see ``GradientBuckets``."""
+        """``attach`` is called for every parameter; None: the parameters of ``stages`` become views
+        of their buckets. With ``inline`` messages take no time, as in a trace: what follows a
+        message is done where it is issued, and not by threads."""
         self.bucket_plan = bucket_plan
         self.rules = rules
         self.mesh = mesh
-        self.dtype = dtype
-        self.loss_scale = loss_scale
-        self._axes = axes
-        self._grad_divisor = grad_divisor
+        self.dtype = dtype = DTYPES[options.dtype]
+        self.loss_scale = LossScale(options.loss_scaling, mesh.device)
+        self._grad_divisor = options.grad_divisor
         master_dtype = at_least_fp32(dtype)
-        inline = transport.inline or axes.shard.size == 1 == axes.replica.size
+        inline = inline or mesh.dp_shard.size == 1 == mesh.dp_replica.size
         self._stream = stream = open_stream(mesh.device, inline=inline)
         trained = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
         # An update on the host takes long. The paced queue waits for it in a thread of its own, so
@@ -187,27 +170,27 @@ class OverlappedDistributedOptimizer:
         self._closing = weakref.finalize(self, _close, self._queues, rules)
         self.parameters = ParameterBuckets(
             bucket_plan,
-            axes.gather,
+            mesh.dp_gather,
             dtype=dtype,
             device=mesh.device,
             comm_queue=comm_queue,
-            prefetch_bytes=transport.prefetch_bytes,
-            chunk_bytes=transport.chunk_bytes,
+            prefetch_bytes=options.prefetch_bytes,
+            chunk_bytes=options.chunk_bytes,
         )
         self.gradients = GradientBuckets(
             bucket_plan,
-            shard_axis=axes.shard,
-            replica_axis=axes.replica,
-            reduce_every_microbatch=reduce_every_microbatch,
+            shard_axis=mesh.dp_shard,
+            replica_axis=mesh.dp_replica,
+            reduce_every_microbatch=reduces_every_microbatch(options),
             dtype=master_dtype,
-            wire=transport.wire,
+            wire=torch.bfloat16 if options.reduces_in_bf16 else None,
             device=mesh.device,
             stream=stream,
-            chunk_bytes=transport.chunk_bytes,
+            chunk_bytes=options.chunk_bytes,
             reduced=_weak_on_reduced(self),
             before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
             gathers_to_come=self.parameters.gathers_to_come,
-            find_unused=find_unused,
+            find_unused=options.find_unused,
         )
         self.masters = [
             self._master(bucket, master_dtype) for bucket in range(len(bucket_plan.buckets))
@@ -227,7 +210,7 @@ class OverlappedDistributedOptimizer:
             for b, shard in self.gradients.shards.items()
             if bucket_plan.buckets[b].kind.partial_grad
         ]
-        self._unscaled = torch.full((), grad_divisor, device=mesh.device)
+        self._unscaled = torch.full((), options.grad_divisor, device=mesh.device)
         """The scale of a gradient that nothing clips."""
         self._announced: tuple[LearningRate, float] | None = None
         self._updated: dict[int, Future | None] = {}
@@ -255,7 +238,7 @@ class OverlappedDistributedOptimizer:
         kind = self.bucket_plan.buckets[bucket].kind
         if not kind.trainable:
             return param_shard
-        segments = tuple(self.bucket_plan.segments(bucket, self._axes.shard.rank))
+        segments = tuple(self.bucket_plan.segments(bucket, self.mesh.dp_shard.rank))
         position = self.bucket_plan.forward_order.index(bucket)
         return self.rules.by_bucket[bucket].attach(
             Shard(bucket, position, param_shard, dtype, kind, segments)
@@ -276,7 +259,7 @@ class OverlappedDistributedOptimizer:
     @property
     def memory(self) -> dict[str, list[Tensor]]:
         """All tensors that live as long as the engine, by the components of
-        ``plans.memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
+        ``engine_memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
         also in two components: what counts is the first one."""
         states = [
             tensor
@@ -305,7 +288,9 @@ class OverlappedDistributedOptimizer:
         parameters."""
         with torch.no_grad():
             for bucket, master in enumerate(self.masters):
-                for rectangle, place in self.bucket_plan.rectangles(bucket, self._axes.shard.rank):
+                for rectangle, place in self.bucket_plan.rectangles(
+                    bucket, self.mesh.dp_shard.rank
+                ):
                     source(rectangle, master[place].view(rectangle.size))
         self.publish()
 
@@ -487,7 +472,7 @@ class OverlappedDistributedOptimizer:
         count it."""
         # In blocks of ALIGN (64) elements, which no boundary of a bucket or shard cuts, and then in
         # fp64: so the norm does not depend on how the model is cut. The largest temporary is one
-        # number for each block, which plans/memory.py counts.
+        # number for each block, which plans/engine_memory.py counts.
         squared_norm: Tensor = (
             torch.linalg.vector_norm(self.gradients.shards[bucket].view(-1, ALIGN), dim=1)
             .square_()
@@ -592,7 +577,7 @@ class OverlappedDistributedOptimizer:
         that hold the same."""
         kind = self.bucket_plan.buckets[bucket].kind
         mesh = self.mesh
-        copies = [self._axes.replica.rank, mesh.tp.rank % kind.copies]
+        copies = [self.mesh.dp_replica.rank, mesh.tp.rank % kind.copies]
         if kind.tied:
             copies.append(mesh.embedding.rank)
         return not any(copies)
@@ -632,7 +617,7 @@ class OverlappedDistributedOptimizer:
             tensors = self._shard_tensors(bucket)
             of_blocks = self._block_tensors(bucket)
             primary = self._is_primary(bucket)
-            for rectangle, place in self.bucket_plan.rectangles(bucket, self._axes.shard.rank):
+            for rectangle, place in self.bucket_plan.rectangles(bucket, self.mesh.dp_shard.rank):
                 views = {
                     name: tensor[place].view(rectangle.size) for name, tensor in tensors.items()
                 }
@@ -679,7 +664,7 @@ class OverlappedDistributedOptimizer:
 
     def _replica_axes(self, kind: BucketKind) -> list[Axis]:
         """Returns the axes whose other ranks hold the same shards of this kind."""
-        axes = [self._axes.replica]
+        axes = [self.mesh.dp_replica]
         if kind.copies > 1:
             axes.append(self._copies_axis(kind))
         if kind.tied:
@@ -699,7 +684,7 @@ class OverlappedDistributedOptimizer:
             tensors = self._shard_tensors(bucket.index)
             of_blocks = self._block_tensors(bucket.index)
             for axis in self._replica_axes(kind):
-                for part in self.bucket_plan.segments(bucket.index, self._axes.shard.rank):
+                for part in self.bucket_plan.segments(bucket.index, self.mesh.dp_shard.rank):
                     stop = part.in_shard + part.length
                     for what, tensor in tensors.items():
                         piece = tensor[part.in_shard : stop]

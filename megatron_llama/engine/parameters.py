@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.exchange import gather
 from megatron_llama.distributed.comm.queues import CommQueue
 from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.plans.buckets import BucketPlan, Slot
-from megatron_llama.plans.traffic import prefetch_plan_of
+from megatron_llama.plans.prefetch import prefetch_plan_of
 from megatron_llama.plans.weight_access import WeightAccess
 
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.collectives import all_gather_single
 from megatron_llama.distributed.comm.object_collectives import (
     AGREEMENT,
     all_reduce_max,
     raise_error_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Replicated
 from megatron_llama.errors import TrainingError, describe
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.update_rule import Shard, UpdateRule
 from megatron_llama.nn.kernels.choice import runs_kernels
-from megatron_llama.plans.memory import UPDATE_PIECE
+from megatron_llama.plans.engine_memory import UPDATE_PIECE
+from megatron_llama.plans.engine_options import UpdateOptions
 
 
 class ScheduleFreeAdamW(UpdateRule):
@@ -31,7 +31,7 @@ class ScheduleFreeAdamW(UpdateRule):
     needs_whole_step = True
     averages = True
 
-    def __init__(self, groups: Sequence[OptimizerConfig]) -> None:
+    def __init__(self, groups: Sequence[UpdateOptions]) -> None:
         """``groups`` has peak learning rate, betas, eps and weight decay of each group of
         parameters."""
         self._groups = tuple(groups)
@@ -112,7 +112,7 @@ class ScheduleFreeAdamW(UpdateRule):
         return CompletedFuture()
 
     @staticmethod
-    def _trained(x: Tensor, z: Tensor, options: OptimizerConfig) -> Tensor:
+    def _trained(x: Tensor, z: Tensor, options: UpdateOptions) -> Tensor:
         """Returns y."""
         return torch.lerp(x, z, 1 - options.adam_beta1)
 

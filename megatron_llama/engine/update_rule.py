@@ -17,14 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.moments import Moment, Tables, open_moment
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.buckets import BucketKind, Segment
-from megatron_llama.plans.itemsize import EIGHT_BIT
-from megatron_llama.plans.memory import UPDATE_PIECE, keeps_fp32
-from megatron_llama.plans.params import ParamSpec
+from megatron_llama.plans.engine_memory import UPDATE_PIECE, keeps_fp32
+from megatron_llama.plans.engine_options import EIGHT_BIT, UpdateOptions
+from megatron_llama.plans.specs import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def adamw_step(
     master: Tensor,
     grad: Tensor,
     state: Mapping[str, Tensor],
-    config: OptimizerConfig,
+    options: UpdateOptions,
     *,
     decay: float,
     scale: Tensor,
@@ -197,10 +196,10 @@ def adamw_step(
         [step],
         amsgrad=False,
         lr=lr,
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
+        beta1=options.adam_beta1,
+        beta2=options.adam_beta2,
         weight_decay=decay,
-        eps=config.adam_eps,
+        eps=options.adam_eps,
         maximize=False,
         grad_scale=scale,
         found_inf=skip,
@@ -215,7 +214,7 @@ def rounded_adamw_step(
     first: Moment,
     second: Moment,
     step: Tensor,
-    config: OptimizerConfig,
+    options: UpdateOptions,
     *,
     decay: float,
     scale: Tensor,
@@ -233,7 +232,7 @@ def rounded_adamw_step(
         step.copy_(count)
         state = {"exp_avg": first.read(piece), "exp_avg_sq": second.read(piece), "step": step}
         adamw_step(
-            master[piece], grad[piece], state, config, decay=decay, scale=scale, skip=skip, lr=lr
+            master[piece], grad[piece], state, options, decay=decay, scale=scale, skip=skip, lr=lr
         )
         first.keep(piece, state["exp_avg"], step=step, skip=skip)
         second.keep(piece, state["exp_avg_sq"], step=step, skip=skip)
@@ -242,7 +241,7 @@ def rounded_adamw_step(
 class AdamW(UpdateRule):
     """AdamW on the device that has the shards: one fused call for each bucket."""
 
-    def __init__(self, groups: Sequence[OptimizerConfig]) -> None:
+    def __init__(self, groups: Sequence[UpdateOptions]) -> None:
         """``groups`` has betas, eps, weight decay and the precision of moments of each group of
         parameters."""
         self._groups = tuple(groups)

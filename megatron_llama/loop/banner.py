@@ -9,11 +9,11 @@ from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.data.text_stream import text_streams
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.build import compute_dtype
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.errors import counted
 from megatron_llama.loop.inputs import Inputs, passes_over
 from megatron_llama.loop.start import begins_anew
+from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.plans.params import (
     adapter_shapes,
     hf_shapes,

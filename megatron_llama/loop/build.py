@@ -24,12 +24,13 @@ from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.text_stream import text_streams
 from megatron_llama.data.verification import DatasetCheck, seen_files, share_of
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     all_gather_object,
     broadcast_object,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Axis, Mesh, this_place
+from megatron_llama.distributed.join import this_place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop.inputs import Inputs, resumes

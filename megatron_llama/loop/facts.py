@@ -11,8 +11,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import BlendedSamples
 from megatron_llama.data.text_stream import text_streams
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import place_from_environment
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import ClusterError
 from megatron_llama.loop.inputs import Inputs
 from megatron_llama.loop.start import begins_anew

@@ -40,12 +40,12 @@ from megatron_llama.data.remote_indexed import open_dataset
 from megatron_llama.data.shards import is_stream
 from megatron_llama.data.stream import TokenStream, split_documents
 from megatron_llama.data.text_stream import fits, seek, text_streams
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import (
     broadcast_object,
     on_rank0,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import ConfigError, DataError, listing
 from megatron_llama.loop.carried_files import carried_files
 from megatron_llama.loop.prompts import Prompt, encoded_prompts

@@ -23,9 +23,8 @@ from megatron_llama.checkpoint.meta import without_effect
 from megatron_llama.config.rope import normal_rope
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
-from megatron_llama.distributed.mesh import Axis, Mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError, DataError
 from megatron_llama.loop.inputs import Inputs, resumes
@@ -34,6 +33,7 @@ from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.lora import additions_off
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.digest import model_digest

@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     on_rank0,
     sum_over_ranks,
 )
 from megatron_llama.distributed.device import start_thread
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import TrainingError
 from megatron_llama.nn.rotary import Rotary
 from megatron_llama.pipeline.runtime import PipelineRuntime

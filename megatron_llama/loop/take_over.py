@@ -17,12 +17,12 @@ from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.conversion.torch_dist.optimizer import run_options
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.itemsize import EIGHT_BIT, FP32
+from megatron_llama.plans.engine_options import EIGHT_BIT, FP32
+from megatron_llama.plans.lr import learning_rate
 
 ADAM = "adam"
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")

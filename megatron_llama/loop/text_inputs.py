@@ -22,8 +22,8 @@ from megatron_llama.data.text_stream import (
     text_streams,
 )
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import all_gather_object
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import Fingerprint

@@ -15,6 +15,7 @@ from megatron_llama.checkpoint.listed_files import ListedFile, ListedFilesCheck,
 from megatron_llama.config.limits import WEIGHT_CHECK_SECONDS
 from megatron_llama.conversion.formats import weight_files
 from megatron_llama.data.mounts import file_identity
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import (
     MEETING_SECONDS,
     all_gather_object,
@@ -23,7 +24,6 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_on_all_ranks,
 )
 from megatron_llama.distributed.launcher import place_from_environment
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import CheckpointError, counted
 from megatron_llama.metrics.events import FAULT
 from megatron_llama.metrics.log import MetricLog

@@ -18,10 +18,10 @@ from megatron_llama.plans.params import (
     LORA_B,
     SCORE,
     VOCABULARY_TENSORS,
-    Rectangle,
     is_adapter,
     padding_idx,
 )
+from megatron_llama.plans.specs import Rectangle
 
 BLOCK_ELEMENTS = 2**20
 """Elements of a block. A rank draws whole blocks and keeps its part, so it wastes at most two

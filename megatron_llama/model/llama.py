@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.config.windows import window_of
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.device import is_host
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import (
     LONGEST_MASKED,
     PLAIN_SCORES,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.plans.params import ParamSpec, Rectangle, rank_units, rectangles
+from megatron_llama.distributed.axes import Mesh
+from megatron_llama.plans.params import rank_units
+from megatron_llama.plans.specs import ParamSpec, Rectangle, rectangles
 
 
 def rank_specs(config: Config, mesh: Mesh) -> list[ParamSpec]:

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.device import is_host
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn import ops
 from megatron_llama.nn.host.ops import HOST
-from megatron_llama.nn.ops import PLAIN, Ops, at_least_fp32
+from megatron_llama.nn.ops import PLAIN, Ops
+from megatron_llama.nn.tensors import at_least_fp32
 
 MIN_ELEMENTS = 2**16
 """Elements of the first tensor from which on compiled code saves more than its call costs."""

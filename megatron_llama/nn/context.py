@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.autograd import start_all_gather, start_reduce_scatter
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.p2p import exchange
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn import sliding
 from megatron_llama.nn.attention import (
     LONGEST_MASKED,
@@ -32,9 +32,9 @@ from megatron_llama.nn.attention import (
     causal_attention,
     merge,
 )
-from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.sliding import DocumentIds, sliding_attention
 from megatron_llama.nn.sliding_context import sliding_context_attention
+from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.plans.zigzag import (
     Piece,
     chunk_length,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import autograd
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.linear import empty_weight
 from megatron_llama.nn.param_handle import ParamHandle, wait_unsharded
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.nn.ops import PLAIN, Gate, Ops, rows, scaled
+from megatron_llama.nn.ops import PLAIN, Gate, Ops, scaled
 from megatron_llama.nn.param_handle import UnshardedRead, deliver, wait_unsharded
 from megatron_llama.nn.recompute import Recomputable
+from megatron_llama.nn.tensors import rows
 
 
 class _AddNorm(torch.autograd.Function):

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import autograd, collectives
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.loss import TokenWeights, cross_entropy
 from megatron_llama.nn.ops import Ops
 from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, wait_unsharded

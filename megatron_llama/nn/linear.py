@@ -13,12 +13,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import autograd, collectives
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.host import gemm
-from megatron_llama.nn.ops import at_least_fp32, rows
 from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, deliver, wait_unsharded
 from megatron_llama.nn.recompute import Recomputable
+from megatron_llama.nn.tensors import at_least_fp32, rows
 
 
 def empty_weight(*shape: int) -> nn.Parameter:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import collectives
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.kernels.choice import runs_kernels
-from megatron_llama.nn.ops import DEVICE_CHUNK, PLAIN, Ops, at_least_fp32, softmax_stats
+from megatron_llama.nn.ops import DEVICE_CHUNK, PLAIN, Ops, softmax_stats
+from megatron_llama.nn.tensors import at_least_fp32
 
 TokenWeights = Callable[[Tensor], Tensor]
 """Maps the losses of all tokens, [s, b], to the derivative of a scalar by each of them, [s, b]: the

@@ -16,28 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.nn.tensors import at_least_fp32, rows
 from megatron_llama.plans.activation_memory import LOSS_CHUNK
 
 DEVICE_CHUNK = 2**26
 """Logits whose cross entropy an accelerator computes at once: what its memory spares."""
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are taken: fp32, or fp64 for fp64 (reference runs)."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def rows(x: Tensor) -> Tensor:
-    """Return x [..., h] as [tokens, h]."""
-    return x.flatten(0, -2)
-
-
-def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
-    """``view = beta * view + value``, beta 0 or 1."""
-    if beta == 0.0:
-        view.copy_(value)
-    else:
-        view.add_(value)
 
 
 def add_norm(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_llama.distributed.device import is_fake, is_host
 from megatron_llama.nn.backward import pre_backward_hook
 from megatron_llama.nn.host import gemm
-from megatron_llama.nn.ops import accumulate
+from megatron_llama.nn.tensors import accumulate
 
 
 class ParamHandle(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_llama.nn.ops import at_least_fp32
+from megatron_llama.nn.tensors import at_least_fp32
 
 SCORES = 2**24
 """About so many attention scores exist at once."""

@@ -14,12 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import collectives
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.functional import heads_of
 from megatron_llama.nn.linear import empty_weight
-from megatron_llama.nn.ops import Ops, at_least_fp32, scaled
+from megatron_llama.nn.ops import Ops, scaled
 from megatron_llama.nn.param_handle import deliver, wait_unsharded
+from megatron_llama.nn.tensors import at_least_fp32
 
 
 class NormWeight(nn.Module):

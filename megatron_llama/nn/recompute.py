@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.autograd import start_all_gather
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.backward import backward
 
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import autograd
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.linear import empty_weight
-from megatron_llama.nn.ops import at_least_fp32, rows
 from megatron_llama.nn.param_handle import deliver, wait_unsharded
+from megatron_llama.nn.tensors import at_least_fp32, rows
 
 
 class _Score(torch.autograd.Function):

@@ -26,7 +26,7 @@ from megatron_llama.nn.attention import (
     suits_flash,
     window_sizes,
 )
-from megatron_llama.nn.ops import at_least_fp32
+from megatron_llama.nn.tensors import at_least_fp32
 
 BLOCK = 256
 """Queries of a block. With a window of w positions they see w + BLOCK - 1 keys, of which each sees

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.p2p import exchange_with
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.attention import AttentionBackend, ScoreRule, merge
-from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.sliding import DocumentIds, attend, attend_backward
+from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.plans.zigzag import Tail, reached, tails, zigzag_chunks
 
 

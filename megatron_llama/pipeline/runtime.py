@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm import p2p
 from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.attention import Documents
 from megatron_llama.nn.backward import backward
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
 from megatron_llama.nn.loss import TokenWeights, argmax, cross_entropy
-from megatron_llama.nn.ops import at_least_fp32
+from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.pipeline.microbatch import Microbatch
 from megatron_llama.pipeline.objective import NextToken, Objective, StepLoss
 from megatron_llama.plans.params import partition_of
@@ -37,7 +37,8 @@ from megatron_llama.plans.schedule import (
     forward_only,
     schedule_named,
 )
-from megatron_llama.plans.weight_access import WeightAccess, rank_weight_accesses
+from megatron_llama.plans.stage_accesses import rank_weight_accesses
+from megatron_llama.plans.weight_access import WeightAccess
 
 
 class Engine(Protocol):

@@ -16,7 +16,7 @@ from megatron_llama.planner.simulate import StageTimes, simulate, tail
 from megatron_llama.planner.steps import StepTime, block_time, host_wait, straggling, update_bytes
 from megatron_llama.planner.training_job import Machine, TrainingJob, job_of
 from megatron_llama.plans.buckets import BucketPlan, strategy_named
-from megatron_llama.plans.memory import MemoryPlan, state_bytes
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.schedule import SCHEDULES, Op
 from megatron_llama.plans.traffic import StepTraffic
 
@@ -75,7 +75,7 @@ class Candidate:
         """Return the bytes of a pipeline rank by component, at the fullest moment."""
         plan = self.short
         granularity = self.config.parallel.recompute_granularity
-        state = state_bytes(self.config, plan.bucket_plans[rank])
+        state = plan.state_by_component(rank)
         logits = plan.logits(rank)
         return {
             "weights": state["parameters"] + state["parameter shards"],

@@ -16,7 +16,7 @@ from megatron_llama.planner.report import does_not_fit, duration, interval, loss
 from megatron_llama.planner.search import OFFLOAD, enough_gpus, search
 from megatron_llama.planner.training_job import Machine
 from megatron_llama.plans.buckets import AUTO
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.resolve import resolve
 
 SEARCHED = (

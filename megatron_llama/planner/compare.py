@@ -17,7 +17,7 @@ from megatron_llama.planner.measured import MeasuredSteps
 from megatron_llama.planner.report import label
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.planner.steps import BlockTime, block_time
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.schedule import Schedule, Timeline, schedule_named
 from megatron_llama.plans.timeline_file import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
 

@@ -14,7 +14,7 @@ from megatron_llama.planner.oom_probability import ALLOCATABLE
 from megatron_llama.planner.picture import COLOURS, PALETTE, Bar, BarRow, Chart, drawing
 from megatron_llama.planner.report import LEGEND, PARTS, SHARES, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.schedule import Op, Schedule, TimedPass
 from megatron_llama.plans.schedule.actions import send_of
 from megatron_llama.plans.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UPDATES

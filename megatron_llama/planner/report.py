@@ -14,7 +14,7 @@ from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
 from megatron_llama.planner.oom_probability import ALLOCATABLE
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.offload import NONE
 
 PARTS = (

@@ -10,12 +10,14 @@ from typing import Literal
 
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.planner.hardware import Gpu
-from megatron_llama.plans.buckets import shard_count, strategy_named
-from megatron_llama.plans.checks.zenflow import longest_window, sends_fp32
+from megatron_llama.plans.buckets import strategy_named
 from megatron_llama.plans.itemsize import compute_itemsize
 from megatron_llama.plans.offload import EXACT, NONE
-from megatron_llama.plans.params import ParamSpec, Shapes, stage_units, whole_model
+from megatron_llama.plans.params import Shapes, stage_units, whole_model
+from megatron_llama.plans.run_engine import shard_count
 from megatron_llama.plans.schedule import SCHEDULES
+from megatron_llama.plans.specs import ParamSpec
+from megatron_llama.plans.zenflow import longest_window, sends_fp32
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """What data-parallel ranks hold a share of, in any trainer."""

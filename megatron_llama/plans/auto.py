@@ -6,9 +6,11 @@ from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.buckets import AUTO, BY_TRAFFIC, by_unit
-from megatron_llama.plans.memory import USABLE, MemoryPlan, sized
+from megatron_llama.plans.buckets import AUTO, BY_TRAFFIC
+from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.memory import USABLE, MemoryPlan
 from megatron_llama.plans.params import partition_of
+from megatron_llama.plans.run_engine import by_unit
 
 FEWEST_SLOTS = 2
 

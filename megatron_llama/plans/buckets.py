@@ -7,12 +7,12 @@ no other copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_llama.config.schema import Config, ParallelConfig
-from megatron_llama.plans.params import ParamSpec, Rectangle, UnitSpec, rank_units, rectangles
+from megatron_llama.plans.engine_options import EngineOptions
+from megatron_llama.plans.specs import ParamSpec, Rectangle, UnitSpec, rectangles
 
 Slot = tuple[int, int]
 """(pool, number in the pool)."""
@@ -262,11 +262,11 @@ def bucket_plan_by_size(
     shared."""
     assert slots.parameters is None
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
-    closed = _in_backward_order(_fill(reverse, cap), reverse, shards)
+    closed = in_backward_order(fill_buckets(reverse, cap), reverse, shards)
     parameters, gradients = (
         _assign_slots(closed, count, ends=None) for count in (slots.parameters, slots.gradients)
     )
-    return _bucket_plan(units, closed, shards, slots, parameters, gradients)
+    return assemble_bucket_plan(units, closed, shards, slots, parameters, gradients)
 
 
 def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots) -> BucketPlan:
@@ -280,163 +280,40 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
             kind = BucketKind.of(spec)
             filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
-    closed = _in_backward_order(filled.values(), reverse, shards)
+    closed = in_backward_order(filled.values(), reverse, shards)
     parameters, gradients = (
         _assign_slots(closed, count, ends) for count in (slots.parameters, slots.gradients)
     )
-    return _bucket_plan(units, closed, shards, slots, parameters, gradients)
+    return assemble_bucket_plan(units, closed, shards, slots, parameters, gradients)
 
 
-def module_bucket_plan(
-    units: Sequence[UnitSpec],
-    *,
-    strategy: str,
-    shards: int,
-    param_slots: int | None,
-    grad_slots: int | None,
-    cap: int,
+def stage_bucket_plan(
+    units: Sequence[UnitSpec], options: EngineOptions, *, shards: int
 ) -> BucketPlan:
-    """Returns the bucket plan of a user's model. ``units`` are in the order in which its modules
-    are registered; ``strategy`` is a --data-parallel-sharding-strategy; None for ``param_slots`` or
-    ``grad_slots`` gives every bucket a slot of its own; ``cap`` is the most elements of a bucket
-    that is filled by size.
+    """Returns the bucket plan of a rank's pipeline stages. ``units`` are in forward order."""
+    slots = shared_slots(options)
+    if strategy_named(options.strategy).by_unit:
+        return bucket_plan_by_unit(units, shards=shards, slots=slots)
+    return bucket_plan_by_size(units, shards=shards, cap=options.bucket_size, slots=slots)
 
-    Where parameters are gathered before each access there is one bucket for each unit and kind, and
-    units share slots with their like (``_pools``). Elsewhere buckets are filled by size, and only
-    gradient slots are shared. These always have slots of their own: what is resident, and what
-    several units share, because its gradient is complete only when the last of them has written.
-    What is in no unit (``is_root_part``) has parameter slots of its own, because nobody knows when
-    it is read; its gradients share slots among themselves (``_root_pools``)."""
-    found = strategy_named(strategy)
-    slots = Slots(
-        param_slots if found.by_unit else None,
-        grad_slots if found.reduce_every_microbatch else None,
+
+def shared_slots(options: EngineOptions) -> Slots:
+    """Returns the numbers of slots that buckets share by a strategy."""
+    strategy = strategy_named(options.strategy)
+    return Slots(
+        options.param_slots if strategy.by_unit else None,
+        options.grad_slots if reduces_every_microbatch(options) else None,
     )
-    users: dict[str, tuple[int, ...]] = {}
-    for index, unit in enumerate(units):
-        for spec in unit.params:
-            users[spec.name] = (*users.get(spec.name, ()), index)
-    # A shared parameter stands where forward first reads it: there backward completes it.
-    reverse = [
-        spec
-        for index, unit in reversed(list(enumerate(units)))
-        for spec in reversed(unit.params)
-        if users[spec.name][0] == index
-    ]
-    apart: set[str] = set()
-    """Parameters in buckets that share no parameter slot."""
-    at_root: set[str] = set()
-    """Those of them that are in no unit, and in a bucket that shares a gradient slot."""
-    together: dict[tuple[BucketKind, tuple[int, ...]], list[ParamSpec]] = {}
-    """Parameters that may be in one bucket, by kind and the units that read them."""
-    for spec in reverse:
-        kind = BucketKind.of(spec)
-        numbers = users[spec.name]
-        shared = len(numbers) > 1
-        if shared or kind.needs_own_slot or units[numbers[0]].is_root_part:
-            apart.add(spec.name)
-            if not shared and not kind.needs_own_slot:
-                at_root.add(spec.name)
-        by_unit = found.by_unit or (spec.name in apart and slots.gradients is not None)
-        if not shared and (kind.needs_own_slot or not by_unit):
-            numbers = ()
-        together.setdefault((kind, numbers), []).append(spec)
-    closed = _in_backward_order(
-        [
-            specs
-            for (_, numbers), all_specs in together.items()
-            for specs in ([all_specs] if numbers else _fill(all_specs, cap))
-        ],
-        reverse,
-        shards,
-    )
-    pools = _pools(
-        units, [None if b.placements[0].spec.name in apart else b for b in closed], users
-    )
-    parameters = _slots_in_pools(pools, slots.parameters)
-    roots = _root_pools(
-        [b.kind if b.placements[0].spec.name in at_root else None for b in closed],
-        1 + max(pools, default=OWN_SLOT_POOL),
-    )
-    # As the trainer's embedding and head: the head is reduced long before the embedding is written.
-    # A model without units needs as many slots for its parts as units do.
-    few = {pool for pool in roots if roots.count(pool) <= 2}
-    gradients = _slots_in_pools(
-        [root or pool for root, pool in zip(roots, pools, strict=True)], slots.gradients, few
-    )
-    # A unit waits for its vectors when it begins; its linear layers wait for their matrices when
-    # they are called. Many modules register norms last: gathered in that order, they would keep
-    # the first unit waiting for all of its matrices.
-    in_order = [
-        replace(unit, params=tuple(sorted(unit.params, key=lambda spec: not spec.resident)))
-        for unit in units
-    ]
-    return _bucket_plan(in_order, closed, shards, slots, parameters, gradients)
 
 
-def _root_pools(kinds: Sequence[BucketKind | None], first: int) -> list[int]:
-    """Returns the pool of gradient slots of each bucket of what is in no unit, one for each kind;
-    OWN_SLOT_POOL for other buckets, whose kind is None. ``first`` is the number of the first."""
-    pools: dict[BucketKind, int] = {}
-    for kind in kinds:
-        if kind is not None:
-            pools.setdefault(kind, first + len(pools))
-    return [OWN_SLOT_POOL if kind is None else pools[kind] for kind in kinds]
+def reduces_every_microbatch(options: EngineOptions) -> bool:
+    """Returns whether gradients are reduced after every microbatch, and shards accumulate. Where
+    ranks may leave out different parameters they are not: only the end of a step shows which."""
+    strategy = strategy_named(options.strategy)
+    return strategy.reduce_every_microbatch and not options.find_unused
 
 
-def _pools(
-    units: Sequence[UnitSpec], buckets: Sequence[Bucket | None], users: Mapping[str, Sequence[int]]
-) -> list[int]:
-    """Returns the pool of slots of each bucket of a user's model; OWN_SLOT_POOL for None. ``users``
-    has the units of each parameter.
-
-    A pool is for units of similar size: the largest unit of a class is at least half as large as
-    the largest one of the pool, because slots as large as an encoder's layer would be wasted on a
-    small decoder. It is for one depth of nesting, because a unit is read again after those inside
-    it, and for one kind, because a unit may have a bucket of each."""
-    largest: dict[tuple[BucketKind, int, str], int] = {}
-    keys: list[tuple[BucketKind, int, str] | None] = []
-    for bucket in buckets:
-        if bucket is None:
-            keys.append(None)
-            continue
-        unit = units[users[bucket.placements[0].spec.name][0]]
-        key = bucket.kind, len(unit.inside), unit.module_class
-        largest[key] = max(largest.get(key, 0), bucket.numel)
-        keys.append(key)
-    pools: dict[tuple[BucketKind, int, str], int] = {}
-    heads: list[tuple[BucketKind, int, int]] = []
-    """Kind, depth and largest bucket of each pool so far."""
-    for key in sorted(largest, key=lambda key: -largest[key]):
-        kind, depth, _ = key
-        size = largest[key]
-        for number, (pool_kind, pool_depth, pool_size) in enumerate(heads):
-            if (kind, depth) == (pool_kind, pool_depth) and 2 * size >= pool_size:
-                pools[key] = OWN_SLOT_POOL + 1 + number
-                break
-        else:
-            heads.append((kind, depth, size))
-            pools[key] = OWN_SLOT_POOL + len(heads)
-    return [OWN_SLOT_POOL if key is None else pools[key] for key in keys]
-
-
-def _slots_in_pools(
-    pools: Sequence[int], count: int | None, few: Container[int] = ()
-) -> tuple[Slot, ...]:
-    """Returns the slot of each bucket, given its pool. The buckets of a pool take its ``count``
-    slots in turn, one slot fewer in the pools ``few``; None: each bucket has its own."""
-    users = Counter[int]()
-    slots = []
-    for bucket, pool in enumerate(pools):
-        if count is None or pool == OWN_SLOT_POOL:
-            slots.append((OWN_SLOT_POOL, bucket))
-        else:
-            slots.append((pool, users[pool] % max(1, count - (pool in few))))
-            users[pool] += 1
-    return tuple(slots)
-
-
-def _bucket_plan(
+def assemble_bucket_plan(
     units: Sequence[UnitSpec],
     closed: tuple[Bucket, ...],
     shards: int,
@@ -444,6 +321,8 @@ def _bucket_plan(
     parameters: tuple[Slot, ...],
     gradients: tuple[Slot, ...],
 ) -> BucketPlan:
+    """Make the plan of buckets that are ``closed``, in the order of backward, and whose slots are
+    chosen. ``units`` are in forward order."""
     bucket_of = {
         placed.spec.name: bucket.index for bucket in closed for placed in bucket.placements
     }
@@ -473,7 +352,7 @@ def gathers_before_reductions(parameter_slots: int | None, gradient_slots: int) 
     return parameter_slots is not None and parameter_slots <= gradient_slots
 
 
-def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
+def fill_buckets(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
     """Returns the parameters of each bucket. The cap does not hold for norms: all norms of a stage
     are small together, and one message serves them."""
     full: list[list[ParamSpec]] = []
@@ -492,7 +371,7 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
     return full
 
 
-def _in_backward_order(
+def in_backward_order(
     filled: Iterable[Sequence[ParamSpec]], reverse: Sequence[ParamSpec], shards: int
 ) -> tuple[Bucket, ...]:
     """Make buckets, ordered by their last parameter in the order of backward: then each is
@@ -568,53 +447,3 @@ def strategy_named(name: str) -> Strategy:
 BY_TRAFFIC = ("optim", "optim_grads", "optim_grads_params")
 """Sharding strategies by what they send in a step: parameters and gradients once; gradients once
 per microbatch; both."""
-
-
-def by_unit(parallel: ParallelConfig) -> bool:
-    """Whether parameters are gathered before each access, or ``auto`` may still decide so."""
-    name = parallel.data_parallel_sharding_strategy
-    return name == AUTO or strategy_named(name).by_unit
-
-
-def parameter_slots(parallel: ParallelConfig) -> int | None:
-    """Returns the number of block-sized parameter slots of a resolved configuration; None: one for
-    each bucket.
-
-    With pipeline stages the default is None: each of m microbatches would gather everything twice,
-    in a pipeline that waits."""
-    chosen = parallel.param_slots
-    stages = parallel.pipeline_model_parallel_size
-    if (
-        not strategy_named(parallel.data_parallel_sharding_strategy).by_unit
-        or chosen == "all"
-        or (chosen == "default" and stages > 1)
-    ):
-        return None
-    return 2 if chosen == "default" else int(chosen)
-
-
-def shard_count(parallel: ParallelConfig, dp: int) -> int:
-    """Returns into how many shards a bucket is cut. ``dp`` counts the data-parallel ranks,
-    context-parallel ones included."""
-    name = parallel.data_parallel_sharding_strategy
-    # Process groups are made before ``auto`` is decided, by the memory of all processes; it always
-    # shards.
-    if name != AUTO and not strategy_named(name).sharded:
-        return 1
-    return parallel.data_parallel_shard_size or dp
-
-
-def rank_bucket_plan(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0) -> BucketPlan:
-    """Returns the bucket plan of one pipeline rank (all its stages) on one tensor-parallel rank,
-    for a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones
-    included."""
-    parallel = config.parallel
-    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
-    shards = shard_count(parallel, dp)
-    units = [unit for stage in rank_units(config, rank=rank, tp_rank=tp_rank) for unit in stage]
-    slots = Slots(
-        parameter_slots(parallel), parallel.grad_slots if strategy.reduce_every_microbatch else None
-    )
-    if strategy.by_unit:
-        return bucket_plan_by_unit(units, shards=shards, slots=slots)
-    return bucket_plan_by_size(units, shards=shards, cap=parallel.reduce_bucket_size, slots=slots)

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from megatron_llama.config.schema import Config
 
-FP32 = "fp32"
-BF16 = "bf16"
-EIGHT_BIT = "8bit"
-"""Values of --exp-avg-dtype and --exp-avg-sq-dtype."""
-
 
 def compute_itemsize(config: Config) -> int:
     """Bytes of a parameter or activation in the dtype that a run computes in."""

@@ -20,7 +20,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from megatron_llama.plans.buckets import BucketPlan
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 
 ITEMSIZE = 2
 """Bytes of an element while a matrix is orthogonalised, and on its way: bf16, as in torch."""

@@ -3,14 +3,12 @@ and what a step copies. Integers only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_llama.config.schema import Config
-from megatron_llama.errors import describe
 from megatron_llama.plans.buckets import ALIGN, BucketPlan, align_up
-from megatron_llama.plans.checks.zenflow import AUTO, hot_column_count, sends_fp32, steps_of
-from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize
+from megatron_llama.plans.engine_options import EngineOptions
+from megatron_llama.plans.zenflow import AUTO, hot_column_count, sends_fp32, steps_of
 
 NONE = "none"
 EXACT = "exact"
@@ -103,33 +101,31 @@ def speculated_buckets(
 
 
 def offload_plan(
-    config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0
+    options: EngineOptions, bucket_plan: BucketPlan, *, shard_rank: int = 0
 ) -> OffloadPlan | None:
-    """Returns the plan of one rank of a resolved configuration; None if nothing is offloaded.
+    """Returns the plan of one rank; None if nothing is offloaded.
 
     ``shard_rank`` says which shard of each bucket the rank has. Under ZenFlow shards that begin in
     the middle of a row need a little more than others."""
-    options = config.offload
-    if options.optimizer_offload == NONE:
+    offload = options.offload
+    if offload.optimizer_offload == NONE:
         return None
-    weight_itemsize = compute_itemsize(config)
-    master_itemsize = fp32_itemsize(config)
-    if options.optimizer_offload == ZENFLOW:
+    weight_itemsize = options.itemsize
+    master_itemsize = options.master_itemsize
+    if offload.optimizer_offload == ZENFLOW:
         return _zenflow_plan(
-            config,
+            options,
             bucket_plan,
             master_itemsize=master_itemsize,
             weight_itemsize=weight_itemsize,
             shard_rank=shard_rank,
         )
-    buckets = host_buckets(bucket_plan, options.optimizer_offload_fraction)
+    buckets = host_buckets(bucket_plan, offload.optimizer_offload_fraction)
     sizes = {bucket: bucket_plan.shard_numel(bucket) for bucket in buckets}
     total = sum(sizes.values())
-    speculative = (
-        options.offload_speculative and config.optimizer.clip_grad > 0 and not config.training.fp16
-    )
+    speculative = offload.offload_speculative and options.clip > 0 and options.loss_scaling is None
     speculated = (
-        speculated_buckets(bucket_plan, buckets, options.speculation_bytes, master_itemsize)
+        speculated_buckets(bucket_plan, buckets, offload.speculation_bytes, master_itemsize)
         if speculative
         else ()
     )
@@ -162,7 +158,7 @@ def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
 
 
 def _zenflow_plan(
-    config: Config,
+    options: EngineOptions,
     bucket_plan: BucketPlan,
     *,
     master_itemsize: int,
@@ -172,10 +168,10 @@ def _zenflow_plan(
     """Returns the plan under ZenFlow. Columns are selected over all ranks, so the number of hot
     columns in a shard is an expected value where it has parts of rows, or tensor parallelism cuts
     them; elsewhere it is exact."""
-    options = config.zenflow
-    buckets = matrix_buckets(bucket_plan, config.offload.optimizer_offload_fraction)
-    wire = master_itemsize if sends_fp32(options) else weight_itemsize
-    windows = 1 + options.zenflow_overlap_step
+    zenflow = options.zenflow
+    buckets = matrix_buckets(bucket_plan, options.offload.optimizer_offload_fraction)
+    wire = master_itemsize if sends_fp32(zenflow) else weight_itemsize
+    windows = 1 + zenflow.zenflow_overlap_step
     sizes = [bucket_plan.shard_numel(bucket) for bucket in buckets]
     total = sum(sizes)
     largest = max(sizes, default=0)
@@ -188,10 +184,10 @@ def _zenflow_plan(
         hot += (
             spec.numel
             // bucket_plan.shards
-            * hot_column_count(options.zenflow_topk_ratio, columns)
+            * hot_column_count(zenflow.zenflow_topk_ratio, columns)
             // columns
         )
-    hot_state, numbers = _columns_on_device(config, bucket_plan, buckets, shard_rank)
+    hot_state, numbers = _columns_on_device(options, bucket_plan, buckets, shard_rank)
     return OffloadPlan(
         buckets=buckets,
         speculated=(),
@@ -202,7 +198,7 @@ def _zenflow_plan(
         to_host=(elements - hot) * wire,
         to_device=(elements - hot)
         * weight_itemsize
-        // (steps_of(options.zenflow_update_interval) or 1),
+        // (steps_of(zenflow.zenflow_update_interval) or 1),
         on_device=STATES * hot_state * master_itemsize
         + largest * (master_itemsize + 2 * wire + weight_itemsize),
         column_numbers=numbers,
@@ -210,18 +206,18 @@ def _zenflow_plan(
 
 
 def _columns_on_device(
-    config: Config, bucket_plan: BucketPlan, buckets: Sequence[int], shard_rank: int
+    options: EngineOptions, bucket_plan: BucketPlan, buckets: Sequence[int], shard_rank: int
 ) -> tuple[int, int]:
     """Returns the elements of all hot columns of a rank, those of each bucket padded, and the bytes
     of ``OffloadPlan.column_numbers``."""
-    options = config.zenflow
-    is_auto = options.zenflow_update_interval == AUTO
+    zenflow = options.zenflow
+    is_auto = zenflow.zenflow_update_interval == AUTO
     elements = numbers = 0
     for bucket in buckets:
         in_bucket = 0
         for segment in bucket_plan.segments(bucket, shard_rank):
             total = segment.spec.slices[0].width
-            hot = hot_column_count(options.zenflow_topk_ratio, total)
+            hot = hot_column_count(zenflow.zenflow_topk_ratio, total)
             for _, rows, _, cols in segment.blocks():
                 in_bucket += rows * (cols * hot // total)
                 # Each column of a block has its number in the list of the hot or of the cold ones,
@@ -246,53 +242,6 @@ def _columns_on_device(
         }
         numbers += 6 * 4 * len(names) + 3 * 4
     return elements, numbers
-
-
-def offload_problems(config: Config) -> Iterator[str]:
-    """Yields one line for each problem with the options of offload."""
-    options = config.offload
-    if options.optimizer_offload not in MODES:
-        expected = " or ".join(MODES)
-        yield describe(
-            "--optimizer-offload",
-            got=options.optimizer_offload,
-            expected=expected,
-            do="exact hides what can be hidden exactly",
-        )
-    if not 0 <= options.optimizer_offload_fraction <= 1:
-        do = "give the share of the optimizer that is to leave the device"
-        yield describe(
-            "--optimizer-offload-fraction",
-            got=options.optimizer_offload_fraction,
-            expected="a number from 0 to 1",
-            do=do,
-        )
-    if options.offload_cores != "auto" and not core_list(options.offload_cores):
-        yield describe(
-            "--offload-cores",
-            got=options.offload_cores,
-            expected="auto, or numbers and ranges such as 0-15,32-47",
-            do="mend it",
-        )
-
-
-def offload_warnings(config: Config) -> Iterator[str]:
-    """Yields one line for each option of offload that has no effect."""
-    options = config.offload
-    if (
-        options.optimizer_offload != NONE
-        and options.offload_speculative
-        and config.optimizer.clip_grad == 0
-    ):
-        yield (
-            "--offload-speculative has no effect with --clip-grad 0: "
-            "buckets are updated when their gradients arrive anyway"
-        )
-    if options.optimizer_offload != NONE and options.offload_speculative and config.training.fp16:
-        yield (
-            "--offload-speculative has no effect with --fp16: "
-            "whether a step counts is known at its end"
-        )
 
 
 def core_list(text: str) -> tuple[int, ...]:

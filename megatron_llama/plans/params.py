@@ -3,32 +3,27 @@ HuggingFace model.
 
 There is one table of this, so that those who read it cannot disagree: the model builds its modules
 from it, ``buckets.py`` packs the parameters into messages, checkpoints and conversions read the
-HuggingFace coordinates, and ``--dry-run`` counts.
-
-An example, with hidden size 64, 8 heads of 8 dims, 8 key/value heads and tp 2: rank 1 holds
-``qkv_proj`` of shape [96, 64]. It has three *slices*: its rows 0-31 are rows 32-63 of HuggingFace's
-``q_proj``, its rows 32-63 the same rows of ``k_proj``, its rows 64-95 those of ``v_proj``. A shard
-of the engine is any range of the flattened parameter, say its elements 100 to 1500. In
-HuggingFace's tensor that is no block of rows: it is the rest of row 1, whole rows, and the
-beginning of a row. These blocks are its *rectangles*. A *partition* says which transformer blocks
-each pipeline stage holds.
+HuggingFace coordinates, and ``--dry-run`` counts. ``specs.py`` has the words of the table: slices,
+rectangles, units. A *partition* says which transformer blocks each pipeline stage holds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import groupby
 from operator import attrgetter
 
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.families.family import Family
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.plans.engine_options import MUON
 from megatron_llama.plans.param_groups import ParamGroups
 from megatron_llama.plans.schedule import placement_of
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 
 PROJECTIONS = LoraConfig().lora_target_modules
 """The linear layers of a transformer block, by LLaMA's names in HuggingFace."""
@@ -45,146 +40,6 @@ SCORE = "score.weight"
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 NO_LORA = LoraConfig()
-MUON = "muon"
-SCHEDULE_FREE = "schedule_free_adamw"
-"""Values of --optimizer."""
-
-
-@dataclass(frozen=True)
-class HFSlice:
-    """Rows ``[row, row + rows)`` of a local parameter are the block at ``(hf_row, hf_col)`` of one
-    HuggingFace tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    row: int
-    rows: int
-    hf_row: int = 0
-    hf_col: int = 0
-
-    @property
-    def width(self) -> int:
-        """Elements of one row of the HuggingFace tensor: 1 for a vector or a number."""
-        return math.prod(self.shape[1:])
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One parameter as a tensor-parallel rank holds it. ``shape`` includes the padding of the
-    vocabulary; the slices cover all other rows."""
-
-    name: str
-    shape: tuple[int, ...]
-    slices: tuple[HFSlice, ...]
-    decay: bool
-    """Whether weight decay applies: to two or more dims, unless a group says otherwise."""
-    copies: int = 1
-    """How many consecutive tensor-parallel ranks hold the same values."""
-    partial_grad: bool = False
-    """Whether each copy sees only a part of the gradient, so that the copies' gradients have to be
-    summed."""
-    tied: bool = False
-    """Whether the other end of the pipeline holds the same parameter: the tied embedding."""
-    contributions: int = 1
-    """Gradient contributions of one microbatch: 2 for an embedding that is also the head of the
-    same process."""
-    stage: int = 0
-    """The pipeline stage whose backward passes write the gradient."""
-    trainable: bool = True
-    """Whether it is trained: not frozen by ``--freeze`` or by ``--lora-rank``."""
-    adapter: bool = False
-    """Whether it is one half of a low-rank addition: small, and with buffers of its own."""
-    group: int = 0
-    """The number of its group: parameters that share learning rate, betas, eps and decay."""
-    resident: bool = False
-    """Whether it is so small that it stays unsharded, in one bucket for all units: what has fewer
-    than two dims, and the score of a reward model."""
-    muon: bool = False
-    """Whether Muon updates it, and not AdamW."""
-
-    @property
-    def numel(self) -> int:
-        """Local elements, padding included."""
-        return math.prod(self.shape)
-
-    @property
-    def width(self) -> int:
-        """Elements of one row: 1 for a vector or a number."""
-        return math.prod(self.shape[1:])
-
-
-@dataclass(frozen=True)
-class UnitSpec:
-    """Parameters that are gathered together: the embedding, one transformer block, or the final
-    norm with the head; of a user's model one of the modules that were named as units, or what is
-    left over of a module."""
-
-    name: str
-    params: tuple[ParamSpec, ...]
-    """Several units of a user's model may list one parameter, which is then equal in all of them:
-    it is shared."""
-    is_block: bool = False
-    """Whether it is a transformer block."""
-    is_root_part: bool = False
-    """Whether it is a part of a user's model that is in no unit: it has slots of its own."""
-    inside: tuple[int, ...] = ()
-    """The numbers of the units around this one, the outermost first: while it runs, they do too,
-    and read their weights."""
-    module_class: str = ""
-    """The name of the module's class. Units of one class share slots."""
-
-
-@dataclass(frozen=True)
-class Rectangle:
-    """A contiguous range of a local parameter that is a rectangle of one HuggingFace tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    """The shape of the whole HuggingFace tensor."""
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    start: int
-    """Its first element in the flattened local parameter."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the rectangle."""
-        return math.prod(self.size)
-
-
-def rectangles(spec: ParamSpec, start: int, stop: int) -> Iterator[Rectangle]:
-    """Yield the elements ``[start, stop)`` of the flattened parameter as HuggingFace rectangles, in
-    order: for a matrix at most three for each slice, the end of a row, whole rows, and the
-    beginning of a row; with d dims at most 2 d - 1. Padding belongs to no slice and is left out."""
-    width = spec.width
-    for part in spec.slices:
-        low = max(start, part.row * width)
-        high = min(stop, (part.row + part.rows) * width)
-        while low < high:
-            offset, size = _largest_box(spec.shape, low, high)
-            # The first element of the slice, in the coordinates of the HuggingFace tensor.
-            shift = (part.hf_row - part.row, part.hf_col)
-            moved = (at + by for at, by in zip_longest(offset, shift[: len(offset)], fillvalue=0))
-            yield Rectangle(part.name, part.shape, tuple(moved), size, low)
-            low += math.prod(size)
-
-
-def _largest_box(
-    shape: tuple[int, ...], low: int, high: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns offset and size of the largest box that begins at element ``low`` of a flattened
-    tensor, is contiguous, and ends at ``high`` at the latest."""
-    offset = []
-    rest = low
-    for dim in range(len(shape)):
-        stride = math.prod(shape[dim + 1 :])
-        index, rest = divmod(rest, stride)
-        offset.append(index)
-        count = min(shape[dim] - index, (high - low) // stride)
-        if rest == 0 and count:
-            after = len(shape) - dim - 1
-            return (*offset, *[0] * after), (*[1] * dim, count, *shape[dim + 1 :])
-    return (), ()  # a number: one element, and no dims
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 
-from megatron_llama.plans.buckets import Slot
+from megatron_llama.plans.buckets import BucketPlan, Slot
 from megatron_llama.plans.weight_access import WeightAccess
 
 
@@ -358,3 +358,14 @@ def gathers(
             prefetch.invalidate(bucket)
         count.update(bucket for bucket in trained if prefetch.try_gather(bucket))
     return count
+
+
+def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
+    """The plan of when buckets are gathered. ``itemsize``: bytes of a parameter;
+    ``prefetch_bytes``: 0 for no limit."""
+    return PrefetchPlan(
+        slots=bucket_plan.parameter_slots,
+        sizes=[bucket.numel * itemsize for bucket in bucket_plan.buckets],
+        unit_buckets=bucket_plan.unit_buckets,
+        prefetch_bytes=prefetch_bytes or None,
+    )

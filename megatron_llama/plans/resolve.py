@@ -34,6 +34,7 @@ from megatron_llama.plans.checks.model import (
     reward_problems,
 )
 from megatron_llama.plans.checks.muon import muon_problems
+from megatron_llama.plans.checks.offload import offload_problems
 from megatron_llama.plans.checks.optimizer import (
     moment_problems,
     optimizer_problems,
@@ -51,7 +52,6 @@ from megatron_llama.plans.checks.run import (
 )
 from megatron_llama.plans.checks.warnings import warnings_of
 from megatron_llama.plans.checks.zenflow import with_file, zenflow_notes, zenflow_problems
-from megatron_llama.plans.offload import offload_problems
 from megatron_llama.plans.params import PROJECTIONS, projections
 
 RESIZE = flag("resize_embeddings")

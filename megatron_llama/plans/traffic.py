@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
 from megatron_llama.config.windows import window_of
-from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
+from megatron_llama.plans.buckets import BucketPlan, strategy_named
+from megatron_llama.plans.engine_options import MUON
 from megatron_llama.plans.itemsize import compute_itemsize, reduce_itemsize
 from megatron_llama.plans.muon import muon_plan
-from megatron_llama.plans.params import MUON, kv_copies
-from megatron_llama.plans.prefetch import PrefetchPlan, gathers
+from megatron_llama.plans.params import kv_copies
+from megatron_llama.plans.prefetch import gathers, prefetch_plan_of
+from megatron_llama.plans.run_engine import rank_bucket_plan
 from megatron_llama.plans.schedule import Schedule
-from megatron_llama.plans.weight_access import rank_weight_accesses
+from megatron_llama.plans.stage_accesses import rank_weight_accesses
 from megatron_llama.plans.windows import context_tokens
 
 
@@ -46,17 +48,6 @@ class StepTraffic:
             + self.replica_bytes * repeated
             + self.matrix_bytes
         )
-
-
-def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
-    """The plan of when buckets are gathered. ``itemsize``: bytes of a parameter;
-    ``prefetch_bytes``: 0 for no limit."""
-    return PrefetchPlan(
-        slots=bucket_plan.parameter_slots,
-        sizes=[bucket.numel * itemsize for bucket in bucket_plan.buckets],
-        unit_buckets=bucket_plan.unit_buckets,
-        prefetch_bytes=prefetch_bytes or None,
-    )
 
 
 def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) -> StepTraffic:

@@ -21,7 +21,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import UserError, counted
 from megatron_llama.loop.start import AUTO, begins_anew, named_start
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.params import hf_shapes
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.drift import Drift, Dtype, compare

@@ -35,8 +35,8 @@ from megatron_llama.data.meta import write_meta
 from megatron_llama.data.order import BlendedOrder
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.params import Rectangle
 from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.samples import (
     Expected,

@@ -20,17 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_llama.config.schema import (
-    Config,
-    LoraConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ZenFlowConfig,
-)
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, LoraConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.params import Rectangle, adapter_shapes
+from megatron_llama.plans.params import adapter_shapes
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.prove.case import Case, Note
 from megatron_llama.prove.compare import History
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
-from megatron_llama.config.schema import Config, ZenFlowConfig
-from megatron_llama.plans.buckets import parameter_slots, rank_bucket_plan, strategy_named
-from megatron_llama.plans.checks.zenflow import longest_window
+from megatron_llama.config.offload import ZenFlowConfig
+from megatron_llama.config.schema import Config
+from megatron_llama.plans.buckets import strategy_named
 from megatron_llama.plans.params import parameter_count, partition_of
+from megatron_llama.plans.run_engine import parameter_slots, rank_bucket_plan
 from megatron_llama.plans.schedule import placement_of
+from megatron_llama.plans.zenflow import longest_window
 from megatron_llama.prove.case import STEPS
 from megatron_llama.prove.world import World
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megatron_llama.distributed.comm.object_collectives import all_gather_object
-from megatron_llama.nn.ops import accumulate
 from megatron_llama.nn.param_handle import param_handle_of
+from megatron_llama.nn.tensors import accumulate
 from megatron_llama.sharding.accesses import Accesses, PassError, Unit
 from megatron_llama.sharding.names import clean_name
 from megatron_llama.sharding.order import END_OF_BACKWARD, REDUCTION

@@ -12,8 +12,8 @@ from weakref import WeakMethod
 
 from torch import nn
 
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.data_mesh import close_data_mesh
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.errors import ConfigError
 from megatron_llama.sharding.accesses import PassError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
 from megatron_llama.plans.buckets import PlacedParam
 from megatron_llama.sharding.linear import waits_itself
-from megatron_llama.sharding.names import clean_name, parameter_names
+from megatron_llama.sharding.names import ParameterNames, clean_name
 from megatron_llama.sharding.placeholders import Placeholder, Resolve, ShardedParameterError
 from megatron_llama.sharding.specs import ModuleUnit
 
@@ -36,9 +36,8 @@ class Place:
             setattr(self.module, self.leaf, parameter)
 
 
-def places_of(model: nn.Module) -> list[Place]:
+def places_of(model: nn.Module, names: ParameterNames) -> list[Place]:
     """Return every place of a model where a parameter is registered."""
-    names = parameter_names(model)
     return [
         Place(module, leaf, names[parameter][0])
         for module in model.modules()
@@ -47,10 +46,10 @@ def places_of(model: nn.Module) -> list[Place]:
     ]
 
 
-def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+def attributes_of(names: ParameterNames) -> dict[str, dict[str, Any]]:
     """Return what others have attached to the parameters of a model, such as ``no_weight_decay``,
     by the name of each parameter."""
-    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    return {every[0]: dict(vars(parameter)) for parameter, every in names.items()}
 
 
 Explained = Callable[[], AbstractContextManager[None]]
@@ -87,10 +86,10 @@ class _ExplainedHandle:
 class Holders:
     """The parameters of a model, which are views of the engine's slots, and their placeholders."""
 
-    def __init__(self, model: nn.Module, explained: Explained) -> None:
+    def __init__(self, model: nn.Module, names: ParameterNames, explained: Explained) -> None:
         self._explained = explained
-        self._places = places_of(model)
-        self._attributes = attributes_of(model)
+        self._places = places_of(model, names)
+        self._attributes = attributes_of(names)
         self.parameters: dict[str, nn.Parameter] = {}
         """By name, the parameter whose values are in the engine's slot while its unit runs."""
         self.placeholders: dict[str, Placeholder] = {}

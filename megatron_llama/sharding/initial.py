@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import (
     all_gather_object,
     broadcast_object,
     raise_on_all_ranks,
 )
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.sharding.names import clean_name
+from megatron_llama.sharding.names import ParameterNames, clean_name
 from megatron_llama.sharding.values import MASTER, ModuleValues, named
 
 Described = tuple[str, tuple[int, ...], str, bool]
@@ -93,12 +93,14 @@ def _in_words(described: Described | None) -> str:
     return f"{dtype} of {shape}{', trained' if trained else ', not trained'}"
 
 
-def first_values(engine: OverlappedDistributedOptimizer, model: nn.Module) -> ModuleValues:
+def first_values(
+    engine: OverlappedDistributedOptimizer, model: nn.Module, names: ParameterNames
+) -> ModuleValues:
     """Fill the shards of all ranks with the values that the parameters of ``model`` have on rank 0,
     and the buffers with rank 0's; buffers move to the engine's device. Collective.
 
     What is on the meta device on rank 0 has no values; such buffers get memory on the device."""
-    values = ModuleValues(engine, model)
+    values = ModuleValues(engine, model, names)
     without = [
         name
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_llama.nn.ops import accumulate
 from megatron_llama.nn.param_handle import accumulate_product, param_handle_of, wait_unsharded
+from megatron_llama.nn.tensors import accumulate
 from megatron_llama.sharding.placeholders import arrived
 
 _CALLED = "_megatron_llama_called"

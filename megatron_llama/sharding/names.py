@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from torch import nn
@@ -17,7 +18,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+ParameterNames = Mapping[nn.Parameter, tuple[str, ...]]
+"""All names of each parameter of a model, in the order of registration."""
+
+
+def parameter_names(model: nn.Module) -> ParameterNames:
     """Return all names of each parameter, the one that ``named_parameters`` gives first: a shared
     parameter has several."""
     found: dict[nn.Parameter, tuple[str, ...]] = {}

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.errors import ConfigError, counted, listing
-from megatron_llama.sharding.names import clean_name, parameter_names
+from megatron_llama.plans.engine_options import UpdateOptions
+from megatron_llama.sharding.names import ParameterNames, clean_name
 
 Match = str | Callable[[str, nn.Parameter], bool] | tuple[nn.Parameter, ...]
 """Which parameters a group has: a pattern of names, a predicate, or the parameters themselves."""
@@ -149,22 +149,22 @@ class ParameterGroup:
     names: tuple[str, ...]
     """The trainable parameters, by the names that ``named_parameters`` gives them."""
 
-    def config(self, *, clip: float) -> OptimizerConfig:
-        """Return the options as the engine's update rules read them."""
-        return OptimizerConfig(
+    def update_options(self) -> UpdateOptions:
+        """Return the numbers as the engine's update rules read them."""
+        return UpdateOptions(
             lr=self.lr,
             weight_decay=self.weight_decay,
             adam_beta1=self.betas[0],
             adam_beta2=self.betas[1],
             adam_eps=self.eps,
-            clip_grad=clip,
         )
 
 
 def parameter_groups(
-    optimizer: AdamW | torch.optim.Optimizer, model: nn.Module
+    optimizer: AdamW | torch.optim.Optimizer, names_of: ParameterNames
 ) -> tuple[ParameterGroup, ...]:
     """Return the groups of a model's trainable parameters, each parameter in one of them.
+    ``names_of`` has all parameters of the model.
 
     Those of a torch.optim.AdamW are its own, in its order, so that schedulers with one function for
     each group go on to work; frozen parameters are left out. Those of ``AdamW`` are its ``groups``
@@ -176,9 +176,9 @@ def parameter_groups(
     the model's, or asks for what the engine does not have. Raises ConfigError for a torch.optim
     optimizer that has been used."""
     if isinstance(optimizer, AdamW):
-        return _matched_groups(optimizer, model)
+        return _matched_groups(optimizer, names_of)
     if type(optimizer) is torch.optim.AdamW:
-        return _torch_groups(optimizer, model)
+        return _torch_groups(optimizer, names_of)
     raise ConfigError(
         "shard(optimizer=)",
         got=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
@@ -187,8 +187,7 @@ def parameter_groups(
     )
 
 
-def _matched_groups(optimizer: AdamW, model: nn.Module) -> tuple[ParameterGroup, ...]:
-    names_of = parameter_names(model)
+def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
     _require_own_parameters(optimizer.groups, names_of.keys())
     taken: dict[nn.Parameter, int] = {}
     """The first group that matches each trainable parameter."""
@@ -259,9 +258,10 @@ def _require_own_parameters(groups: Sequence[Group], own: Collection[nn.Paramete
             )
 
 
-def _torch_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[ParameterGroup, ...]:
+def _torch_groups(
+    optimizer: torch.optim.Optimizer, names_of: ParameterNames
+) -> tuple[ParameterGroup, ...]:
     where = "shard(optimizer=torch.optim.AdamW)"
-    names_of = parameter_names(model)
     problems = []
     found = []
     grouped: set[nn.Parameter] = set()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
-from megatron_llama.engine.gradients import GradientRounds
+from megatron_llama.engine.counting import GradientRounds
 from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.peers import OrderError, Peers
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.data_mesh import close_data_mesh
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import TrainingError
 
 LOOK_SECONDS = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,26 +13,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_llama.config.schema import (
-    Config,
-    OffloadConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZenFlowConfig,
-)
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.errors import ConfigError, counted, describe, listing
-from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, module_bucket_plan, strategy_named
+from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
+from megatron_llama.plans.engine_options import BF16, FP32, FP64, EngineOptions, UpdateOptions
 from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.holders import Holders
 from megatron_llama.sharding.initial import first_values, require_same_model, require_same_options
 from megatron_llama.sharding.intercept import Intercepted
 from megatron_llama.sharding.linear import AttachedLinears
-from megatron_llama.sharding.names import clean_name, parameter_names
+from megatron_llama.sharding.module_buckets import module_bucket_plan
+from megatron_llama.sharding.names import ParameterNames, clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.order import AccessOrder
 from megatron_llama.sharding.passes import Passes
@@ -40,7 +36,8 @@ from megatron_llama.sharding.specs import ModuleUnit, module_units, unit_predica
 from megatron_llama.sharding.state import StateLayout, state_layout
 
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPE_NAMES = MappingProxyType({torch.float32: FP32, torch.bfloat16: BF16, torch.float64: FP64})
+COMPUTE_DTYPES = tuple(DTYPE_NAMES)
 """Not fp16: gradients would underflow, and the engine cannot scale a loss that it does not see."""
 REDUCTIONS = ("mean", "sum")
 OFFLOADS = ("none", "exact", "zenflow")
@@ -131,6 +128,7 @@ def shard(
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
     is_unit = unit_predicate(units)
+    names = parameter_names(model)
     problems = [
         *_option_problems(
             strategy=strategy,
@@ -146,10 +144,10 @@ def shard(
             reduction=reduction,
         ),
         *_offload_option_problems(offload_options),
-        *_model_problems(model, dtype),
+        *_model_problems(model, names, dtype),
         *_device_problems(model, mesh),
     ]
-    found = [] if problems else module_units(model, is_unit)
+    found = [] if problems else module_units(model, names, is_unit)
     if found and units and all(unit.is_root_part for unit in found):
         problems.append(
             describe(
@@ -161,7 +159,7 @@ def shard(
         )
     if problems:
         raise ConfigError(listing("shard:", problems))
-    groups = parameter_groups(optimizer, model)
+    groups = parameter_groups(optimizer, names)
     sharded = strategy_named(strategy).sharded
     options = {
         "units": [unit.name for unit in found if not unit.is_root_part],
@@ -188,18 +186,17 @@ def shard(
         before_sharding=partial(_require_same, model, options),
     )
     try:
-        compute = dtype or next(model.parameters()).dtype
-        config = Config(
-            parallel=ParallelConfig(
-                data_parallel_sharding_strategy=strategy,  # type: ignore[arg-type]
-                data_parallel_shard_size=shard_size,
-                param_slots=str(param_slots),
-                grad_slots=grad_slots,
-                reduce_bucket_size=bucket_size,
-                grad_reduce_in_bf16=reduce_dtype == torch.bfloat16,
-            ),
-            training=TrainingConfig(bf16=compute == torch.bfloat16, fp64=compute == torch.float64),
-            optimizer=groups[0].config(clip=clip) if groups else OptimizerConfig(clip_grad=clip),
+        engine_options = EngineOptions(
+            strategy=strategy,
+            param_slots=None if param_slots == "all" else int(param_slots),
+            grad_slots=grad_slots,
+            bucket_size=bucket_size,
+            dtype=DTYPE_NAMES[dtype or next(model.parameters()).dtype],
+            reduces_in_bf16=reduce_dtype == torch.bfloat16,
+            grad_divisor=float(data.dp.size) if reduction == "mean" else 1.0,
+            find_unused=find_unused,
+            clip=clip,
+            groups=tuple(group.update_options() for group in groups) or (UpdateOptions(),),
             offload=_chosen(
                 OffloadConfig(optimizer_offload=optimizer_offload),  # type: ignore[arg-type]
                 offload_options,
@@ -207,15 +204,14 @@ def shard(
             zenflow=_chosen(ZenFlowConfig(), offload_options),
         )
         engine = _build(
-            config,
+            engine_options,
             model,
+            names,
             found,
             groups,
             data,
             microbatches=microbatches,
             static_order=static_order,
-            find_unused=find_unused,
-            mean=reduction == "mean",
             cast_to=dtype,
             layout=state_layout(data, mesh),
         )
@@ -228,42 +224,26 @@ def shard(
 
 
 def _build(
-    config: Config,
+    options: EngineOptions,
     model: nn.Module,
+    names: ParameterNames,
     units: list[ModuleUnit],
     groups: Any,
     mesh: Mesh,
     *,
     microbatches: int,
     static_order: bool,
-    find_unused: bool,
-    mean: bool,
     cast_to: torch.dtype | None,
     layout: StateLayout,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
-    parallel = config.parallel
     bucket_plan = module_bucket_plan(
-        unit_specs(model, units, groups),
-        strategy=parallel.data_parallel_sharding_strategy,
-        shards=mesh.dp_shard.size,
-        param_slots=None if parallel.param_slots == "all" else int(parallel.param_slots),
-        grad_slots=None if find_unused else parallel.grad_slots,
-        cap=parallel.reduce_bucket_size,
+        unit_specs(model, units, groups), options, shards=mesh.dp_shard.size
     )
     peers = Peers(mesh)
-    holders = Holders(model, peers.explained)
-    engine = build_engine(
-        config,
-        bucket_plan,
-        mesh,
-        attach=holders.attach,
-        groups=[group.config(clip=config.optimizer.clip_grad) for group in groups],
-        grad_divisor=float(mesh.dp.size) if mean else 1.0,
-        find_unused=find_unused,
-        scale_loss=False,
-    )
-    values = first_values(engine, model)
+    holders = Holders(model, names, peers.explained)
+    engine = build_engine(options, bucket_plan, mesh, attach=holders.attach)
+    values = first_values(engine, model, names)
     # Before the classes of modules change: it looks for what is exactly an nn.Linear.
     linears = AttachedLinears(model)
     order = AccessOrder(
@@ -285,15 +265,7 @@ def _build(
     )
     holders.uninstall()
     return ModuleEngine(
-        model,
-        units,
-        engine,
-        values,
-        passes,
-        groups,
-        layout,
-        clip=config.optimizer.clip_grad,
-        linears=linears,
+        model, units, engine, values, passes, groups, layout, clip=options.clip, linears=linears
     )
 
 
@@ -390,9 +362,10 @@ def _chosen(part: Any, options: dict[str, Any]) -> Any:
     return replace(part, **{name: value for name, value in options.items() if name in names})
 
 
-def _model_problems(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
+def _model_problems(
+    model: nn.Module, names: ParameterNames, dtype: torch.dtype | None
+) -> Iterator[str]:
     """Yield what the engine cannot do with the parameters of a model."""
-    names = parameter_names(model)
     if not names:
         yield describe("model", got="no parameters", expected="some", do="give the whole module")
     sharded = [name for name, module in model.named_modules() if isinstance(module, Intercepted)]

@@ -7,13 +7,13 @@ owned directly by a module around units. A parameter belongs to the innermost un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
-from megatron_llama.sharding.names import WRAPPERS, clean_name, parameter_names
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.sharding.names import WRAPPERS, ParameterNames, clean_name
 from megatron_llama.sharding.optimizer import ParameterGroup
 
 IsUnit = Callable[[nn.Module], bool]
@@ -59,12 +59,12 @@ def unit_predicate(units: IsUnit | Iterable[type[nn.Module]]) -> IsUnit:
     return lambda module: bool(predicate(unwrapped(module)))
 
 
-def module_units(model: nn.Module, is_unit: IsUnit) -> list[ModuleUnit]:
+def module_units(model: nn.Module, names: ParameterNames, is_unit: IsUnit) -> list[ModuleUnit]:
     """Return the units and root parts of a model in the order of registration, without those that
     have no parameters."""
-    found = _Search(parameter_names(model), is_unit)
-    found.visit(model, "", None)
-    kept = [unit for unit in found.units if unit.parameters]
+    search = _Search(names, is_unit)
+    search.visit(model, "", None)
+    kept = [unit for unit in search.units if unit.parameters]
     numbers = {unit.index: number for number, unit in enumerate(kept)}
     for number, unit in enumerate(kept):
         unit.index = number
@@ -75,7 +75,7 @@ def module_units(model: nn.Module, is_unit: IsUnit) -> list[ModuleUnit]:
 class _Search:
     """A walk over the modules of a model, each in the order in which it was registered."""
 
-    def __init__(self, names: Mapping[nn.Parameter, Sequence[str]], is_unit: IsUnit) -> None:
+    def __init__(self, names: ParameterNames, is_unit: IsUnit) -> None:
         self._names = names
         self._is_unit = is_unit
         self.units: list[ModuleUnit] = []

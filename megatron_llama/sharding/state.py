@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.data_mesh import new_group
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.errors import CheckpointError, describe, listing
+from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.sharding.names import clean_name
 from megatron_llama.sharding.placeholders import ShardedParameterError
 from megatron_llama.sharding.values import MASTER, MOMENTS, ModuleValues, forget
@@ -225,10 +225,10 @@ def _recounted(
         name = column.spec.name
         step = engine.rules.by_bucket[values.bucket_of[name]].state(values.bucket_of[name])["step"]
         beta1, beta2 = groups[column.spec.group]["betas"]
-        config = OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2)
+        options = UpdateOptions(adam_beta1=beta1, adam_beta2=beta2)
         # Without any update the moments are zero.
-        was = bias_corrections(column.updates.clamp(min=1), config, torch.float64)
-        will_be = bias_corrections(step.clamp(min=1), config, torch.float64)
+        was = bias_corrections(column.updates.clamp(min=1), options, torch.float64)
+        will_be = bias_corrections(step.clamp(min=1), options, torch.float64)
         for what, power, before, after in zip(MOMENTS, (1, 2), was, will_be, strict=True):
             factors[what][name] = (after / before) ** power
     return factors

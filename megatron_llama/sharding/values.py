@@ -16,7 +16,7 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, TrainingError, counted, describe, listing
 from megatron_llama.plans.buckets import PlacedParam
 from megatron_llama.sharding.holders import attributes_of
-from megatron_llama.sharding.names import clean_name, parameter_names
+from megatron_llama.sharding.names import ParameterNames, clean_name
 
 BROADCAST_NUMEL = 2**24
 """Most elements of one broadcast: what a rank without the values needs as a buffer."""
@@ -34,11 +34,12 @@ class ModuleValues:
     It is made while the module still has its own parameters. All names are those that
     ``named_parameters`` and ``named_buffers`` give at that time, which the engine uses too."""
 
-    def __init__(self, engine: OverlappedDistributedOptimizer, model: nn.Module) -> None:
+    def __init__(
+        self, engine: OverlappedDistributedOptimizer, model: nn.Module, names: ParameterNames
+    ) -> None:
         self.engine = engine
         self.model = model
         self.plan = engine.bucket_plan
-        names = parameter_names(model)
         self.aliases = {every[0]: every for every in names.values()}
         """All names of each parameter: a shared one has several."""
         self.uninitialized: set[str] = set()
@@ -59,7 +60,7 @@ class ModuleValues:
             for bucket in self.plan.buckets
             for placed in bucket.placements
         }
-        self._attributes = attributes_of(model)
+        self._attributes = attributes_of(names)
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.are_whole = False
         """Whether the module has whole parameters at the moment."""

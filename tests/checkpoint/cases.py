@@ -15,7 +15,8 @@ from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.native import TrainState
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, Layout, Trainer, trainer

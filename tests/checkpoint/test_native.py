@@ -13,7 +13,8 @@ import torch
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader

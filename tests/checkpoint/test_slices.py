@@ -14,10 +14,11 @@ from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
-from megatron_llama.plans.params import Rectangle, hf_shapes, parameter_count
+from megatron_llama.pipeline.build import build_optimizer
+from megatron_llama.plans.params import hf_shapes, parameter_count
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.harness import Cluster

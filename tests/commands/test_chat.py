@@ -16,7 +16,7 @@ from megatron_llama.api.common.trained import Trained
 from megatron_llama.cli import main
 from megatron_llama.commands.chat import Talk
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.errors import DataError
 from megatron_llama.model.generate import Sampling, generate_batch
 from megatron_llama.model.init import InitialWeights

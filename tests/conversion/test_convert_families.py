@@ -13,7 +13,7 @@ from megatron_llama.cli import main
 from megatron_llama.config.hf import model_config_from_hf, read_hf_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.verify.fields import field_differences
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conversion.converting import convert, identical, loaded, rank_file, refusal

@@ -15,7 +15,8 @@ import pytest
 import torch
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.hf.writer import export_hf
-from megatron_llama.plans.params import Rectangle, parameter_count
+from megatron_llama.plans.params import parameter_count
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.conversion.test_hf import tensors

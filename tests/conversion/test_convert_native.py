@@ -15,8 +15,8 @@ from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer
 
 from tests.checkpoint.cases import copies, renew_sums, same, state_at
 from tests.conversion.converting import convert, hf_folder

@@ -15,7 +15,8 @@ from megatron_llama.conversion.torch_dist.flat_buckets import FlatBuckets
 from megatron_llama.conversion.torch_dist.names import StoredSource
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.conversion.converting import config, hf_folder

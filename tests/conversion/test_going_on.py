@@ -16,8 +16,8 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.conversion.torch_dist.optimizer import open_optimizer
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.data.indexed import IndexedDatasetWriter
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.loop.inputs import open_inputs
 from torch import Tensor

@@ -18,12 +18,14 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, Tr
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS, row_blocks
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh, build_mesh
-from megatron_llama.engine.build import build_optimizer
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.errors import CheckpointError
 from megatron_llama.model.llama import build_stages
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.pipeline.build import build_optimizer
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

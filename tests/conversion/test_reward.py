@@ -23,8 +23,9 @@ from megatron_llama.errors import CheckpointError
 from megatron_llama.loop.inputs import resumes
 from megatron_llama.loop.start import compare, find_start, weights_of
 from megatron_llama.plans.checks.warnings import warnings_of
-from megatron_llama.plans.params import SCORE, Rectangle
+from megatron_llama.plans.params import SCORE
 from megatron_llama.plans.resolve import problems
+from megatron_llama.plans.specs import Rectangle
 from transformers import AutoModelForSequenceClassification
 
 from tests.checkpoint.cases import load_under, merged, same, save_under

@@ -18,7 +18,8 @@ from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.conversion.converting import hf_folder

@@ -21,7 +21,7 @@ from megatron_llama.checkpoint.torch_pickle import Inert
 from megatron_llama.conversion.tensor_map import MappedTensor, TensorMap
 from megatron_llama.conversion.torch_file import ALIGNMENT, write_torch_file
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import HFSlice, Rectangle
+from megatron_llama.plans.specs import HFSlice, Rectangle
 
 
 def saved(path: Path, content: Any) -> Path:

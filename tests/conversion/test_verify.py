@@ -20,12 +20,12 @@ from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.conversion.verify.logits import StreamedModel
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.build import build_optimizer
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.pipeline.build import build_optimizer
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.tokenizer.spm import train_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -11,7 +11,7 @@ import torch
 from megatron_llama.cli import main
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM

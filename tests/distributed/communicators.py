@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from megatron_llama.distributed import groups
 from megatron_llama.distributed import mesh as meshes
 
 
@@ -137,8 +138,8 @@ class Imagined(Noted):
 
 @contextmanager
 def noted(noting: Noted, *modules: Any) -> Iterator[None]:
-    """A section in which ``mesh.py`` and other modules call ``noting``."""
-    patches = [mock.patch.object(module, "dist", noting) for module in (meshes, *modules)]
+    """A section in which ``mesh.py``, ``groups.py`` and other modules call ``noting``."""
+    patches = [mock.patch.object(module, "dist", noting) for module in (meshes, groups, *modules)]
     for patch in patches:
         patch.start()
     try:

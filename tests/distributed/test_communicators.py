@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed import mesh as meshes
+from megatron_llama.distributed import join as joining
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm import p2p
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, on_rank0, raise_error_on_all_ranks
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.distributed.network import GLOO_LAZY
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.plans.params import partition_of
@@ -259,13 +260,13 @@ def test_a_device_makes_gloo_connect_late() -> None:
     for device in (GPU, torch.device("cpu")):
         with (
             mock.patch.dict(os.environ),
-            mock.patch.multiple(meshes, open_store=mock.DEFAULT, meet=mock.Mock(return_value=store), choose_interface=lambda *_: None),
-            mock.patch.multiple(meshes, require_master=mock.DEFAULT),
+            mock.patch.multiple(joining, open_store=mock.DEFAULT, meet=mock.Mock(return_value=store), choose_interface=lambda *_: None),
+            mock.patch.multiple(joining, require_master=mock.DEFAULT),
             mock.patch.object(devices, "accelerator", return_value=device),
             mock.patch.object(dist, "init_process_group", init),
         ):
             os.environ.pop(GLOO_LAZY, None)
             os.environ["PYTORCH_ALLOC_CONF"] = ""
             with pytest.raises(AttributeError):  # nobody has joined
-                meshes.join(Config().parallel, place)[0].group.size()  # type: ignore[union-attr]
+                joining.join(Config().parallel, place)[0].group.size()  # type: ignore[union-attr]
         assert asked == ({"backend": "cpu:gloo,cuda:nccl", "lazy": "1"} if device == GPU else {"backend": "gloo", "lazy": None})

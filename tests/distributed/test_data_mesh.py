@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.exchange import gather
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.errors import ClusterError
 from megatron_llama.sharding.state import state_layout
 from torch.distributed.device_mesh import DeviceMesh

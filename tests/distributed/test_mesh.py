@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
+from megatron_llama.distributed.axes import Axis, Mesh
+from megatron_llama.distributed.groups import close_mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh, close_mesh, placement_warnings
+from megatron_llama.distributed.mesh import build_mesh, placement_warnings
 from megatron_llama.errors import ClusterError
 from torch.distributed import distributed_c10d
 

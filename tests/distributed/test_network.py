@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from megatron_llama.config.schema import ParallelConfig
 from megatron_llama.distributed import network
+from megatron_llama.distributed.groups import close_mesh
+from megatron_llama.distributed.join import join
 from megatron_llama.distributed.launcher import Place, place_from_environment
-from megatron_llama.distributed.mesh import close_mesh, join
 from megatron_llama.distributed.network import interface_of, require_master
 from megatron_llama.errors import ClusterError
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]

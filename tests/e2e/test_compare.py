@@ -13,8 +13,9 @@ import torch
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.errors import UserError
 from tools.compare_sharding import OutOfMemory, Row, built_everywhere, checked, measured, random_batches, table
 

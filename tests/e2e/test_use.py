@@ -16,7 +16,7 @@ from megatron_llama.checkpoint import native
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from safetensors import safe_open

@@ -10,24 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.presets import PRESETS
-from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed import mesh as meshes
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_engine, build_optimizer
+from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.offload import build
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.plans import offload as plans
-from megatron_llama.plans.buckets import module_bucket_plan, rank_bucket_plan, shard_count
-from megatron_llama.plans.checks.zenflow import hot_column_count
-from megatron_llama.plans.memory import MemoryPlan, staging_bytes, state_bytes
+from megatron_llama.plans.engine_memory import staging_bytes, state_bytes
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.offload import offload_plan
 from megatron_llama.plans.resolve import resolve
+from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan, shard_count
+from megatron_llama.plans.zenflow import hot_column_count
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -110,7 +114,7 @@ def check(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch
     plan = MemoryPlan(config, world)
     mesh = found.engine.mesh
     bucket_plan = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
-    expected = state_bytes(config, bucket_plan) | {"staging": plan.staging(mesh.pp.rank)}
+    expected = state_bytes(engine_options(config), bucket_plan, tp=mesh.tp.size) | {"staging": plan.staging(mesh.pp.rank)}
     assert {name: found.components.get(name, 0) for name in expected} == expected
     assert found.live == sum(expected.values()) == plan.state(mesh.pp.rank)
     return found
@@ -255,30 +259,24 @@ def module_cases() -> Iterator[tuple[Config, int, bool]]:
 @pytest.mark.parametrize(("config", "world", "find_unused"), list(module_cases()))
 def test_around_a_model_that_is_not_ours(config: Config, world: int, find_unused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = config.parallel
-    plan = module_bucket_plan(
-        units(),
-        strategy=parallel.data_parallel_sharding_strategy,
-        shards=shard_count(parallel, world),
-        param_slots=2,
-        grad_slots=None if find_unused else 2,
-        cap=400,
+    options = replace(
+        engine_options(config), param_slots=2, bucket_size=400, groups=GROUPS, grad_divisor=float(world), find_unused=find_unused
     )
+    plan = module_bucket_plan(
+        units(), options, shards=shard_count(parallel, world))
     for rank in range(world):
         with without_devices(monkeypatch):
             mesh = replace(build_mesh(config, rank=rank, world_size=world, device=torch.device("cpu")), device=META)
             with Made() as made:
                 engine = build_engine(
-                    config,
+                    options,
                     plan,
                     mesh,
                     attach=lambda placed, view, handle: None,
-                    groups=GROUPS,
-                    grad_divisor=float(world),
-                    find_unused=find_unused,
                     worker_factory=NoWorker,  # type: ignore[arg-type]
                 )
-        expected = state_bytes(config, plan, find_unused=find_unused)
-        expected |= {"staging": staging_bytes(config, plan, dp=world, find_unused=find_unused)}
+        expected = state_bytes(options, plan)
+        expected |= {"staging": staging_bytes(options, plan, dp=world)}
         seen = set[int]()
         found = {name: made.storages.of(tensors, seen) for name, tensors in engine.memory.items()}
         assert {name: found.get(name, 0) for name in expected} == expected
@@ -308,14 +306,15 @@ def zenflow_layouts() -> Iterator[tuple[Layout, ZenFlowConfig]]:
 def test_zenflow(layout: Layout, zenflow: ZenFlowConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte: on every rank before columns are selected, and with the selected ones where no rank has parts of rows."""
     config = zen(layout, zenflow).sized()
+    options = engine_options(config)
     for rank in range(layout.world_size):
         found, made = built(config, layout.world_size, rank, monkeypatch)
         engine, mesh = found.engine, found.engine.mesh
         bucket_plan = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
         shard_rank = mesh.dp_shard.rank
-        state = state_bytes(config, bucket_plan, shard_rank=shard_rank)
-        planned = sum(state.values()) + staging_bytes(config, bucket_plan, dp=mesh.dp.size)
-        plan = offload_plan(config, bucket_plan, shard_rank=shard_rank)
+        state = state_bytes(options, bucket_plan, shard_rank=shard_rank)
+        planned = sum(state.values()) + staging_bytes(options, bucket_plan, dp=mesh.dp.size)
+        plan = offload_plan(options, bucket_plan, shard_rank=shard_rank)
         assert plan is not None
         [rule] = [rule for rule in engine.rules.distinct if isinstance(rule, ZenFlow)]
         assert rule.nbytes == plan.held
@@ -325,7 +324,7 @@ def test_zenflow(layout: Layout, zenflow: ZenFlowConfig, monkeypatch: pytest.Mon
                 made.storages.see(numbers)
         with monkeypatch.context() as patch:
             patch.setattr(plans, "hot_column_count", lambda ratio, total: 0)
-            without = state_bytes(config, bucket_plan, shard_rank=shard_rank)
+            without = state_bytes(options, bucket_plan, shard_rank=shard_rank)
         assert made.storages.live == planned - sum(state.values()) + sum(without.values())
         for column in rule.column_state():
             hot = torch.arange(column.total) < hot_column_count(zenflow.zenflow_topk_ratio, column.total)

@@ -14,15 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig, ZenFlowConfig
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.nn.param_handle import ParamHandle
-from megatron_llama.plans.buckets import PlacedParam, module_bucket_plan, strategy_named
-from megatron_llama.plans.params import HFSlice, ParamSpec, Rectangle, UnitSpec
+from megatron_llama.plans.buckets import PlacedParam, strategy_named
+from megatron_llama.plans.engine_options import EngineOptions, UpdateOptions
+from megatron_llama.plans.run_engine import compute_dtype_name
+from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,7 +41,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "number": (),
 }
 LRS = (1e-2, 3e-3)
-GROUPS = (OptimizerConfig(adam_beta2=0.95, weight_decay=0.1), OptimizerConfig(adam_beta1=0.8, adam_eps=1e-5, weight_decay=0.3))
+GROUPS = (UpdateOptions(adam_beta2=0.95, weight_decay=0.1), UpdateOptions(adam_beta1=0.8, adam_eps=1e-5, weight_decay=0.3))
 STEPS = 3
 MICROBATCHES = 2
 
@@ -93,26 +97,20 @@ class Formula:
         self.case = case
         found = strategy_named(case.strategy)
         self.mesh = data_mesh(group, case.shard_size if found.sharded else 1, CPU)
-        slots = None if case.find_unused else 2
-        plan = module_bucket_plan(units(), strategy=case.strategy, shards=self.mesh.dp_shard.size, param_slots=2, grad_slots=slots, cap=400)
-        config = Config(
-            parallel=ParallelConfig(data_parallel_sharding_strategy=case.strategy),
-            optimizer=OptimizerConfig(clip_grad=case.clip),
-            offload=case.offload,
-            zenflow=case.zenflow,
-            training=case.training,
-        )
-        self.attached: dict[str, tuple[Tensor, ParamHandle]] = {}
-        self.engine = build_engine(
-            config,
-            plan,
-            self.mesh,
-            attach=self._attach,
-            groups=GROUPS,
+        options = EngineOptions(
+            strategy=case.strategy,
+            bucket_size=400,
+            dtype=compute_dtype_name(case.training),
             grad_divisor=float(self.mesh.dp.size) if case.mean else 1.0,
             find_unused=case.find_unused,
-            scale_loss=False,
+            clip=case.clip,
+            groups=GROUPS,
+            offload=case.offload,
+            zenflow=case.zenflow,
         )
+        plan = module_bucket_plan(units(), options, shards=self.mesh.dp_shard.size)
+        self.attached: dict[str, tuple[Tensor, ParamHandle]] = {}
+        self.engine = build_engine(options, plan, self.mesh, attach=self._attach)
         self.engine.load_weights(self._fill)
         self.units = [[spec.name for spec in unit.params] for unit in units()]
         self.recorded: Any = None

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.offload.zenflow import columns as in_parts
 from megatron_llama.engine.offload.zenflow.columns import (
     AT_ONCE,
@@ -26,9 +25,11 @@ from megatron_llama.engine.offload.zenflow.columns import (
 )
 from megatron_llama.engine.offload.zenflow.schedule import AutoInterval, Intervals, Step, UpdateWindows
 from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
-from megatron_llama.plans.buckets import BucketPlan, Segment, rank_bucket_plan
-from megatron_llama.plans.checks.zenflow import hot_column_count
-from megatron_llama.plans.params import HFSlice, ParamSpec
+from megatron_llama.plans.buckets import BucketPlan, Segment
+from megatron_llama.plans.engine_options import UpdateOptions
+from megatron_llama.plans.run_engine import rank_bucket_plan
+from megatron_llama.plans.specs import HFSlice, ParamSpec
+from megatron_llama.plans.zenflow import hot_column_count
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,7 +108,7 @@ def test_nothing_takes_much_memory_that_nobody_has_planned(monkeypatch: pytest.M
     rows, mask = 400, torch.tensor([True, False, True, True, False])
     blocks, shard = [Block(0, 0, rows, 0, 5)], torch.randn(5 * rows)
     one = ColumnSet.of(blocks, [mask], [torch.tensor([3.0, 3.0, 2.0, 3.0, 3.0])], HOST)
-    hot = HotColumns(one, decay=0.1, config=OptimizerConfig(), dtype=torch.float32, device=HOST)
+    hot = HotColumns(one, decay=0.1, options=UpdateOptions(), dtype=torch.float32, device=HOST)
     matrix = Matrix("m", 0, 5, 5, False)
     norms, asking = ColumnNorms([matrix], Mesh.single()), AutoInterval([matrix], 0.5, Mesh.single())
     asking.begin_window([mask])
@@ -149,7 +150,7 @@ def test_matrices_know_their_columns_over_tp_and_share_attention_inputs() -> Non
         assert found[1].local(torch.arange(total)).tolist() == list(range(total // 4, total // 2))
 
 
-def adamw(values: Tensor, grads: list[Tensor], config: OptimizerConfig) -> Tensor:
+def adamw(values: Tensor, grads: list[Tensor], config: UpdateOptions) -> Tensor:
     """torch's own."""
     parameter = torch.nn.Parameter(values.clone())
     rule = torch.optim.AdamW([parameter], lr=0.1, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, weight_decay=0.2)
@@ -160,7 +161,7 @@ def adamw(values: Tensor, grads: list[Tensor], config: OptimizerConfig) -> Tenso
 
 
 def test_columns_are_corrected_by_their_own_number_of_updates() -> None:
-    config, start = OptimizerConfig(), torch.randn(40, 3)
+    config, start = UpdateOptions(), torch.randn(40, 3)
     grads = [torch.randn(40, 3) for _ in range(5)]
     state = (start.clone(), torch.zeros(40, 3), torch.zeros(40, 3))
     counts = torch.zeros(3, dtype=torch.int64)
@@ -176,7 +177,7 @@ def test_columns_are_corrected_by_their_own_number_of_updates() -> None:
 
 
 def test_in_place_and_in_parts_changes_no_bit() -> None:
-    config, rows = OptimizerConfig(), ROWS_OF // 50
+    config, rows = UpdateOptions(), ROWS_OF // 50
     state = (torch.randn(rows, 100), torch.randn(rows, 100), torch.rand(rows, 100))
     grad, corrected = (torch.randn(rows, 100), bias_corrections(torch.arange(1, 101), config, torch.float32))
     expected = adamw_columns(state, grad, corrected, config, lr=0.1, decay=0.2)
@@ -234,11 +235,11 @@ def test_a_late_gradient_is_an_error() -> None:
 
 def test_cold_columns_are_updated_by_their_own_counts_and_hot_ones_left_out() -> None:
     """One fused call for most, column by column for the others: as if each had been updated on its own."""
-    config, mask = OptimizerConfig(), torch.tensor([True, True, False, True, True])
+    config, mask = UpdateOptions(), torch.tensor([True, True, False, True, True])
     one, blocks, columns = packing(mask)
     counts, start = (torch.tensor([4.0, 4.0, 9.0, 7.0, 2.0], dtype=torch.float64), tuple(torch.rand(64) for _ in range(3)))
     host_state = (start[0].clone(), start[1].clone(), start[2].clone())
-    cold = ColdColumns(host_state, [torch.zeros(64)], decay=0.1, config=config)
+    cold = ColdColumns(host_state, [torch.zeros(64)], decay=0.1, options=config)
     cold.select(blocks, [mask], [counts])
     grads = [torch.randn(one.numel) for _ in range(2)]
     for grad in grads:

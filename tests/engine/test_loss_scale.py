@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.checkpoint import native
-from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.conversion.native.writer import NativeWriter
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.loss_scale import LossScale
+from megatron_llama.plans.engine_options import LossScaling
 
 from tests.checkpoint.cases import SINGLE, state_at
 from tests.engine.test_engine import same, state_of
@@ -19,7 +19,7 @@ from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, trainer
 
 CPU = torch.device("cpu")
-FP16 = TrainingConfig(fp16=True, initial_loss_scale=64.0, loss_scale_window=3, hysteresis=2, min_loss_scale=8.0)
+FP16 = LossScaling(initial_loss_scale=64.0, loss_scale_window=3, hysteresis=2, min_loss_scale=8.0)
 
 
 def after(scale: LossScale, story: str) -> list[float]:
@@ -53,7 +53,7 @@ def test_hysteresis_one_halves_at_once() -> None:
 
 
 def test_without_fp16_it_is_one_for_ever() -> None:
-    scale = LossScale(replace(FP16, fp16=False), CPU)
+    scale = LossScale(None, CPU)
     assert float(scale.value) == 1.0 and after(scale, "xxxx......") == [1.0] * 10
     assert scale.state() == [1.0, 0.0, 0.0]
 
@@ -71,8 +71,8 @@ def test_a_restored_scale_goes_on_where_it_was(cut: int) -> None:
 
 def test_every_state_is_resumed_exactly(tmp_path: Path) -> None:
     """Through a checkpoint, after each step of a story in which the scale falls to 1, with all counts at 0, and rises again."""
-    training, story = replace(FP16, initial_loss_scale=4.0, min_loss_scale=0.5), "xxxx...x.xxxx......"
-    straight = LossScale(training, CPU)
+    scaling, story = replace(FP16, initial_loss_scale=4.0, min_loss_scale=0.5), "xxxx...x.xxxx......"
+    straight = LossScale(scaling, CPU)
     expected, states = [], []
     for letter in story:
         expected += after(straight, letter)
@@ -83,7 +83,7 @@ def test_every_state_is_resumed_exactly(tmp_path: Path) -> None:
     for done, state in enumerate(states, start=1):
         saving.optimizer.loss_scale.load(state)
         native.save(tmp_path, saving.optimizer, saving.mesh, state_at(done), layout.config())
-        loading.optimizer.loss_scale = resumed = LossScale(training, CPU)
+        loading.optimizer.loss_scale = resumed = LossScale(scaling, CPU)
         native.load(tmp_path, loading.optimizer, loading.mesh, layout.config().model)
         assert resumed.state() == state
         assert after(resumed, story[done:]) == expected[done:]

@@ -17,8 +17,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.memory import UPDATE_PIECE
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.engine_memory import UPDATE_PIECE
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.engine.test_muon import STEPS, gradients, place_of

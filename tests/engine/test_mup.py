@@ -8,9 +8,9 @@ import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.params import param_groups
 from torch import Tensor, nn

@@ -14,14 +14,14 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.presets import PRESETS
-from megatron_llama.config.schema import Config, OffloadConfig, TrainingConfig
+from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.offload.build import Neighbour, place_among
 from megatron_llama.engine.offload.copies import Copy, HostCopies
 from megatron_llama.engine.offload.exact import ExactOffload
@@ -31,10 +31,11 @@ from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.engine.update_rule import AdamW, adamw_step
 from megatron_llama.errors import OffloadError, TrainingError
 from megatron_llama.model.llama import build_stages
-from megatron_llama.plans.buckets import rank_bucket_plan
-from megatron_llama.plans.memory import state_bytes
+from megatron_llama.pipeline.build import build_optimizer
+from megatron_llama.plans.engine_memory import state_bytes
 from megatron_llama.plans.offload import offload_plan
 from megatron_llama.plans.resolve import resolve
+from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
 from torch import Tensor
 
 from tests.engine.test_engine import deliver, gradients, parameters_of, same, state_of
@@ -367,11 +368,11 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
 )
 def test_what_is_held_and_copied_is_what_the_plan_says(layout: Layout, cluster: Cluster) -> None:
     config = layout.config()
-    plan, shape = (offload_plan(config, rank_bucket_plan(config, dp=2)), rank_bucket_plan(config, dp=2))
+    plan, shape = (offload_plan(engine_options(config), rank_bucket_plan(config, dp=2)), rank_bucket_plan(config, dp=2))
     assert plan is not None
     for held_there, held_here, to_host, to_device in cluster.run(2, measured, layout):
         assert held_there == plan.held
-        assert held_here == sum(state_bytes(config, shape).values())
+        assert held_here == sum(state_bytes(engine_options(config), shape).values())
         assert (to_host, to_device) == (plan.to_host, plan.to_device)
 
 
@@ -379,7 +380,7 @@ def test_a_fraction_leaves_the_first_layers_on_the_device() -> None:
     sizes = {}
     for fraction in (0.0, 0.3, 1.0):
         layout = Layout(bucket=1, offload=replace(EXACT, optimizer_offload_fraction=fraction))
-        plan, shape = (offload_plan(layout.config(), rank_bucket_plan(layout.config(), dp=1)), rank_bucket_plan(layout.config(), dp=1))
+        plan, shape = (offload_plan(engine_options(layout.config()), rank_bucket_plan(layout.config(), dp=1)), rank_bucket_plan(layout.config(), dp=1))
         assert plan is not None
         on_host = [bucket in plan.buckets for bucket in shape.forward_order]
         assert on_host == sorted(on_host), "a forward pass needs those of the device first"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.schema import OffloadConfig, ZenFlowConfig
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer

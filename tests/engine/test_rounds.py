@@ -9,14 +9,17 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.streams import Future, InlineStream, Stream, open_stream
 from megatron_llama.distributed.comm.worker import Task, Work
 from megatron_llama.distributed.data_mesh import data_mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
-from megatron_llama.plans.buckets import PlacedParam, module_bucket_plan, strategy_named
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.engine.counting import GradientRounds
+from megatron_llama.engine.gradients import GradientBuckets
+from megatron_llama.plans.buckets import PlacedParam, strategy_named
+from megatron_llama.plans.engine_options import EngineOptions
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 
 from tests.harness import Cluster
 
@@ -65,9 +68,8 @@ class Bench:
     def __init__(self, mesh: Mesh, strategy: str, *, find_unused: bool = False, stream: Stream | None = None) -> None:
         self.mesh = mesh
         found = strategy_named(strategy)
-        self.plan = module_bucket_plan(
-            units(), strategy=strategy, shards=mesh.dp_shard.size, param_slots=2, grad_slots=None if find_unused else 2, cap=100
-        )
+        options = EngineOptions(strategy=strategy, bucket_size=100, find_unused=find_unused)
+        self.plan = module_bucket_plan(units(), options, shards=mesh.dp_shard.size)
         self.final: list[int] = []
         self.buckets = GradientBuckets(
             self.plan,

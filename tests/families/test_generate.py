@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.model.generate import Reader
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs

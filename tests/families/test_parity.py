@@ -14,7 +14,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.families.twins import FIXED, SIZES, TWINS, DrawnWeights, FamilyLayout, family_layouts, reference

@@ -12,7 +12,8 @@ import torch
 import transformers
 from megatron_llama.config.hf import model_config_from_hf
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.prove.materials import DrawnWeights
 
 from tests.harness import Cluster

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron_llama.checkpoint import listed_files
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop import weight_check
 from megatron_llama.loop.weight_check import WeightCheck, begin_weight_check, share_of

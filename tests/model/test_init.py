@@ -10,7 +10,8 @@ import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.harness import Cluster

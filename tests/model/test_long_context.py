@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.model.generate import Reader, Sampling, generate_batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages

@@ -13,7 +13,8 @@ from megatron_llama.config.schema import Config, OptimizerConfig
 from megatron_llama.errors import CheckpointError
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.checks.model import token_problems
-from megatron_llama.plans.params import EMBEDDING, Rectangle, padding_idx
+from megatron_llama.plans.params import EMBEDDING, padding_idx
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.families.twins import SIZES, TWINS, Twin

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.hf import hf_config_from_model
-from megatron_llama.config.schema import ModelConfig, OffloadConfig
+from megatron_llama.config.offload import OffloadConfig
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.model.llama import Stage
 from megatron_llama.model.load import load_stages
-from megatron_llama.plans.params import Rectangle, hf_shapes, stage_units, whole_model
+from megatron_llama.plans.params import hf_shapes, stage_units, whole_model
+from megatron_llama.plans.specs import Rectangle
 from megatron_llama.prove.materials import DrawnWeights
 from torch import Tensor
 

@@ -12,9 +12,10 @@ from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.plans.activation_memory import GRANULARITIES, Granularity
-from megatron_llama.plans.params import ParamSpec, Partition, stage_units, whole_model
+from megatron_llama.plans.params import Partition, stage_units, whole_model
 from megatron_llama.plans.schedule import Action, Op
-from megatron_llama.plans.weight_access import unit_weight_accesses, weight_accesses_of
+from megatron_llama.plans.specs import ParamSpec
+from megatron_llama.plans.stage_accesses import unit_weight_accesses, weight_accesses_of
 from torch import Tensor, nn
 
 from tests.parallel.cases import MODEL, Layout, token_ids

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from torch import Tensor
 
 

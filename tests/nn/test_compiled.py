@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn import compiled
 from megatron_llama.nn.compiled import MAX_SHAPES, MIN_ELEMENTS, Compiled, chosen_ops
 from megatron_llama.nn.host.ops import HOST

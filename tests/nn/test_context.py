@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder, Traffic
 from megatron_llama.errors import ConfigError
 from megatron_llama.nn import attention, sliding

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import gated, rms_norm, split_heads

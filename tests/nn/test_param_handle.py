@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import recomputable_add_norm, rms_norm
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear

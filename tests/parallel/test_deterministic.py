@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.config.schema import OffloadConfig, TrainingConfig
+from megatron_llama.config.offload import OffloadConfig
+from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place, fix_sums
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.model import llama
 from megatron_llama.model.llama import build_stages

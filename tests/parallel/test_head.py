@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.head import head_loss
 from megatron_llama.nn.ops import PLAIN

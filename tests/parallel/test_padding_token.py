@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.plans.params import EMBEDDING, Rectangle
+from megatron_llama.plans.params import EMBEDDING
+from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.families.twins import TWINS, FamilyLayout

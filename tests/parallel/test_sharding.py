@@ -12,15 +12,15 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.gradients import _Exchanges
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import Positions, build_stages
 from megatron_llama.nn.param_handle import param_handle_of
-from megatron_llama.plans.buckets import rank_bucket_plan
-from megatron_llama.plans.memory import host_buffer_bytes, squares_bytes, state_bytes
+from megatron_llama.pipeline.build import build_optimizer
+from megatron_llama.plans.engine_memory import host_buffer_bytes, squares_bytes, state_bytes
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
+from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -145,7 +145,7 @@ def test_what_is_held_is_what_the_dry_run_prints(cluster: Cluster, layout: Layou
     for parameters, gradients, total in cluster.run(layout.world_size, held, layout):
         assert parameters == sum(plan.parameter_slot_numel().values())
         assert gradients == sum(plan.gradient_slot_numel().values())
-        assert total == sum(state_bytes(layout.config(), plan).values())
+        assert total == sum(state_bytes(engine_options(layout.config()), plan).values())
 
 
 def test_two_slots_hold_two_blocks_and_one_end(cluster: Cluster) -> None:
@@ -431,7 +431,7 @@ def largest_temporary(place: Place, layout: Layout) -> int:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, strategy="no_shard"), Layout(dp=2, bf16=True)], ids=lambda layout: layout.name)
 def test_the_largest_temporary_is_that_of_the_formula(cluster: Cluster, layout: Layout) -> None:
-    expected = squares_bytes(layout.config(), rank_bucket_plan(layout.config(), dp=layout.dp))
+    expected = squares_bytes(engine_options(layout.config()), rank_bucket_plan(layout.config(), dp=layout.dp))
     assert cluster.run(2, largest_temporary, layout) == [expected] * 2
 
 
@@ -450,7 +450,7 @@ def _wire(layout: Layout) -> torch.dtype | None:
     ids=lambda layout: layout.name,
 )
 def test_receive_buffers_are_those_of_the_formula(cluster: Cluster, layout: Layout) -> None:
-    expected = host_buffer_bytes(layout.config(), rank_bucket_plan(layout.config(), dp=layout.dp), dp=layout.dp)
+    expected = host_buffer_bytes(engine_options(layout.config()), rank_bucket_plan(layout.config(), dp=layout.dp), dp=layout.dp)
     assert max(cluster.run(layout.world_size, receive_bytes, layout)) == expected, "the last rank may have a smaller part"
     assert (expected > 0) is (layout.dp > 1)
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.planner.trace.run import trace_run
-from megatron_llama.plans.buckets import Bucket, BucketPlan, rank_bucket_plan
+from megatron_llama.plans.buckets import Bucket, BucketPlan
 from megatron_llama.plans.memory import MemoryPlan, peak_of
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
+from megatron_llama.plans.run_engine import rank_bucket_plan
 from megatron_llama.plans.traffic import context_traffic
 from torch import Tensor
 

@@ -13,13 +13,14 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import regions
 from megatron_llama.checkpoint.columns import column_pieces
-from megatron_llama.config.schema import Config, OffloadConfig, ZenFlowConfig
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.offload.zenflow.schedule import Step
 from megatron_llama.errors import OffloadError
-from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.offload import offload_plan
+from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
 from torch import Tensor
 
 from tests.checkpoint.cases import copies, merged, same, state_at
@@ -383,7 +384,7 @@ def test_windows_close_and_columns_are_chosen_as_the_options_say() -> None:
 def kept(place: Place, layout: Zen) -> tuple[int, int]:
     """Bytes of host memory that the rule has taken, and what the plan says."""
     run = trainer(place, layout)
-    plan = offload_plan(layout.config(), run.optimizer.bucket_plan)
+    plan = offload_plan(engine_options(layout.config()), run.optimizer.bucket_plan)
     assert plan is not None
     return rule_of(run).nbytes, plan.held
 

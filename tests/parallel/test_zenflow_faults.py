@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.checkpoint import native
-from megatron_llama.config.schema import ZenFlowConfig
+from megatron_llama.config.offload import ZenFlowConfig
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.errors import OffloadError, TrainingError

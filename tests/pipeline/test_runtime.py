@@ -11,8 +11,9 @@ import pytest
 import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import Engine, FixedWeights, PipelineRuntime

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.config.schema import Config, LoraConfig, OffloadConfig, ZenFlowConfig
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, LoraConfig
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import choose

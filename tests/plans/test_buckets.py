@@ -17,10 +17,11 @@ from megatron_llama.plans.buckets import (
     Slots,
     bucket_plan_by_size,
     bucket_plan_by_unit,
-    parameter_slots,
     strategy_named,
 )
-from megatron_llama.plans.params import Partition, UnitSpec, hf_shapes, split_layers, stage_units
+from megatron_llama.plans.params import Partition, hf_shapes, split_layers, stage_units
+from megatron_llama.plans.run_engine import parameter_slots
+from megatron_llama.plans.specs import UnitSpec
 from torch import Tensor
 
 from tests.plans.test_params import even

@@ -12,7 +12,8 @@ from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.auto import decide_recompute
-from megatron_llama.plans.memory import USABLE, MemoryPlan, peak_of, sized
+from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.memory import USABLE, MemoryPlan, peak_of
 from megatron_llama.plans.resolve import check, resolve
 from megatron_llama.plans.schedule import schedule_named
 

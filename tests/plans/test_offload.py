@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.offload import host_buckets
+from megatron_llama.plans.run_engine import rank_bucket_plan
 
 from tests.parallel.cases import Layout
 

@@ -8,15 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_llama.distributed.mesh import Axis, Mesh
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.model.llama import Stage, StageOptions
 from megatron_llama.plans.activation_memory import Granularity
 from megatron_llama.plans.params import (
-    HFSlice,
-    ParamSpec,
     Partition,
-    UnitSpec,
     adapter_shapes,
     hf_shapes,
     kv_copies,
@@ -25,10 +22,10 @@ from megatron_llama.plans.params import (
     partition_of,
     projections,
     rank_units,
-    rectangles,
     split_layers,
     stage_units,
 )
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec, rectangles
 from torch import Tensor
 
 GQA = ModelConfig(

@@ -14,7 +14,8 @@ from megatron_llama.plans.buckets import Slot
 from megatron_llama.plans.params import Partition, split_layers, stage_units
 from megatron_llama.plans.prefetch import PrefetchPlan, gathers
 from megatron_llama.plans.schedule import Op, placement_of, schedule_named
-from megatron_llama.plans.weight_access import WeightAccess, unit_weight_accesses, weight_accesses_of
+from megatron_llama.plans.stage_accesses import unit_weight_accesses, weight_accesses_of
+from megatron_llama.plans.weight_access import WeightAccess
 
 from tests.plans.test_weight_access import MODEL
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.plans.params import Partition, UnitSpec, split_layers, stage_units, whole_model
+from megatron_llama.plans.params import Partition, split_layers, stage_units, whole_model
 from megatron_llama.plans.schedule import Action, Op, forward_only, placement_of, schedule_named
-from megatron_llama.plans.weight_access import WeightAccess, unit_weight_accesses, weight_accesses_of
+from megatron_llama.plans.specs import UnitSpec
+from megatron_llama.plans.stage_accesses import unit_weight_accesses, weight_accesses_of
+from megatron_llama.plans.weight_access import WeightAccess
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=8, intermediate_size=16, num_hidden_layers=12, num_attention_heads=2, num_key_value_heads=2, head_dim=4

@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.parse import parse
-from megatron_llama.config.schema import Config, LoraConfig, OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, LoraConfig
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.checks.zenflow import (
-    longest_window,
-    selection_steps,
-    sends_fp32,
-    zenflow_notes,
-    zenflow_problems,
-    zenflow_warnings,
-)
+from megatron_llama.plans.checks.zenflow import zenflow_notes, zenflow_problems, zenflow_warnings
 from megatron_llama.plans.resolve import assemble
+from megatron_llama.plans.zenflow import longest_window, selection_steps, sends_fp32
 
 BLOCK = {
     "topk_ratio": 0.05,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.engine.build import compute_dtype
+from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.objective import Preferences

@@ -18,8 +18,9 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Mesh, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, DataError, TrainingError, UserError
 from megatron_llama.loop import references

@@ -28,16 +28,14 @@ from megatron_llama.conversion.hf import writer
 from megatron_llama.data import loader
 from megatron_llama.data.loader import Batch, BatchLoader, BlendedSamples
 from megatron_llama.data.megatron_order import MegatronStream
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.comm.collectives import DONE, Pending
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh
-from megatron_llama.engine import build as engine_build
-from megatron_llama.engine import lr
 from megatron_llama.engine import optimizer as engine
 from megatron_llama.engine.gradients import GradientBuckets, _Exchanges
 from megatron_llama.engine.offload.exact import ExactOffload
-from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult, Transport
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.loop import inputs
 from megatron_llama.model import init, llama
@@ -49,8 +47,9 @@ from megatron_llama.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans import params, zigzag
-from megatron_llama.plans.params import LORA_A, ParamSpec, Rectangle, Shapes
+from megatron_llama.plans import lr, params, zigzag
+from megatron_llama.plans.params import LORA_A, Shapes
+from megatron_llama.plans.specs import ParamSpec, Rectangle
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.pool import WorkerPool
@@ -94,7 +93,7 @@ def clip_counts_copies() -> AbstractContextManager[object]:
     def take(self: OverlappedDistributedOptimizer, bucket: int) -> Tensor:
         squared_norm = correct(self, bucket)
         tied = self.bucket_plan.buckets[bucket].kind.tied
-        if not self._axes.replica.rank and not (tied and self.mesh.embedding.rank):
+        if not self.mesh.dp_replica.rank and not (tied and self.mesh.embedding.rank):
             self._squared_norms[bucket] = squared_norm
         return squared_norm
 
@@ -340,10 +339,10 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
 def sent_in_bf16() -> AbstractContextManager[object]:
     """Gradients cross the wire in bfloat16, which nobody has asked for."""
 
-    def transport(**options: Any) -> Transport:
-        return Transport(**options | {"wire": torch.bfloat16})
+    def gradient_buckets(bucket_plan: Any, **options: Any) -> GradientBuckets:
+        return GradientBuckets(bucket_plan, **options | {"wire": torch.bfloat16})
 
-    return patch.object(engine_build, "Transport", transport)
+    return patch.object(engine, "GradientBuckets", gradient_buckets)
 
 
 def norm_of_the_own_shard() -> AbstractContextManager[object]:

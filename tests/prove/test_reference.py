@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.schema import Config, DataConfig, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig
+from megatron_llama.config.offload import OffloadConfig
+from megatron_llama.config.schema import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.engine.lr import learning_rate
+from megatron_llama.plans.lr import learning_rate
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.reference import (
     NotComparedError,

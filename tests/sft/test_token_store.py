@@ -22,7 +22,8 @@ import torch
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.corpus import docstring_pairs
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
+from megatron_llama.distributed.axes import Axis, Mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.errors import DataError
 from megatron_llama.preference import dataset as preferences
 from megatron_llama.preference.align_config import AlignConfig

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from megatron_llama.config.schema import Config, OffloadConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.offload import OffloadConfig
+from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.nn.param_handle import ParamHandle
-from megatron_llama.plans.buckets import module_bucket_plan, shard_count
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.plans.run_engine import engine_options, shard_count
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.sharding.initial import first_values
+from megatron_llama.sharding.module_buckets import module_bucket_plan
+from megatron_llama.sharding.names import parameter_names
 from megatron_llama.sharding.optimizer import AdamW, ParameterGroup, parameter_groups
 from megatron_llama.sharding.values import ModuleValues
 from torch import Tensor, nn
@@ -124,7 +127,14 @@ def sharded(
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, data_parallel_shard_size=shard_size)
     config = Config(parallel=parallel, training=TrainingConfig(bf16=bf16), offload=OffloadConfig(optimizer_offload=offload))  # type: ignore[arg-type]
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
-    groups = parameter_groups(optimizer or AdamW(lr=1e-2), module)
+    groups = parameter_groups(optimizer or AdamW(lr=1e-2), parameter_names(module))
+    options = replace(
+        engine_options(config),
+        param_slots=2,
+        bucket_size=cap,
+        grad_divisor=float(mesh.dp.size),
+        groups=tuple(group.update_options() for group in groups),
+    )
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
     specs: dict[int, list[ParamSpec]] = {}
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -145,21 +155,16 @@ def sharded(
             specs.setdefault(owner, []).append(spec)
     plan = module_bucket_plan(
         [UnitSpec(f"unit {owner}", tuple(specs[owner]), is_root_part=owner == len(units)) for owner in sorted(specs)],
-        strategy=strategy,
+        options,
         shards=shard_count(parallel, mesh.dp.size),
-        param_slots=2,
-        grad_slots=2,
-        cap=cap,
     )
     handles: dict[str, ParamHandle] = {}
 
     def attach(placed: object, view: Tensor, handle: ParamHandle) -> None:
         handles[handle.placement.spec.name] = handle  # type: ignore[attr-defined]
 
-    engine = build_engine(
-        config, plan, mesh, attach=attach, groups=[group.config(clip=1.0) for group in groups], grad_divisor=float(mesh.dp.size)
-    )
-    values = first_values(engine, module)
+    engine = build_engine(options, plan, mesh, attach=attach)
+    values = first_values(engine, module, parameter_names(module))
     # What hooks would do: nobody reads old values.
     with torch.no_grad():
         forgotten = {name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p, name in names.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.errors import ConfigError
+from megatron_llama.sharding.names import parameter_names
 from megatron_llama.sharding.optimizer import AdamW, ParameterGroup, group, parameter_groups
 from torch import nn
 
@@ -25,7 +26,7 @@ def by_name(groups: tuple[ParameterGroup, ...]) -> dict[str, ParameterGroup]:
 
 
 def test_weight_decay_is_for_two_or_more_dims() -> None:
-    groups = parameter_groups(AdamW(lr=0.5, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.1), small_model())
+    groups = parameter_groups(AdamW(lr=0.5, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.1), parameter_names(small_model()))
     assert {name: each.weight_decay for name, each in by_name(groups).items()} == {
         "0.weight": 0.1,
         "0.bias": 0.0,
@@ -34,9 +35,9 @@ def test_weight_decay_is_for_two_or_more_dims() -> None:
         "2.weight": 0.1,
         "2.bias": 0.0,
     }
-    config = groups[0].config(clip=2.0)
-    assert (config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps) == (0.5, 0.8, 0.9, 1e-5)
-    assert (config.weight_decay, config.clip_grad) == (0.1, 2.0)
+    numbers = groups[0].update_options()
+    assert (numbers.lr, numbers.adam_beta1, numbers.adam_beta2, numbers.adam_eps) == (0.5, 0.8, 0.9, 1e-5)
+    assert numbers.weight_decay == 0.1
 
 
 def test_the_first_group_that_matches_wins_and_fills_in_what_it_does_not_say() -> None:
@@ -52,7 +53,7 @@ def test_the_first_group_that_matches_wins_and_fills_in_what_it_does_not_say() -
             group("3.weight", lr=4.0),
         ],
     )
-    found = by_name(parameter_groups(optimizer, model))
+    found = by_name(parameter_groups(optimizer, parameter_names(model)))
     assert {name: (one.lr, one.betas[1], one.eps, one.weight_decay) for name, one in found.items()} == {
         "1.weight": (2.0, 0.999, 1e-8, 0.2),
         "1.bias": (2.0, 0.999, 1e-8, 0.2),
@@ -66,15 +67,15 @@ def test_the_first_group_that_matches_wins_and_fills_in_what_it_does_not_say() -
 def test_names_are_matched_without_wrappers() -> None:
     model = nn.Sequential(torch.compile(nn.Linear(2, 2)))
     assert [name for name, _ in model.named_parameters()] == ["0._orig_mod.weight", "0._orig_mod.bias"]
-    groups = parameter_groups(AdamW(groups=[group("0.weight", lr=7.0)]), model)
+    groups = parameter_groups(AdamW(groups=[group("0.weight", lr=7.0)]), parameter_names(model))
     assert {name: one.lr for name, one in by_name(groups).items()} == {"0._orig_mod.weight": 7.0, "0._orig_mod.bias": 1e-3}
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
     model = small_model()
     model[2].weight.requires_grad_(False)
-    assert "2.weight" not in by_name(parameter_groups(AdamW(), model))
-    assert "2.weight" not in by_name(parameter_groups(torch.optim.AdamW(model.parameters()), model))
+    assert "2.weight" not in by_name(parameter_groups(AdamW(), parameter_names(model)))
+    assert "2.weight" not in by_name(parameter_groups(torch.optim.AdamW(model.parameters()), parameter_names(model)))
 
 
 def test_a_group_that_matches_nothing_is_named() -> None:
@@ -91,7 +92,7 @@ def test_a_group_that_matches_nothing_is_named() -> None:
         ([group([])], "ml.group of 0 parameters: got a match of no parameter"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            parameter_groups(AdamW(groups=groups), model)
+            parameter_groups(AdamW(groups=groups), parameter_names(model))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_the_groups_of_torch_are_taken_as_they_are() -> None:
         fused=True,
         weight_decay=0.1,
     )
-    assert parameter_groups(optimizer, model) == (
+    assert parameter_groups(optimizer, parameter_names(model)) == (
         ParameterGroup(3.0, (0.9, 0.999), 1e-8, 0.1, ()),
         ParameterGroup(1e-3, (0.5, 0.6), 1e-8, 0.3, ("0.weight", "0.bias")),
         ParameterGroup(1e-3, (0.9, 0.999), 1e-3, 0.1, ("2.weight", "2.bias")),
@@ -141,7 +142,7 @@ def test_what_torch_has_and_the_engine_has_not() -> None:
     model(torch.zeros(2, 4, 6)).sum().backward()
     optimizer.step()
     with pytest.raises(ConfigError) as error:
-        parameter_groups(optimizer, model)
+        parameter_groups(optimizer, parameter_names(model))
     lines = str(error.value).splitlines()
     starts = [line.split(", expected")[0].strip(" -") for line in lines]
     assert starts == [
@@ -158,4 +159,4 @@ def test_what_torch_has_and_the_engine_has_not() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 def test_other_optimizers_are_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match=f"got torch.optim.*{kind.__name__}, expected ml.AdamW"):
-        parameter_groups(kind(small_model().parameters(), lr=0.1), small_model())
+        parameter_groups(kind(small_model().parameters(), lr=0.1), parameter_names(small_model()))

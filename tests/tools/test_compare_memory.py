@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_engine
+from megatron_llama.plans.engine_options import UpdateOptions
 from tools.compare_memory import COLUMNS, fsdp2, our_plan, ours, rows, shard_all, shard_layers, table
 
 from tests.engine.test_allocations import META, Made, without_devices
@@ -23,13 +25,13 @@ LAYER = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096 + 2 * 4096
 @pytest.mark.parametrize(("strategy", "slots"), [("optim_grads_params", 2), ("optim_grads_params", 3), ("optim", 2)])
 def test_ours_is_what_the_engine_allocates(strategy: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All 8B of them, on a rank in the middle."""
-    config, plan = our_plan(RANKS, 32, strategy, slots)
+    options, plan = our_plan(RANKS, 32, strategy, slots)
     with without_devices(monkeypatch):
-        mesh = replace(build_mesh(config, rank=3, world_size=RANKS, device=torch.device("cpu")), device=META)
+        mesh = replace(build_mesh(Config(), rank=3, world_size=RANKS, device=torch.device("cpu")), device=META)
         with Made() as made:
             # What decays and what does not: two groups, as shard() makes of torch's AdamW.
-            groups = [config.optimizer, replace(config.optimizer, weight_decay=0.0)]
-            engine = build_engine(config, plan, mesh, attach=lambda placed, view, handle: None, groups=groups, grad_divisor=float(RANKS))
+            options = replace(options, groups=(UpdateOptions(), UpdateOptions(weight_decay=0.0)), grad_divisor=float(RANKS))
+            engine = build_engine(options, plan, mesh, attach=lambda placed, view, handle: None)
     assert engine.bucket_plan is plan
     row = ours("", RANKS, 32, strategy=strategy, param_slots=slots)
     assert made.storages.live == row.total == sum(row.parts) > 2e10

@@ -34,8 +34,10 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.groups import close_mesh
+from megatron_llama.distributed.join import join
 from megatron_llama.distributed.launcher import Place, place_from_environment
-from megatron_llama.distributed.mesh import build_mesh, close_mesh, join
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.plans.resolve import check
 from tools.bench_step import configuration

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.plans.memory import MemoryPlan, sized
+from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import check
 
 ROOT = Path(__file__).parent.parent.parent

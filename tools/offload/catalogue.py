@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_llama.config.schema import Config, ModelConfig, ZenFlowConfig
-from megatron_llama.plans.buckets import rank_bucket_plan
-from megatron_llama.plans.checks.zenflow import longest_window
+from megatron_llama.config.offload import ZenFlowConfig
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.plans.offload import EXACT, NONE, ZENFLOW, offload_plan
+from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
+from megatron_llama.plans.zenflow import longest_window
 
 NEVER = 1e9
 ALWAYS = 1e-9
@@ -127,7 +128,7 @@ def configuration(mode: Mode, config: Config) -> Config:
 def numbers_of(mode: Mode, config: Config, machine: Numbers) -> Numbers:
     """The machine's, with what the mode copies."""
     layout = rank_bucket_plan(config, dp=1)
-    plan = offload_plan(config, layout)
+    plan = offload_plan(engine_options(config), layout)
     total = elements(config)
     if plan is None:
         return machine

@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker, rank_cores
 from megatron_llama.engine.update_rule import adamw_step
+from megatron_llama.plans.engine_options import UpdateOptions
 
 SAMPLE = 1 << 26
 """Elements that are copied and updated: more than caches hold."""
@@ -53,7 +53,7 @@ def update_seconds(cores: str) -> float:
                 master,
                 grad,
                 state,
-                OptimizerConfig(),
+                UpdateOptions(),
                 decay=0.0,
                 scale=one,
                 skip=torch.zeros(()),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.host_memory import free_bytes
-from megatron_llama.distributed.mesh import Mesh
 from tools.compare_sharding import random_batches
 from tools.offload.catalogue import Numbers
 from tools.offload.ours import Sample

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Positions, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.nn.loss import cross_entropy
-from megatron_llama.nn.ops import at_least_fp32
+from megatron_llama.nn.tensors import at_least_fp32
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from tools.overlap.catalogue import Mode, configuration
 from tools.overlap.contender import SEED, Setting

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_llama.config.schema import Config
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 from tools.overlap.waits import Clock, install
 
 SEED = 1234

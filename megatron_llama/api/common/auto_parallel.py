@@ -63,7 +63,7 @@ def chosen(
     """Return the configuration with the layout that the first rank finds; ``start`` is what the run
     loads. Joins the process group, under ``watch``; collective. Raises ConfigError."""
     from megatron_llama.distributed.comm.object_collectives import all_gather_object, on_rank0
-    from megatron_llama.distributed.mesh import join
+    from megatron_llama.distributed.join import join
 
     world, _ = join(config.parallel, place, watch)
     sharing = place.local_world_size or place.world_size

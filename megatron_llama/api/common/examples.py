@@ -8,8 +8,8 @@ from datetime import datetime
 from megatron_llama.api.common.startup import Ready
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import DataError, describe
 from megatron_llama.loop.inputs import Inputs, open_inputs
 from megatron_llama.loop.start import resumed

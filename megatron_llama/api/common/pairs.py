@@ -13,8 +13,8 @@ from megatron_llama.api.common.startup import Ready
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Samples
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.loop.inputs import Inputs, open_inputs
 from megatron_llama.loop.references import Reference, open_scores, reference_of, with_references

@@ -16,7 +16,7 @@ from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.distributed.mesh import Axis
+    from megatron_llama.distributed.axes import Axis
     from megatron_llama.loop.inputs import Inputs
     from megatron_llama.loop.start import Start
     from megatron_llama.loop.vocabulary import Vocabulary

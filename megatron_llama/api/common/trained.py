@@ -23,7 +23,7 @@ from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
 from megatron_llama.conversion.native.reader import NativeReader
 from megatron_llama.conversion.tokenizer_files import unknown_tokens
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.errors import DataError
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs

@@ -66,7 +66,7 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
 @contextmanager
 def _among_others(watch: Watch, place: Place, timeout: float) -> Iterator[None]:
     """``watched``, where there are other processes."""
-    from megatron_llama.distributed.mesh import leave_group, present_groups
+    from megatron_llama.distributed.groups import leave_group, present_groups
 
     kept = present_groups() if place.joined else ()
     together = False

@@ -28,7 +28,8 @@ from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
-from megatron_llama.plans.memory import MemoryPlan, sized, state_bytes
+from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.params import (
     adapter_shapes,
     hf_shapes,
@@ -40,7 +41,7 @@ from megatron_llama.plans.schedule import Schedule
 from megatron_llama.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.distributed.mesh import Axis
+    from megatron_llama.distributed.axes import Axis
     from megatron_llama.loop.start import Start
     from megatron_llama.planner.choice import Choice
 
@@ -97,7 +98,7 @@ class Imagined:
 
     def __init__(self, world_size: int, *, strict: bool, node: int) -> None:
         """``node`` of the processes are on one machine; 0: unknown."""
-        from megatron_llama.distributed.mesh import Mesh
+        from megatron_llama.distributed.axes import Mesh
 
         self._world_size = world_size
         self._strict = strict
@@ -215,8 +216,8 @@ def _require_host(plan: MemoryPlan, world: int) -> None:
     if on_cpu and world > 1 and (problem := plan.chunk_problem()) is not None:
         raise ConfigError(problem)
     offloads = [
-        (offload, buckets)
-        for rank, buckets in enumerate(plan.bucket_plans)
+        (offload, rank)
+        for rank in range(len(plan.bucket_plans))
         if (offload := plan.offload(rank)) is not None
     ]
     if offloads:
@@ -224,8 +225,8 @@ def _require_host(plan: MemoryPlan, world: int) -> None:
         # Without a device all ranks are on this machine, else as many as it has devices.
         ranks = world if on_cpu else min(world, max(1, devices.accelerator_count()))
         needed = [
-            offload.held + (sum(state_bytes(plan.config, buckets).values()) if on_cpu else 0)
-            for offload, buckets in offloads
+            offload.held + (sum(plan.state_by_component(rank).values()) if on_cpu else 0)
+            for offload, rank in offloads
         ]
         require_memory(sum(needed) * ranks // len(needed), ranks, offloads[0][0])
 
@@ -344,7 +345,7 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {sized(round(traffic.sent))}"
     )
     staging = plan.staging(rank)
-    sizes = state_bytes(config, bucket_plan) | {"gradients on their way": staging}
+    sizes = plan.state_by_component(rank) | {"gradients on their way": staging}
     # All scalars together are less than the last digit of the sum.
     parts = ", ".join(
         f"{name} {sized(size)}" for name, size in sizes.items() if size and name != "scalars"

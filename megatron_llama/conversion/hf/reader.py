@@ -22,7 +22,8 @@ from megatron_llama.conversion.safetensors_file import DTYPES, row_blocks
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.conversion.torch_file import TorchWeights
 from megatron_llama.errors import CheckpointError, counted, describe
-from megatron_llama.plans.params import VOCABULARY_TENSORS, Rectangle, hf_shapes
+from megatron_llama.plans.params import VOCABULARY_TENSORS, hf_shapes
+from megatron_llama.plans.specs import Rectangle
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

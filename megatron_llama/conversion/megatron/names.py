@@ -25,13 +25,8 @@ from megatron_llama.config.model_files import read_model_file
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.tensor_map import TensorMap
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import (
-    HFSlice,
-    ParamSpec,
-    Partition,
-    padded_vocab_size,
-    stage_units,
-)
+from megatron_llama.plans.params import Partition, padded_vocab_size, stage_units
+from megatron_llama.plans.specs import HFSlice, ParamSpec
 
 FILE = "model_optim_rng.pt"
 CHECKPOINT_VERSION = 3.0

@@ -45,7 +45,7 @@ from megatron_llama.conversion.model_fields import (
 from megatron_llama.conversion.tensor_map import TensorMap, TensorReader
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.errors import CheckpointError, describe, listing
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 OLDEST_GROUPED = 2.0
 """From this ``checkpoint_version`` on q, k and v have today's order."""

@@ -17,7 +17,8 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.model_fields import is_llama31_scaling
 from megatron_llama.conversion.tensor_map import TensorMap
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import HFSlice, stage_units, whole_model
+from megatron_llama.plans.params import stage_units, whole_model
+from megatron_llama.plans.specs import HFSlice
 
 PARAMS = "params.json"
 PARAMS_READ = (

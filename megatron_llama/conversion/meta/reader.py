@@ -40,7 +40,7 @@ from megatron_llama.conversion.tensor_map import TensorReader
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of, tokenizer_in
 from megatron_llama.conversion.torch_file import TorchWeights
 from megatron_llama.errors import CheckpointError, describe, listing
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 
 def weight_files_of(folder: Path) -> list[Path]:

@@ -14,10 +14,10 @@ from megatron_llama.checkpoint.meta import CheckpointMeta
 from megatron_llama.config.schema import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megatron_llama.conversion.native.reader import NativeReader
 from megatron_llama.conversion.optimizer_state import STATES, OptimizerState
-from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.plans.itemsize import EIGHT_BIT
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.engine_options import EIGHT_BIT
+from megatron_llama.plans.lr import learning_rate
+from megatron_llama.plans.specs import Rectangle
 
 Section = TypeVar("Section", OptimizerConfig, TrainingConfig, DataConfig)
 

@@ -11,7 +11,7 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 
 class NativeReader:

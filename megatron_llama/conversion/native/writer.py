@@ -23,7 +23,8 @@ from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.conversion.write_tasks import ProgressSource, WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from megatron_llama.conversion.megatron.names import (
 from megatron_llama.conversion.model_fields import MATCHING_FILES, PLAIN_MODELS
 from megatron_llama.conversion.tensor_map import TensorMap
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import HFSlice, Rectangle
+from megatron_llama.plans.specs import HFSlice, Rectangle
 
 LAYERS = "decoder.layers."
 EMBEDDING_KEY = "embedding.word_embeddings.weight"

@@ -26,7 +26,7 @@ from megatron_llama.conversion.torch_dist.names import (
     model_keys,
 )
 from megatron_llama.errors import CheckpointError, UserError, describe
-from megatron_llama.plans.params import Rectangle
+from megatron_llama.plans.specs import Rectangle
 
 
 class TorchDistReader:

@@ -14,8 +14,9 @@ from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.plans.memory import sized
-from megatron_llama.plans.params import Rectangle, parameter_count
+from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.params import parameter_count
+from megatron_llama.plans.specs import Rectangle
 
 
 def obstacle(model: ModelConfig) -> str | None:

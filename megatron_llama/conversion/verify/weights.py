@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_llama.conversion.formats import ModelReader
 from megatron_llama.conversion.safetensors_file import row_blocks
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.specs import Rectangle
 
 PRECISION: Mapping[str, int] = MappingProxyType({"bfloat16": 8, "float16": 11, "float32": 24})
 """Bits of the significand, by dtype."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import collectives
-from megatron_llama.distributed.mesh import Axis
 
 
 def start_all_gather(

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.host.gloo import carries
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.distributed.recorder import Note
 
 # torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.collectives import (
     all_gather_single,
     reduce_scatter_single,
     same_place,
 )
 from megatron_llama.distributed.comm.host import gloo
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.distributed.recorder import Note
 
 CHUNK_BYTES = 1 << 20

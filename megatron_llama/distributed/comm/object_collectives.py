@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.collectives import Pending, all_gather_single
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import UserError
 
 T = TypeVar("T")

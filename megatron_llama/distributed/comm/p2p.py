@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.collectives import Pending
-from megatron_llama.distributed.mesh import Axis
 from megatron_llama.distributed.recorder import Note
 
 

@@ -1,4 +1,4 @@
-"""From configuration to update rules: who updates which bucket, in which memory, on which
+"""From options to update rules: who updates which bucket, in which memory, on which
 processors."""
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_llama.config.schema import Config, OptimizerConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.host_memory import free_bytes
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.distributed.network import machine_name
+from megatron_llama.distributed.machine import machine_name
 from megatron_llama.engine.muon import Muon
 from megatron_llama.engine.offload.copies import Copies, open_copies
 from megatron_llama.engine.offload.exact import ExactOffload
@@ -23,15 +22,15 @@ from megatron_llama.engine.offload.zenflow.schedule import Intervals
 from megatron_llama.engine.schedule_free import ScheduleFreeAdamW
 from megatron_llama.engine.update_rule import AdamW, UpdateRule, UpdateRules
 from megatron_llama.errors import OffloadError, describe
-from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan
-from megatron_llama.plans.checks.zenflow import AUTO, longest_window, selection_steps, sends_fp32
-from megatron_llama.plans.memory import sized, state_bytes
+from megatron_llama.plans.buckets import BucketPlan
+from megatron_llama.plans.engine_memory import sized, state_bytes
+from megatron_llama.plans.engine_options import MUON, SCHEDULE_FREE, EngineOptions
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
-from megatron_llama.plans.params import MUON, SCHEDULE_FREE
+from megatron_llama.plans.zenflow import AUTO, longest_window, selection_steps, sends_fp32
 
 
 def build_update_rules(
-    config: Config,
+    options: EngineOptions,
     bucket_plan: BucketPlan,
     mesh: Mesh,
     *,
@@ -40,55 +39,40 @@ def build_update_rules(
     worker_factory: WorkerFactory = HostWorker,
     blocking: bool = False,
     steps_per_epoch: int = 0,
-    groups: Sequence[OptimizerConfig] = (),
-    grad_divisor: float = 1.0,
-    find_unused: bool = False,
+    tp_bucket_plans: Sequence[BucketPlan],
 ) -> UpdateRules:
     """Build the update rules of one rank: AdamW on the device, and where the optimizer is offloaded
     a rule on the host for the buckets that the plan names. Collective.
 
-    ``dtype`` is that of the parameters. ``copies`` copies between device and host, by default as
-    fast as possible. ``worker_factory`` makes the worker that updates on the host. ``blocking``
-    makes the exact offload wait at once, for comparison. ``steps_per_epoch`` is 0 where an epoch
-    has no meaning. ``groups`` has the options of each group of parameters, by default those of
-    ``config`` for the only one. ``grad_divisor`` is what gradients are divided by, whether they are
-    clipped or not. ``find_unused``: see ``plans.memory.state_bytes``.
+    ``dtype`` is that of the parameters; the rest are explained at ``build_engine``.
 
     Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are
     missing."""
-    groups = groups or (config.optimizer,)
+    groups = options.groups
     adamw = AdamW(groups)
     count = len(bucket_plan.buckets)
-    if config.optimizer.optimizer == SCHEDULE_FREE:
+    if options.rule == SCHEDULE_FREE:
         schedule_free = ScheduleFreeAdamW(groups)
         return UpdateRules([schedule_free] * count, [schedule_free])
-    if config.optimizer.optimizer == MUON:
-        muon = Muon(
-            groups,
-            [
-                rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=rank, rank=mesh.pp.rank)
-                for rank in range(mesh.tp.size)
-            ],
-            mesh,
-            chunk_bytes=config.parallel.exchange_chunk_bytes,
-        )
+    if options.rule == MUON:
+        muon = Muon(groups, tp_bucket_plans, mesh, chunk_bytes=options.chunk_bytes)
         kinds = [bucket.kind for bucket in bucket_plan.buckets]
         return UpdateRules([muon if kind.muon else adamw for kind in kinds], [muon, adamw])
-    plan = offload_plan(config, bucket_plan, shard_rank=mesh.dp_shard.rank)
+    plan = offload_plan(options, bucket_plan, shard_rank=mesh.dp_shard.rank)
     if plan is None:
         return UpdateRules([adamw] * count, [adamw])
     on_cpu = devices.is_host(mesh.device)
     # Without a device the rest of the training state is in the host's memory as well.
-    on_device = state_bytes(config, bucket_plan, find_unused=find_unused)
+    on_device = state_bytes(options, bucket_plan)
     needed = plan.held + (sum(on_device.values()) if on_cpu else 0)
     ranks = all_gather_object(
         Neighbour(machine_name(), devices.physical_cores(), needed), mesh.world
     )
     here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
-    option = config.offload.offload_cores
+    cores_option = options.offload.offload_cores
     with raise_on_all_ranks(mesh.world):
         require_memory(sum(rank.needed for rank in here), len(here), plan)
-        cores = rank_cores(option, *place_among(ranks, mesh.rank, apart=option == AUTO))
+        cores = rank_cores(cores_option, *place_among(ranks, mesh.rank, apart=cores_option == AUTO))
     # A section of its own: nobody allocates before all ranks have found enough free memory.
     with raise_on_all_ranks(mesh.world):
         # On a machine without a device OMP_NUM_THREADS says how ranks share the processors.
@@ -97,23 +81,23 @@ def build_update_rules(
         copies = copies or open_copies(mesh.device)
         master_dtype = torch.promote_types(dtype, torch.float32)
         rule: UpdateRule
-        if config.offload.optimizer_offload == ZENFLOW:
-            options = config.zenflow
+        if options.offload.optimizer_offload == ZENFLOW:
+            zenflow = options.zenflow
             wire = dtype
-            if sends_fp32(options):
+            if sends_fp32(zenflow):
                 wire = master_dtype
             elif dtype == torch.float16:
                 # Gradients in float16 overflow where the norm, in fp32, does not.
                 wire = torch.bfloat16
             rule = ZenFlow(
                 groups,
-                options.zenflow_topk_ratio,
+                zenflow.zenflow_topk_ratio,
                 Intervals(
-                    update=longest_window(options),
-                    auto=options.zenflow_update_interval == AUTO,
-                    overlap=options.zenflow_overlap_step,
-                    warm_up_rounds=options.zenflow_full_warm_up_rounds,
-                    selection=selection_steps(options, steps_per_epoch),
+                    update=longest_window(zenflow),
+                    auto=zenflow.zenflow_update_interval == AUTO,
+                    overlap=zenflow.zenflow_overlap_step,
+                    warm_up_rounds=zenflow.zenflow_full_warm_up_rounds,
+                    selection=selection_steps(zenflow, steps_per_epoch),
                 ),
                 bucket_plan,
                 mesh,
@@ -137,7 +121,7 @@ def build_update_rules(
                 copies=copies,
                 recorder=mesh.recorder,
                 blocking=blocking,
-                unclipped=grad_divisor,
+                unclipped=options.grad_divisor,
             )
     offloaded = frozenset(plan.buckets)
     by_bucket = [rule if bucket in offloaded else adamw for bucket in range(count)]

@@ -22,7 +22,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.recorder import Recorder
@@ -30,6 +29,7 @@ from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker, errors_of_bucket
 from megatron_llama.engine.update_rule import Shard, UpdateRule, adamw_step
+from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.offload import FACTORS, STAGED, OffloadPlan
 
 UPDATING = "updating"
@@ -102,7 +102,7 @@ class ExactOffload(UpdateRule):
 
     def __init__(
         self,
-        groups: Sequence[OptimizerConfig],
+        groups: Sequence[UpdateOptions],
         plan: OffloadPlan,
         *,
         master_dtype: torch.dtype,

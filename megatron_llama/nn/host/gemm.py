@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.nn.ops import accumulate, rows
+from megatron_llama.nn.tensors import accumulate, rows
 
 MIN_ONEDNN_PRODUCTS = 2**22
 """Multiplications from which on a product is worth oneDNN's dearer call."""

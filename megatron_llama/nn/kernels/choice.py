@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.nn.ops import Ops
+
+if TYPE_CHECKING:
+    # The engine asks whether kernels run, and has no layers.
+    from megatron_llama.nn.ops import Ops
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Sums are taken in fp32, so fp64 (the reference runs) stays with torch."""

@@ -17,7 +17,7 @@ from megatron_llama.planner.run.folder import SECONDS, Floats, time_of
 from megatron_llama.planner.run.incidents import Incident
 from megatron_llama.planner.run.planned import PEAK, STEP, ComparedNumber, Planned
 from megatron_llama.planner.run.summary import Summary, differences, number
-from megatron_llama.plans.memory import sized
+from megatron_llama.plans.engine_memory import sized
 
 BYTES = 1_000_000
 """A page is smaller."""

@@ -15,17 +15,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.distributed.axes import Axis, Mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.planner.traced import StageTrace
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import Schedule
-from megatron_llama.plans.weight_access import WeightAccess, rank_weight_accesses
+from megatron_llama.plans.stage_accesses import rank_weight_accesses
+from megatron_llama.plans.weight_access import WeightAccess
 
 BATCHES = "batches"
 BUFFERS = "buffers"
@@ -87,7 +89,7 @@ def state_of(
     optimizer: OverlappedDistributedOptimizer, batches: list[Batch], storages: Storages
 ) -> dict[str, int]:
     """Return the bytes that are there when a step begins, by the components of
-    ``plans.memory.state_bytes``, ``staging``, and those above."""
+    ``plans.engine_memory.state_bytes``, ``staging``, and those above."""
     seen = set[int]()
     found = {name: storages.of(tensors, seen) for name, tensors in optimizer.memory.items()}
     found[BATCHES] = storages.of(

@@ -12,8 +12,8 @@ from megatron_llama.planner.trace.op_recorder import Tables
 from megatron_llama.planner.trace.rank import BATCHES, trace_rank
 from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
 from megatron_llama.planner.traced import StageTrace, Trace, TracedAction
-from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.params import partition_of
+from megatron_llama.plans.run_engine import rank_bucket_plan
 from megatron_llama.plans.schedule import Schedule, schedule_named
 
 FEW = 5

@@ -8,8 +8,8 @@ from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 from megatron_llama.plans.checks.whole_units import whole_units
+from megatron_llama.plans.engine_options import MUON
 from megatron_llama.plans.muon import split_matrices
-from megatron_llama.plans.params import MUON
 
 _HOST = "the matrices are orthogonalised where the model computes"
 

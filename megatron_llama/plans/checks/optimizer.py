@@ -9,8 +9,7 @@ from megatron_llama.config.schema import Config, OptimizerConfig, TrainingConfig
 from megatron_llama.errors import describe
 from megatron_llama.plans.buckets import ALIGN
 from megatron_llama.plans.checks.whole_units import whole_units
-from megatron_llama.plans.itemsize import BF16, EIGHT_BIT, FP32
-from megatron_llama.plans.params import SCHEDULE_FREE
+from megatron_llama.plans.engine_options import BF16, EIGHT_BIT, FP32, SCHEDULE_FREE
 
 LEAST_BF16 = 2.0**-8
 """The least share by which a number in bf16 can fall, whatever it is."""

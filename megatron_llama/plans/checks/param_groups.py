@@ -18,7 +18,8 @@ from megatron_llama.plans.param_groups import (
     read_group,
     with_values,
 )
-from megatron_llama.plans.params import ParamSpec, has_tied_head, is_adapter
+from megatron_llama.plans.params import has_tied_head, is_adapter
+from megatron_llama.plans.specs import ParamSpec
 
 
 def param_group_problems(config: Config) -> Iterator[str]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from megatron_llama.config.parse import flag
 from megatron_llama.config.rope import longest_sequence, longest_sequence_name
 from megatron_llama.config.schema import Config, LoraConfig
-from megatron_llama.plans.buckets import by_unit
+from megatron_llama.plans.checks.offload import offload_warnings
 from megatron_llama.plans.checks.zenflow import zenflow_warnings
-from megatron_llama.plans.offload import offload_warnings
 from megatron_llama.plans.param_groups import INIT_STD, read_group
+from megatron_llama.plans.run_engine import by_unit
 
 
 def warnings_of(config: Config) -> Iterator[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import MODEL_SIZES, Config
-from megatron_llama.plans.params import MUON, UnitSpec, stage_units, whole_model
+from megatron_llama.plans.engine_options import MUON
+from megatron_llama.plans.params import stage_units, whole_model
+from megatron_llama.plans.specs import UnitSpec
 
 
 def whole_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:

@@ -12,9 +12,8 @@ from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.conversion.export import FinalExport
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.loop.banner import already_finished, banner
 from megatron_llama.loop.build import (
     build_loader,
@@ -30,6 +29,7 @@ from megatron_llama.loop.start import folder_from_elsewhere
 from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.metrics.events import FAULT, START
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Callback, Callbacks, Run

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import CheckpointError, UserError

@@ -10,7 +10,7 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.checkpoint.storage_paths import storage_path
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop.inputs import Inputs

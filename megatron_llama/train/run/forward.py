@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.build import compute_dtype
 from megatron_llama.loop.build import open_log
 from megatron_llama.loop.inputs import VALIDATION, Source, open_samples
 from megatron_llama.loop.start import trained_weights
 from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.train.run.validation import Evaluator
 

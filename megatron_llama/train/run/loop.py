@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from signal import Signals
 
 from megatron_llama.data.text_stream import seek
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import on_rank0
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.loop.inputs import Inputs
 from megatron_llama.metrics.events import END
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.plans.lr import learning_rate
 from megatron_llama.plans.params import logged_group, param_groups
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Part, Run, Step

@@ -13,7 +13,7 @@ import torch
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.tokenizer.base import Tokenizer

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import gather_object, raise_on_all_ranks
-from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Note, Recorder
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.plans.timeline_file import (

@@ -9,8 +9,8 @@ import torch
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Samples
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import broadcast_object
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import TrainingError
 from megatron_llama.loop.build import ValidationBatches
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, ValidationRecord

@@ -9,9 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm import autograd, collectives
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.distributed.recorder import Recorder
 from torch import Tensor
 

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm import exchange as exchange_module
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce, gather
 from megatron_llama.distributed.comm.host import gloo
 from megatron_llama.distributed.comm.streams import open_stream
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
+from megatron_llama.distributed.mesh import build_mesh
 from torch import Tensor
 
 from tests.harness import Cluster

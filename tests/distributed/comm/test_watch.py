@@ -28,8 +28,9 @@ from megatron_llama.distributed.comm.store import open_store
 from megatron_llama.distributed.comm.watch import Diagnosis, Position, diagnose
 from megatron_llama.distributed.flight_recorder import BUFFER_SIZE, turn_on
 from megatron_llama.distributed.hang_report import grouped, hang_report, named
+from megatron_llama.distributed.join import join
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh, join
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.distributed.recorder import Recorder, Wait
 from megatron_llama.errors import DataError, TrainingError, UserError
 from megatron_llama.plans.schedule import Action, Op

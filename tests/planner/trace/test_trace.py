@@ -10,18 +10,18 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.rank import settle_in, state_of, step, trace_rank
 from megatron_llama.planner.trace.run import RunTracer, trace_run
 from megatron_llama.planner.traced import StageTrace, Trace
-from megatron_llama.plans.memory import MemoryPlan, state_bytes
+from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.schedule import schedule_named
-from megatron_llama.plans.weight_access import rank_weight_accesses
+from megatron_llama.plans.stage_accesses import rank_weight_accesses
 
 from tests.oracle.flops import step_flops
 from tests.oracle.messages import step_messages
@@ -128,9 +128,8 @@ def test_plans_are_what_is_traced(layout: Layout) -> None:
     for rank in range(layout.pp):
         stage = trace.stage_of(rank)
         assert trace.traffic(stage) == step_messages(config, world, rank)
-        assert {name: stage.state[name] for name in state_bytes(config, plan.bucket_plans[rank])} == state_bytes(
-            config, plan.bucket_plans[rank]
-        )
+        expected = plan.state_by_component(rank)
+        assert {name: stage.state[name] for name in expected} == expected
         assert trace.flops(stage) == step_flops(config, world, rank)
         assert stage.state["staging"] == plan.staging(rank) and (plan.staging(rank) > 0) is layout.reduce_bf16
         assert plan.between(rank, layout.recompute, plan.recompute_layers()) == pytest.approx(trace.kept(stage), rel=0.01)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_llama.config.schema import Config, LogConfig
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.metrics.log import LINES, MetricLog
 from megatron_llama.train.run.profiling import Profiling
 

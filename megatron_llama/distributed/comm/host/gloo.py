@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.axes import Axis
 from megatron_llama.plans.buckets import ALIGN, MAX_PIECES, align_up
 
 
@@ -79,7 +79,7 @@ def _messages(
     parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int
 ) -> list[_Message]:
     """Cut the parts of (peer, part) into chunks, numbered by tags. Raises ValueError where a part
-    has more chunks than an exchange has tags, which ``plans.memory.chunk_problem`` prevents."""
+    has more chunks than an exchange has tags, which ``chunk_problem`` prevents."""
     messages = []
     for peer, part in parts:
         chunk = max(1, chunk_bytes // part.element_size())

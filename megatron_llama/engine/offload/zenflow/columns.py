@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.update_rule import adamw_step
 from megatron_llama.plans.buckets import ALIGN, Segment, align_up
+from megatron_llama.plans.engine_options import UpdateOptions
 
 ROWS_OF = 1 << 16
 """Elements that are worked on at once where an operation takes two or three passes on the host:
@@ -187,7 +187,7 @@ def adamw_equal_counts(
     state: State,
     grad: Tensor,
     steps: Tensor,
-    config: OptimizerConfig,
+    options: UpdateOptions,
     *,
     scale: Tensor,
     skip: Tensor | None,
@@ -197,18 +197,18 @@ def adamw_equal_counts(
     """AdamW in place with ``grad / scale``, where all elements have been updated ``steps`` times
     (0-dim fp32; counted up unless skipped)."""
     moments = {"exp_avg": state[1], "exp_avg_sq": state[2], "step": steps}
-    adamw_step(state[0], grad, moments, config, decay=decay, scale=scale, skip=skip, lr=lr)
+    adamw_step(state[0], grad, moments, options, decay=decay, scale=scale, skip=skip, lr=lr)
 
 
 def bias_corrections(
-    counts: Tensor, config: OptimizerConfig, dtype: torch.dtype
+    counts: Tensor, options: UpdateOptions, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns 1 - beta1^n and the square root of 1 - beta2^n for columns that get their n-th
     update; ``counts`` has n in any shape."""
     n = counts.to(torch.float64)
     first, second = (
         -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
-        for beta in (config.adam_beta1, config.adam_beta2)
+        for beta in (options.adam_beta1, options.adam_beta2)
     )
     return first.to(dtype), second.sqrt().to(dtype)
 
@@ -217,7 +217,7 @@ def adamw_columns(
     state: State,
     grad: Tensor,
     corrections: tuple[Tensor, Tensor],
-    config: OptimizerConfig,
+    options: UpdateOptions,
     *,
     lr: float,
     decay: float,
@@ -225,9 +225,9 @@ def adamw_columns(
     """AdamW over [rows, c] with bias corrections for each column [c]. Returns the new values as new
     tensors."""
     weight, first, second = state
-    first = first.lerp(grad, 1.0 - config.adam_beta1)
-    second = (second * config.adam_beta2).addcmul_(grad, grad, value=1.0 - config.adam_beta2)
-    root = second.sqrt().div_(corrections[1]).add_(config.adam_eps)
+    first = first.lerp(grad, 1.0 - options.adam_beta1)
+    second = (second * options.adam_beta2).addcmul_(grad, grad, value=1.0 - options.adam_beta2)
+    root = second.sqrt().div_(corrections[1]).add_(options.adam_eps)
     return (
         (weight * (1.0 - lr * decay)).addcdiv_(first / corrections[0], root, value=-lr),
         first,
@@ -239,7 +239,7 @@ def adamw_columns_(
     state: State,
     grad: Tensor,
     corrections: tuple[Tensor, Tensor],
-    config: OptimizerConfig,
+    options: UpdateOptions,
     *,
     lr: float,
     decay: float,
@@ -257,9 +257,9 @@ def adamw_columns_(
         new = grad[part]
         root = root_buffer[: len(new)]
         step = step_buffer[: len(new)]
-        first.lerp_(new, 1.0 - config.adam_beta1)
-        second.mul_(config.adam_beta2).addcmul_(new, new, value=1.0 - config.adam_beta2)
-        torch.sqrt(second, out=root).div_(corrections[1]).add_(config.adam_eps)
+        first.lerp_(new, 1.0 - options.adam_beta1)
+        second.mul_(options.adam_beta2).addcmul_(new, new, value=1.0 - options.adam_beta2)
+        torch.sqrt(second, out=root).div_(corrections[1]).add_(options.adam_eps)
         weight.mul_(1.0 - lr * decay).addcdiv_(
             torch.div(first, corrections[0], out=step), root, value=-lr
         )
@@ -277,12 +277,12 @@ class HotColumns:
         columns: ColumnSet,
         *,
         decay: float,
-        config: OptimizerConfig,
+        options: UpdateOptions,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.columns = columns
-        self._config = config
+        self._options = options
         self._decay = decay
         size = columns.on_device.padded
         self.state: State = (
@@ -322,7 +322,7 @@ class HotColumns:
                 self.state,
                 packed,
                 self.steps + self.columns.common_count - (1.0 - skip),
-                self._config,
+                self._options,
                 scale=scale,
                 skip=skip,
                 lr=lr,
@@ -336,7 +336,7 @@ class HotColumns:
         """Update with a bias correction for each column. The host does not know whether the step is
         skipped: the update is computed, and ``torch.where`` drops it."""
         for part, before in zip(self.columns.on_device.parts, self._counts, strict=True):
-            corrections = bias_corrections(before + self.steps, self._config, grad.dtype)
+            corrections = bias_corrections(before + self.steps, self._options, grad.dtype)
             places = [part.place(one) for one in (*self.state, grad)]
             for rows in in_rows(*part.shape):
                 *old, new_grad = (place[rows] for place in places)
@@ -344,7 +344,7 @@ class HotColumns:
                     (old[0], old[1], old[2]),
                     new_grad,
                     corrections,
-                    self._config,
+                    self._options,
                     lr=lr,
                     decay=self._decay,
                 )
@@ -437,7 +437,7 @@ class ColdColumns:
     to read them."""
 
     def __init__(
-        self, state: State, totals: Sequence[Tensor], *, decay: float, config: OptimizerConfig
+        self, state: State, totals: Sequence[Tensor], *, decay: float, options: UpdateOptions
     ) -> None:
         """``state`` has three tensors [n]; ``totals`` has one tensor [n] for each interval that may
         be pending, 1 or 2."""
@@ -445,7 +445,7 @@ class ColdColumns:
         self.accumulated = [AccumulatedGradient(total) for total in totals]
         self.updates = 0
         """Updates of the cold columns since they were selected."""
-        self._config = config
+        self._options = options
         self._decay = decay
         self._minority = MinorityColumns(0, Packing((), (), HOST), ())
 
@@ -475,7 +475,7 @@ class ColdColumns:
             self.state,
             grad,
             torch.tensor(float(self._minority.majority_count + self.updates - 1)),
-            self._config,
+            self._options,
             scale=torch.tensor(float(steps)),
             skip=None,
             lr=lr,
@@ -496,8 +496,8 @@ class ColdColumns:
             adamw_columns_(
                 (places[0], places[1], places[2]),
                 part.place(mean),
-                bias_corrections(counts + self.updates, self._config, grad.dtype),
-                self._config,
+                bias_corrections(counts + self.updates, self._options, grad.dtype),
+                self._options,
                 lr=lr,
                 decay=self._decay,
             )

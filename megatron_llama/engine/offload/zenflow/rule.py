@@ -20,10 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.distributed.comm.worker import Task
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
@@ -45,6 +44,7 @@ from megatron_llama.engine.offload.zenflow.schedule import (
 from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRule
 from megatron_llama.plans.buckets import BucketPlan
+from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.offload import FACTORS
 
 ACCUMULATE_FIRST = 0
@@ -129,7 +129,7 @@ class ShardColumns:
         scratch: ScratchBuffers,
         copies: Copies,
         worker: HostWorker,
-        config: OptimizerConfig,
+        options: UpdateOptions,
         label: str,
         recorder: Recorder,
     ) -> None:
@@ -143,9 +143,9 @@ class ShardColumns:
         self._scratch = scratch
         self._copies = copies
         self._worker = worker
-        self._config = config
-        self._decay = config.weight_decay if shard.kind.decay else 0.0
-        self.cold = ColdColumns(host_state, totals, decay=self._decay, config=config)
+        self._options = options
+        self._decay = options.weight_decay if shard.kind.decay else 0.0
+        self.cold = ColdColumns(host_state, totals, decay=self._decay, options=options)
         self.steps = torch.zeros((), dtype=torch.float32, device=shard.param_shard.device)
         """Steps that were not skipped, on the device, because the host never learns them."""
         self.to_host_bytes = 0
@@ -174,7 +174,7 @@ class ShardColumns:
         self.hot = HotColumns(
             ColumnSet.of(self.blocks, masks, counts, device),
             decay=self._decay,
-            config=self._config,
+            options=self._options,
             dtype=self.shard.master_dtype,
             device=device,
         )
@@ -297,7 +297,7 @@ class ZenFlow(UpdateRule):
 
     def __init__(
         self,
-        groups: Sequence[OptimizerConfig],
+        groups: Sequence[UpdateOptions],
         ratio: float,
         intervals: Intervals,
         bucket_plan: BucketPlan,

@@ -6,10 +6,12 @@ import random
 from collections import Counter
 
 import pytest
-from megatron_llama.plans.buckets import ALIGN, OWN_SLOT_POOL, BucketPlan, module_bucket_plan
-from megatron_llama.plans.params import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.plans.buckets import ALIGN, OWN_SLOT_POOL, BucketPlan
+from megatron_llama.plans.engine_options import EngineOptions
 from megatron_llama.plans.prefetch import PrefetchPlan, gathers
+from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.sharding.module_buckets import module_bucket_plan
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -32,7 +34,8 @@ def root(name: str, *params: ParamSpec) -> UnitSpec:
 def plan(
     units: list[UnitSpec], strategy: str = "optim_grads_params", *, slots: int | None = 2, cap: int = 10**9, shards: int = 2
 ) -> BucketPlan:
-    return module_bucket_plan(units, strategy=strategy, shards=shards, param_slots=slots, grad_slots=slots, cap=cap)
+    options = EngineOptions(strategy=strategy, param_slots=slots, grad_slots=slots or 1, bucket_size=cap, find_unused=slots is None)
+    return module_bucket_plan(units, options, shards=shards)
 
 
 def bucket_of(found: BucketPlan, name: str) -> int:

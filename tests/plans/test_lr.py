@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_llama.config.batch_ramp import BatchSizes, with_decay
 from megatron_llama.config.schema import OptimizerConfig, TrainingConfig
-from megatron_llama.engine.lr import learning_rate
+from megatron_llama.plans.lr import learning_rate
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 PEAK = 3e-4

@@ -1,0 +1,24 @@
+"""What layers and the engine both do with tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums are taken: fp32, or fp64 for fp64 (reference runs)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
+    """``view = beta * view + value``, beta 0 or 1."""
+    if beta == 0.0:
+        view.copy_(value)
+    else:
+        view.add_(value)
+
+
+def rows(x: Tensor) -> Tensor:
+    """Return x [..., h] as [tokens, h]."""
+    return x.flatten(0, -2)

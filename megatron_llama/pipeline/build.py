@@ -1,0 +1,70 @@
+"""From a run's configuration to the engine of its pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.axes import Mesh
+from megatron_llama.distributed.comm.host.gloo import carries
+from megatron_llama.engine.build import build_engine
+from megatron_llama.engine.offload.copies import Copies
+from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
+from megatron_llama.engine.optimizer import DTYPES, OverlappedDistributedOptimizer
+from megatron_llama.errors import ConfigError
+from megatron_llama.plans.engine_memory import chunk_problem
+from megatron_llama.plans.engine_options import MUON
+from megatron_llama.plans.run_engine import compute_dtype_name, engine_options, rank_bucket_plan
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of parameters and activations."""
+    return DTYPES[compute_dtype_name(config.training)]
+
+
+def build_optimizer(
+    config: Config,
+    stages: Iterable[nn.Module],
+    mesh: Mesh,
+    *,
+    copies: Copies | None = None,
+    worker_factory: WorkerFactory = HostWorker,
+    blocking: bool = False,
+    steps_per_epoch: int = 0,
+    inline: bool = False,
+) -> OverlappedDistributedOptimizer:
+    """Build the engine of this rank's stages. Its parameters are zero until ``load_weights`` or a
+    checkpoint fills them. The rest are those of ``build_engine``.
+
+    Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than
+    gloo can tell apart; ConfigError or OffloadError where processors or memory for offload are
+    missing."""
+    options = engine_options(config)
+    dp = mesh.dp.size
+    if carries(mesh.world, mesh.device):
+        # On every rank, also where only another pipeline rank has too large a bucket.
+        bucket_plans = (
+            rank_bucket_plan(config, dp=dp, rank=rank)
+            for rank in range(config.parallel.pipeline_model_parallel_size)
+        )
+        if (problem := chunk_problem(options, bucket_plans, dp=dp)) is not None:
+            raise ConfigError(problem)
+    tp_bucket_plans = [
+        rank_bucket_plan(config, dp=dp, tp_rank=rank, rank=mesh.pp.rank)
+        for rank in (range(mesh.tp.size) if options.rule == MUON else (mesh.tp.rank,))
+    ]
+    return build_engine(
+        options,
+        tp_bucket_plans[mesh.tp.rank if options.rule == MUON else 0],
+        mesh,
+        stages=stages,
+        copies=copies,
+        worker_factory=worker_factory,
+        blocking=blocking,
+        steps_per_epoch=steps_per_epoch,
+        inline=inline,
+        tp_bucket_plans=tp_bucket_plans,
+    )
