@@ -49,48 +49,48 @@ class Command:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "quickstart": Command(
-            "quickstart",
+            "commands.quickstart",
             "quickstart",
             "commands.common.configs:QuickstartConfig",
             "Train a small LLaMA on Python's documentation in minutes, sample and export it.",
             words="[--output FOLDER]",
         ),
         "preprocess": Command(
-            "preprocess",
+            "commands.preprocess",
             "preprocess",
             "data.preprocess_config:PreprocessConfig",
             "Turn text into an indexed dataset of tokens.",
         ),
         "pretrain": Command(
-            "pretrain",
+            "commands.pretrain",
             "pretrain",
             "commands.pretrain:SECTIONS",
             "Train a LLaMA; torchrun or srun start it on several processes.",
             logs_notes=True,
         ),
         "sft": Command(
-            "sft",
+            "commands.sft",
             "sft",
             "commands.sft:SECTIONS",
             "Tune a model on conversations; started like pretrain.",
             logs_notes=True,
         ),
         "align": Command(
-            "align",
+            "commands.align",
             "align",
             "commands.align:SECTIONS",
             "Tune a model on preferences (DPO and others), or train a reward model.",
             logs_notes=True,
         ),
         "evaluate": Command(
-            "evaluate",
+            "commands.evaluate",
             "evaluate",
             "commands.evaluate:SECTIONS",
             "Loss and perplexity of --load or --init-from-hf on a dataset or text.",
             logs_notes=True,
         ),
         "data": Command(
-            "data",
+            "commands.data",
             "data",
             "commands.data:SECTIONS",
             "Look at examples for sft, or at pairs for align.",
@@ -98,22 +98,25 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "preview|check|stats FILE --tokenizer-model FOLDER [--option value ...]",
         ),
         "generate": Command(
-            "generate",
+            "commands.generate",
             "generate",
             "commands.generate:SECTIONS",
             "Continue prompts with a trained model.",
         ),
         "chat": Command(
-            "chat", "chat", "commands.chat:SECTIONS", "Talk with a trained model, line by line."
+            "commands.chat",
+            "chat",
+            "commands.chat:SECTIONS",
+            "Talk with a trained model, line by line.",
         ),
         "export": Command(
-            "export",
+            "commands.export",
             "export",
             "commands.common.configs:ExportConfig",
             "Write a checkpoint as a HuggingFace folder.",
         ),
         "convert": Command(
-            "convert",
+            "commands.convert",
             "convert",
             "commands.common.configs:ConvertConfig",
             "Write a model in another format.",
@@ -121,7 +124,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "SRC DST --to FORMAT [--option value ...]",
         ),
         "merge": Command(
-            "merge",
+            "commands.merge",
             "merge",
             "commands.common.configs:MergeConfig",
             "Add LoRA adapters to their model.",
@@ -129,7 +132,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "SRC DST [--option value ...]",
         ),
         "verify": Command(
-            "verify",
+            "commands.verify",
             "verify",
             "commands.common.configs:VerifyConfig",
             "Compare two models, of any formats.",
@@ -137,20 +140,20 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "A B [--option value ...]",
         ),
         "inspect": Command(
-            "inspect",
+            "commands.inspect",
             "inspect",
             "commands.common.configs:NoOptions",
             "Look at a file, or list the presets: inspect presets.",
             words="config|checkpoint|dataset PATH [--verify]",
         ),
         "schedule": Command(
-            "schedule",
+            "commands.schedule",
             "schedule",
             "commands.common.configs:ScheduleConfig",
             "Show a pipeline schedule: who does what when, bubbles, memory.",
         ),
         "plan": Command(
-            "plan",
+            "commands.plan",
             "plan",
             "commands.plan:SECTIONS",
             "The fastest layouts for a cluster, or a recorded run and its plan: plan compare FILE.",
@@ -158,14 +161,14 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "--model NAME --gpus N [--option value ...]",
         ),
         "prove": Command(
-            "prove",
+            "commands.prove",
             "prove",
             "commands.prove:SECTIONS",
             "Show on this machine, before a cluster is booked, that a run computes what it should.",
             words="--config FILE.yaml [any option of pretrain or sft] [--option value ...]",
         ),
         "report": Command(
-            "report",
+            "commands.report",
             "report",
             "commands.common.configs:ReportConfig",
             "What became of a run: curves, plan and measurement, faults; or of several.",
@@ -173,7 +176,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             rest="runs",
         ),
         "env": Command(
-            "env",
+            "commands.env",
             "env",
             "commands.common.configs:NoOptions",
             "Versions and devices, for a bug report.",
@@ -248,7 +251,7 @@ def run(words: list[str]) -> int:
     # without NumPy, and goes on. Imported here, Control-C ends the command.
     import_module("numpy")
     function: Callable[..., int | None] = getattr(
-        import_module(f"megatron_llama.commands.{command.module}"), command.function
+        import_module(f"megatron_llama.{command.module}"), command.function
     )
     if name == "inspect":  # takes words, no options
         function(words)

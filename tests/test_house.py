@@ -86,7 +86,7 @@ def test_a_room_imports_the_rooms_before_it() -> None:
 def test_commands_are_where_the_command_line_says() -> None:
     """``cli`` imports them by their names: what is written there has to be in the package, in ``commands`` or before it."""
     for command in COMMANDS.values():
-        module = f"megatron_llama.commands.{command.module}"
+        module = f"megatron_llama.{command.module}"
         sections, _, attribute = command.sections.partition(":")
         assert module in MODULES and f"megatron_llama.{sections}" in MODULES, command
         names = {node.name for node in tree(MODULES[module]).body if isinstance(node, ast.FunctionDef)}

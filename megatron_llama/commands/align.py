@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
 from megatron_llama.commands.pretrain import exit_status, plan_only
+from megatron_llama.commands.sft import example_files
 from megatron_llama.config.parse import Parsed
 from megatron_llama.preference.align_config import AlignConfig
 from megatron_llama.preference.option_problems import valid_options
@@ -24,7 +25,7 @@ def align(parsed: Parsed) -> int:
         from megatron_llama.api.common.pairs import PairInputs
 
         pairs = PairInputs(hashes_weights=planned == "strict", completed=False)
-        return plan_only(parsed, pairs.open, needs_data=False)
+        return plan_only(parsed, pairs.open, examples=example_files)
     from megatron_llama.api.align import run_alignment
 
     result = run_alignment(parsed)

@@ -36,9 +36,9 @@ from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
+from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.plans.itemsize import EIGHT_BIT
 from megatron_llama.plans.params import Rectangle, padding_idx, trains_embedding
-from megatron_llama.preference.option_problems import OBJECTIVE
 
 AUTO = "auto"
 """A value of --load: the newest usable checkpoint of --save, or a fresh start."""

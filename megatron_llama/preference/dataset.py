@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from megatron_llama.data.loader import Batch, sequence_first
 from megatron_llama.errors import DataError, describe
+from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.preference.align_config import AlignConfig, Method
 from megatron_llama.preference.methods import CHOSEN, REJECTED
-from megatron_llama.preference.option_problems import OBJECTIVE
 from megatron_llama.preference.pairs import (
     EncodedCompletion,
     Preference,

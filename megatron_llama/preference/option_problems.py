@@ -29,8 +29,6 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The methods that read an option which not all of them read."""
-OBJECTIVE = "objective"
-"""The key of ``objective_fields`` in the identity of samples, which a checkpoint keeps."""
 OF_SFT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "data_format": (

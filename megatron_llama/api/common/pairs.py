@@ -20,9 +20,10 @@ from megatron_llama.loop.inputs import Inputs, open_inputs
 from megatron_llama.loop.references import Reference, open_scores, reference_of, with_references
 from megatron_llama.loop.start import resumed
 from megatron_llama.metrics.log import LossNames
+from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.preference.align_config import WITH_REFERENCE, AlignConfig
 from megatron_llama.preference.objective import Preferences
-from megatron_llama.preference.option_problems import OBJECTIVE, objective_changes
+from megatron_llama.preference.option_problems import objective_changes
 from megatron_llama.preference.reference import ReferencedSamples
 from megatron_llama.preference.run import PairData
 from megatron_llama.sft.fingerprint import text_digest
