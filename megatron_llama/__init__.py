@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_llama.api.align import align
     from megatron_llama.api.common.trained import Trained
     from megatron_llama.api.convert import Converted, convert
     from megatron_llama.api.generate import Generated, generate
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_llama.sharding.optimizer import AdamW, group
     from megatron_llama.sharding.shard import shard
     from megatron_llama.training import TrainResult
+    from megatron_llama.tune.api.align import align
 
 __version__: str  # found at its first use, as the others: it may take a call of git
 __all__ = (
@@ -74,7 +74,7 @@ _MODULES = MappingProxyType(
         "Trained": "api.common.trained",
         "UserError": "errors",
         "Verified": "api.verify",
-        "align": "api.align",
+        "align": "tune.api.align",
         "convert": "api.convert",
         "generate": "api.generate",
         "group": "sharding.optimizer",

@@ -308,20 +308,6 @@ def become(job: Job) -> None:
 
 def preload() -> None:
     """Import what commands import when they run."""
-    import megatron_llama.api.common.loaded
-    import megatron_llama.api.common.trained
-    import megatron_llama.api.train
-    import megatron_llama.commands.export
-    import megatron_llama.commands.pretrain
-    import megatron_llama.commands.sft
-    import megatron_llama.conversion.hf.reader
-    import megatron_llama.data.preprocess
-    import megatron_llama.distributed.comm.watch
-    import megatron_llama.loop.vocabulary
-    import megatron_llama.model.generate
-    import megatron_llama.plans.auto
-    import megatron_llama.tokenizer.load
-    import megatron_llama.training  # noqa: F401
     import sentencepiece  # noqa: F401
     import tokenizers  # noqa: F401
 

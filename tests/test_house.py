@@ -21,11 +21,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
     *("errors", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
-    *("sharding", "pipeline", "sft", "preference", "checkpoint", "conversion", "planner", "loop", "training", "api", "prove"),
-    *("commands", "cli", "__main__"),
+    *("sharding", "pipeline", "checkpoint", "conversion", "planner", "loop", "training", "api", "commands", "tune", "prove"),
+    *("cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
-EXPORTED = ("errors", "config", "sharding", "loop", "training", "api")
+EXPORTED = ("errors", "config", "sharding", "loop", "training", "api", "tune")
 """The rooms of which ``megatron_llama/__init__.py`` names something."""
 TORCHLESS = ("config", "plans")
 HEAVY = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm", "jinja2")

@@ -35,7 +35,7 @@ from tests.families.twins import TWINS
 from tests.harness import Cluster
 from tests.model.test_reward import hf_reward_model, reward_model
 from tests.parallel.cases import MODEL, Layout, initial_weights
-from tests.preference.cases import CASES, RewardLayout, aligner, layout_for
+from tests.tune.preference.cases import CASES, RewardLayout, aligner, layout_for
 
 Capture = pytest.CaptureFixture[str]
 
