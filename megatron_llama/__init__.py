@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from megatron_llama.api.convert import Converted, convert
     from megatron_llama.api.generate import Generated, generate
     from megatron_llama.api.load import load
-    from megatron_llama.api.plan import Plan, PlannedLayout, plan
     from megatron_llama.api.save_hf import SavedHF, save_hf
     from megatron_llama.api.train import train
     from megatron_llama.api.verify import Verified, verify
     from megatron_llama.config.schema import Config
     from megatron_llama.errors import UserError
     from megatron_llama.loop.callbacks import Callback, Run, Step
+    from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
     from megatron_llama.sharding.engine import ModuleEngine
     from megatron_llama.sharding.optimizer import AdamW, group
     from megatron_llama.sharding.shard import shard
@@ -65,8 +65,8 @@ _MODULES = MappingProxyType(
         "Converted": "api.convert",
         "Generated": "api.generate",
         "ModuleEngine": "sharding.engine",
-        "Plan": "api.plan",
-        "PlannedLayout": "api.plan",
+        "Plan": "planner.api.plan",
+        "PlannedLayout": "planner.api.plan",
         "Run": "loop.callbacks",
         "SavedHF": "api.save_hf",
         "Step": "loop.callbacks",
@@ -79,7 +79,7 @@ _MODULES = MappingProxyType(
         "generate": "api.generate",
         "group": "sharding.optimizer",
         "load": "api.load",
-        "plan": "api.plan",
+        "plan": "planner.api.plan",
         "save_hf": "api.save_hf",
         "shard": "sharding.shard",
         "train": "api.train",

@@ -147,15 +147,15 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             words="config|checkpoint|dataset PATH [--verify]",
         ),
         "schedule": Command(
-            "commands.schedule",
+            "planner.commands.schedule",
             "schedule",
             "commands.common.configs:ScheduleConfig",
             "Show a pipeline schedule: who does what when, bubbles, memory.",
         ),
         "plan": Command(
-            "commands.plan",
+            "planner.commands.plan",
             "plan",
-            "commands.plan:SECTIONS",
+            "planner.commands.plan:SECTIONS",
             "The fastest layouts for a cluster, or a recorded run and its plan: plan compare FILE.",
             ("action", "file"),
             "--model NAME --gpus N [--option value ...]",
@@ -168,7 +168,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             words="--config FILE.yaml [any option of pretrain or sft] [--option value ...]",
         ),
         "report": Command(
-            "commands.report",
+            "planner.commands.report",
             "report",
             "commands.common.configs:ReportConfig",
             "What became of a run: curves, plan and measurement, faults; or of several.",

@@ -20,12 +20,12 @@ PACKAGE = ROOT / "megatron_llama"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
-    *("errors", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
-    *("sharding", "pipeline", "checkpoint", "conversion", "planner", "loop", "training", "api", "commands", "tune", "prove"),
+    *("errors", "hooks", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
+    *("sharding", "pipeline", "checkpoint", "conversion", "loop", "training", "api", "commands", "planner", "tune", "prove"),
     *("cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
-EXPORTED = ("errors", "config", "sharding", "loop", "training", "api", "tune")
+EXPORTED = ("errors", "config", "sharding", "loop", "training", "api", "planner", "tune")
 """The rooms of which ``megatron_llama/__init__.py`` names something."""
 TORCHLESS = ("config", "plans")
 HEAVY = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm", "jinja2")
@@ -63,9 +63,9 @@ def imports(path: Path, *, inside_functions: bool = True) -> Iterator[tuple[ast.
                 yield node, first.value
 
 
-def test_at_the_root_there_are_rooms_and_six_files() -> None:
+def test_at_the_root_there_are_rooms_and_seven_files() -> None:
     names = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "training.py", "py.typed"}
+    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "hooks.py", "training.py", "py.typed"}
     assert {room(path) for path in FILES} - {"__init__"} == set(ROOMS)
 
 
@@ -126,7 +126,7 @@ def test_plans_and_config_never_import_torch() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     """``--help`` takes a tenth of a second, and a dry run does not wait for torch."""
-    names = [name for name, path in MODULES.items() if room(path) in (*TORCHLESS, "errors", "cli", "__init__")]
+    names = [name for name, path in MODULES.items() if room(path) in (*TORCHLESS, "errors", "hooks", "cli", "__init__")]
     code = f"import sys, {', '.join(names)}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_llama.api.common.auto_parallel import planned, this_device, with_tokens
+from megatron_llama.api.common.layout import Choice
 from megatron_llama.api.common.startup import OpenInputs, start_up
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.config.blend import read_blend
@@ -26,6 +26,7 @@ from megatron_llama.config.schema import (
 )
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError, UserError, listing
+from megatron_llama.hooks import imported, layouts
 from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.plans.memory import MemoryPlan, sized, state_bytes
@@ -41,7 +42,6 @@ from megatron_llama.plans.schedule import Schedule
 if TYPE_CHECKING:
     from megatron_llama.distributed.mesh import Axis
     from megatron_llama.loop.start import Start
-    from megatron_llama.planner.choice import Choice
 
 SHOWN_ACTIONS = 40
 
@@ -132,8 +132,9 @@ class Imagined:
             self.missing.append(str(error))
 
     def choose(self, parsed: Parsed, config: Config, start: Start | None) -> Choice:
-        device = this_device(0, self._world_size, self._node)
-        return planned(parsed, with_tokens(config), self._world_size, [device])
+        imagine = imported(layouts().imagined)
+        choice: Choice = imagine(parsed, config, self._world_size, self._node)
+        return choice
 
     def meet(self, config: Config) -> Axis:
         return self.world

@@ -306,8 +306,8 @@ def _shown(
     charts: Sequence[tuple[str, Mapping[int, int]]],
 ) -> None:
     """Write the page of ``stats``, or print the first of its charts."""
+    from megatron_llama.planner.pictures.histogram import page, quantiles, text_bars
     from megatron_llama.tokenizer.files import replace_file
-    from megatron_llama.tune.sft.histogram import page, quantiles, text_bars
 
     if tool.action == "stats":
         replace_file(Path(tool.output), page(title, lines, charts).encode())

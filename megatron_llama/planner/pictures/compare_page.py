@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_llama.metrics.page import heading, page, paragraph, table
 from megatron_llama.planner.compare import HEAD, Comparison
-from megatron_llama.planner.picture import COLOURS, Bar, BarRow, Chart
-from megatron_llama.planner.picture_plan import PlannedTimeline, milliseconds
+from megatron_llama.planner.pictures.bars import COLOURS, Bar, BarRow, Chart
+from megatron_llama.planner.pictures.page import heading, page, paragraph, table
+from megatron_llama.planner.pictures.plan_page import PlannedTimeline, milliseconds
 from megatron_llama.planner.report import label
 from megatron_llama.plans.timeline_file import COMPUTE, ITERATIONS, LANES, UPDATES, WAITS, Span
 

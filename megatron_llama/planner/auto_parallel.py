@@ -9,14 +9,15 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from megatron_llama.api.common.configs import AutoParallelConfig
-from megatron_llama.api.common.plan_inputs import machine_with
-from megatron_llama.config.parse import Parsed, flag
+from megatron_llama.api.common.layout import Choice
+from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, LaunchConfig
 from megatron_llama.distributed.host_memory import free_bytes
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError
 from megatron_llama.planner.calibration import Calibration, calibration_of
-from megatron_llama.planner.choice import SEARCHED, Choice, choose, given_of, value_of
+from megatron_llama.planner.choice import SEARCHED, choose, given_of, value_of
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_of_device
+from megatron_llama.planner.inputs import machine_with
 
 if TYPE_CHECKING:
     from megatron_llama.distributed.comm.watch import Watch
@@ -40,23 +41,6 @@ class RankDevice:
     host."""
 
 
-def wanted(parsed: Parsed) -> bool:
-    """Return whether the layout is to be chosen. Raises ConfigError for options that say how to
-    choose it, if it is not."""
-    options = parsed.instances.get(AutoParallelConfig, AutoParallelConfig())
-    without = [
-        flag(name) for name in ("gpu", "nic_gbit", "coefficients") if name in parsed.explicit
-    ]
-    if not options.auto_parallel and without:
-        do = "give --auto-parallel too, or leave them out"
-        raise ConfigError(
-            describe(
-                " ".join(without), got="no --auto-parallel", expected="a layout to choose", do=do
-            )
-        )
-    return bool(options.auto_parallel)
-
-
 def chosen(
     parsed: Parsed, config: Config, place: Place, start: Start | None, watch: Watch
 ) -> Choice:
@@ -75,6 +59,12 @@ def chosen(
         return replace(choice, notes=(*choice.notes, *_changes_since(choice.config, start)))
 
     return on_rank0(decide, world)
+
+
+def imagined(parsed: Parsed, config: Config, world: int, node: int) -> Choice:
+    """Return the choice for ``world`` processes with a device as this process has, ``node`` of them
+    on one machine (0: unknown). Raises ConfigError."""
+    return planned(parsed, with_tokens(config), world, [this_device(0, world, node)])
 
 
 def _changes_since(config: Config, start: Start | None) -> Iterator[str]:

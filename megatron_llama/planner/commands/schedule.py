@@ -7,10 +7,10 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from megatron_llama.commands.common.configs import ScheduleConfig
-from megatron_llama.commands.common.plan_outputs import write_drawing, write_page
 from megatron_llama.config.parse import Parsed
-from megatron_llama.metrics.page import code, page
-from megatron_llama.metrics.svg import INK, WHITE, Drawing, ink_on
+from megatron_llama.planner.outputs import write_drawing, write_page
+from megatron_llama.planner.pictures.page import code, page
+from megatron_llama.planner.pictures.svg import INK, WHITE, Drawing, ink_on
 from megatron_llama.plans.schedule import (
     Action,
     Costs,

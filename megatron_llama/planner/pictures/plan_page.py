@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from megatron_llama.metrics.page import code, heading, key, page, paragraph, table
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.oom_probability import ALLOCATABLE
-from megatron_llama.planner.picture import COLOURS, PALETTE, Bar, BarRow, Chart, drawing
+from megatron_llama.planner.pictures.bars import COLOURS, PALETTE, Bar, BarRow, Chart, drawing
+from megatron_llama.planner.pictures.page import code, heading, key, page, paragraph, table
 from megatron_llama.planner.report import LEGEND, PARTS, SHARES, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.plans.memory import sized

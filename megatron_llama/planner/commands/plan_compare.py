@@ -7,16 +7,16 @@ from math import gcd
 from pathlib import Path
 
 from megatron_llama.api.common.configs import PlanConfig
-from megatron_llama.api.common.plan_inputs import calibrated, machine_of
-from megatron_llama.commands.common.plan_outputs import write_drawing, write_json, write_page
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import LaunchConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.compare import Comparison
 from megatron_llama.planner.hardware import CPU, Gpu, gpu_of_device
+from megatron_llama.planner.inputs import calibrated, machine_of
 from megatron_llama.planner.measured import MeasuredSteps, config_of
-from megatron_llama.planner.picture_compare import compare_page, steps_chart
+from megatron_llama.planner.outputs import write_drawing, write_json, write_page
+from megatron_llama.planner.pictures.compare_page import compare_page, steps_chart
 from megatron_llama.planner.report import label
 from megatron_llama.plans.timeline_file import Recorded, read_timeline
 

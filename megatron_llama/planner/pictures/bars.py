@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import floor, log10
 from types import MappingProxyType
 
-from megatron_llama.metrics.page import BARS, key
-from megatron_llama.metrics.svg import Drawing, ink_on
+from megatron_llama.planner.pictures.page import BARS, key
+from megatron_llama.planner.pictures.svg import Drawing, ink_on
 
 WIDTH = 1160
 """Pixels of a drawing."""

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-from megatron_llama.tune.sft.histogram import Bar, bars, page, quantiles, text_bars
+from megatron_llama.planner.pictures.histogram import Bar, bars, page, quantiles, text_bars
 
 
 def test_bars_hold_every_number_once() -> None:

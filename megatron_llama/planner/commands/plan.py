@@ -8,16 +8,16 @@ from importlib import import_module
 from types import MappingProxyType
 
 from megatron_llama.api.common.configs import PlanConfig
-from megatron_llama.api.common.plan_inputs import with_cluster
-from megatron_llama.api.plan import search_plan
-from megatron_llama.commands.common.plan_outputs import write_drawing, write_json, write_page
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError
+from megatron_llama.planner.api.plan import search_plan
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.hardware import GBIT
+from megatron_llama.planner.inputs import with_cluster
 from megatron_llama.planner.nearest import Citation
-from megatron_llama.planner.picture_plan import pipeline_chart, plan_page
+from megatron_llama.planner.outputs import write_drawing, write_json, write_page
+from megatron_llama.planner.pictures.plan_page import pipeline_chart, plan_page
 from megatron_llama.planner.report import command, details, label, losses, table
 
 SECTIONS = (PlanConfig, *config_sections())
@@ -36,7 +36,7 @@ ACTIONS: Mapping[str, str] = MappingProxyType(
 def plan(parsed: Parsed) -> None:
     """Run the action that is asked for. Raises ConfigError."""
     module, _, function = ACTIONS[parsed.get(PlanConfig).action].partition(":")
-    getattr(import_module(f"megatron_llama.commands.{module}"), function)(with_cluster(parsed))
+    getattr(import_module(f"{__package__}.{module}"), function)(with_cluster(parsed))
 
 
 def search_layouts(parsed: Parsed) -> None:

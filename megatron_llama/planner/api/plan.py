@@ -9,7 +9,13 @@ from typing import Any
 
 from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.api.common.options import Options, read_options
-from megatron_llama.api.common.plan_inputs import (
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.parts import completed, part_of
+from megatron_llama.errors import ConfigError
+from megatron_llama.planner.candidate import Candidate
+from megatron_llama.planner.choice import given_of
+from megatron_llama.planner.inputs import (
     assumed,
     calibrated,
     config_of,
@@ -17,12 +23,6 @@ from megatron_llama.api.common.plan_inputs import (
     machine_of,
     with_cluster,
 )
-from megatron_llama.config.help import config_sections
-from megatron_llama.config.parse import Parsed
-from megatron_llama.config.parts import completed, part_of
-from megatron_llama.errors import ConfigError
-from megatron_llama.planner.candidate import Candidate
-from megatron_llama.planner.choice import given_of
 from megatron_llama.planner.nearest import Citation, nearest, read_citations
 from megatron_llama.planner.report import as_json, command, does_not_fit, label, run_options
 from megatron_llama.planner.search import enough_gpus, search

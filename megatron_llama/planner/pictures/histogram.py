@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.metrics.svg import Drawing
+from megatron_llama.planner.pictures.svg import Drawing
 
 _STEPS = (1, 2, 5)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_llama.metrics.svg import Drawing
+from megatron_llama.planner.pictures.svg import Drawing
 
 Floats = NDArray[np.float64]
 COLOURS = (

@@ -1,0 +1,1 @@
+"""What this room hangs into the trainer (``megatron_llama/hooks.py``)."""
