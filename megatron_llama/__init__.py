@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_llama.api.common.trained import Trained
-    from megatron_llama.api.convert import Converted, convert
     from megatron_llama.api.generate import Generated, generate
     from megatron_llama.api.load import load
     from megatron_llama.api.save_hf import SavedHF, save_hf
     from megatron_llama.api.train import train
-    from megatron_llama.api.verify import Verified, verify
     from megatron_llama.config.schema import Config
+    from megatron_llama.converter.api.convert import Converted, convert
+    from megatron_llama.converter.api.verify import Verified, verify
     from megatron_llama.errors import UserError
     from megatron_llama.loop.callbacks import Callback, Run, Step
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
@@ -62,7 +62,7 @@ _MODULES = MappingProxyType(
         "AdamW": "sharding.optimizer",
         "Callback": "loop.callbacks",
         "Config": "config.schema",
-        "Converted": "api.convert",
+        "Converted": "converter.api.convert",
         "Generated": "api.generate",
         "ModuleEngine": "sharding.engine",
         "Plan": "planner.api.plan",
@@ -73,9 +73,9 @@ _MODULES = MappingProxyType(
         "TrainResult": "training",
         "Trained": "api.common.trained",
         "UserError": "errors",
-        "Verified": "api.verify",
+        "Verified": "converter.api.verify",
         "align": "tune.api.align",
-        "convert": "api.convert",
+        "convert": "converter.api.convert",
         "generate": "api.generate",
         "group": "sharding.optimizer",
         "load": "api.load",
@@ -83,7 +83,7 @@ _MODULES = MappingProxyType(
         "save_hf": "api.save_hf",
         "shard": "sharding.shard",
         "train": "api.train",
-        "verify": "api.verify",
+        "verify": "converter.api.verify",
     }
 )
 """Where each of them is defined."""

@@ -116,7 +116,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "Write a checkpoint as a HuggingFace folder.",
         ),
         "convert": Command(
-            "commands.convert",
+            "converter.commands.convert",
             "convert",
             "commands.common.configs:ConvertConfig",
             "Write a model in another format.",
@@ -124,7 +124,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "SRC DST --to FORMAT [--option value ...]",
         ),
         "merge": Command(
-            "commands.merge",
+            "converter.commands.merge",
             "merge",
             "commands.common.configs:MergeConfig",
             "Add LoRA adapters to their model.",
@@ -132,7 +132,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "SRC DST [--option value ...]",
         ),
         "verify": Command(
-            "commands.verify",
+            "converter.commands.verify",
             "verify",
             "commands.common.configs:VerifyConfig",
             "Compare two models, of any formats.",

@@ -7,12 +7,31 @@ run loads none that it does not need."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-ROOMS = ("commands", "planner", "tune", "prove")
+ROOMS = ("commands", "planner", "converter", "tune", "prove")
 """The rooms with a file ``hooks.py``."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of model folders that another program writes."""
+
+    opened: str
+    """Opens a folder: an ``OpenFolder`` of ``conversion/formats.py``."""
+    kind: str = ""
+    """Says which of several formats with the same files a folder has: of its path."""
+    run: str = ""
+    """Opens the run that a folder holds beside the weights, if it holds one: of its path, a
+    ``SavedRun`` of ``conversion/formats.py`` or None."""
+    shown: str = ""
+    """Prints what a folder holds, for ``inspect``: of its path."""
+    verified: str = ""
+    """Raises CheckpointError for a folder that is damaged, else prints what was read: of its
+    path."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +50,16 @@ def imported(place: str) -> Any:
     return getattr(import_module(f"{__package__}.{module}"), name)
 
 
+def formats() -> Mapping[str, Format]:
+    """Return the formats of other programs by their names."""
+    return {name: each for room in _offered("FORMATS") for name, each in room.items()}
+
+
 def layouts() -> Layouts:
     """Return the functions that choose a layout, of the room that offers some."""
-    (found,) = _offered("LAYOUTS")
-    return found
+    (offered,) = _offered("LAYOUTS")
+    assert isinstance(offered, Layouts)
+    return offered
 
 
 def _offered(name: str) -> list[Any]:

@@ -21,11 +21,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
     *("errors", "hooks", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
-    *("sharding", "pipeline", "checkpoint", "conversion", "loop", "training", "api", "commands", "planner", "tune", "prove"),
+    *("sharding", "pipeline", "checkpoint", "conversion", "loop", "training", "api", "commands", "planner", "converter"),
+    *("tune", "prove"),
     *("cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
-EXPORTED = ("errors", "config", "sharding", "loop", "training", "api", "planner", "tune")
+EXPORTED = ("errors", "config", "sharding", "loop", "training", "api", "planner", "converter", "tune")
 """The rooms of which ``megatron_llama/__init__.py`` names something."""
 TORCHLESS = ("config", "plans")
 HEAVY = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm", "jinja2")

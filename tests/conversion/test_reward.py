@@ -28,9 +28,9 @@ from megatron_llama.plans.resolve import problems
 from transformers import AutoModelForSequenceClassification
 
 from tests.checkpoint.cases import load_under, merged, same, save_under
-from tests.conversion.converting import convert, hf_folder, refusal
-from tests.conversion.test_convert_families import assert_same_model
 from tests.conversion.test_hf import tensors
+from tests.converter.converting import convert, hf_folder, refusal
+from tests.converter.test_convert_families import assert_same_model
 from tests.families.twins import TWINS
 from tests.harness import Cluster
 from tests.model.test_reward import hf_reward_model, reward_model

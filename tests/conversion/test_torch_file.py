@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_llama.conversion.tensor_map import MappedTensor, TensorMap
 from megatron_llama.conversion.torch_file import ALIGNMENT, TorchFile, write_torch_file
 from megatron_llama.conversion.torch_pickle import Inert
+from megatron_llama.converter.tensor_map import MappedTensor, TensorMap
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import HFSlice, Rectangle
 

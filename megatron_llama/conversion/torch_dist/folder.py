@@ -15,9 +15,9 @@ from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.model_files import MANIFEST as MANIFEST
 from megatron_llama.config.model_files import read_sums, sum_problem
-from megatron_llama.conversion.megatron.names import find_folder
 from megatron_llama.conversion.torch_dist.container import COPY_AGAIN, Container
 from megatron_llama.conversion.torch_file import TorchFile
+from megatron_llama.conversion.tracked_folder import find_folder
 from megatron_llama.errors import CheckpointError, describe
 
 BACKEND = "metadata.json"

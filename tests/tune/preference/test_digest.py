@@ -19,7 +19,7 @@ from megatron_llama.tune.preference.digest import BLOCK_ELEMENTS, blocks, model_
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.conversion.converting import convert, hf_folder
+from tests.converter.converting import convert, hf_folder
 from tests.harness import Cluster, WorkerError
 from tests.parallel.cases import MODEL, Layout, initial_weights
 

@@ -19,7 +19,7 @@ from megatron_llama.tune.sft.formats import detect, read_example
 from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template
 
-from tests.conversion.converting import hf_folder
+from tests.converter.converting import hf_folder
 
 PLAIN = "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content + '<|eot_id|>' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
