@@ -17,6 +17,36 @@ ROOMS = ("commands", "planner", "converter", "tune", "prove")
 
 
 @dataclass(frozen=True)
+class Command:
+    """Where a command is found. Its module is imported only if the command runs, so that --help
+    does not wait for torch."""
+
+    module: str
+    function: str
+    sections: str
+    """The sections of its options, as ``module:attribute``."""
+    summary: str
+    positional: tuple[str, ...] = ()
+    """Options whose values may follow the command in this order, without their names."""
+    words: str = "[--config FILE.yaml] [--option value ...]"
+    """What follows the command on its line of usage."""
+
+    logs_notes: bool = False
+    """The log of its run has the notes of its options; of other commands they are complaints."""
+
+    rest: str = ""
+    """An option of several values that takes all words before the first flag."""
+
+    listed: int = 1000
+    """Commands stand in --help in the order of these numbers."""
+
+    def options(self) -> tuple[type[Any], ...]:
+        """The sections of its options."""
+        sections = imported(self.sections)
+        return sections if isinstance(sections, tuple) else (sections,)
+
+
+@dataclass(frozen=True)
 class Format:
     """A format of model folders that another program writes."""
 
@@ -48,6 +78,12 @@ def imported(place: str) -> Any:
     """Import what ``room.module:name`` names."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), name)
+
+
+def commands() -> Mapping[str, Command]:
+    """Return the commands of all rooms by their names, in the order of --help."""
+    offered = {name: each for room in _offered("COMMANDS") for name, each in room.items()}
+    return dict(sorted(offered.items(), key=lambda item: item[1].listed))
 
 
 def formats() -> Mapping[str, Format]:

@@ -5,7 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_llama.hooks import Format
+from megatron_llama.hooks import Command, Format
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "convert": Command(
+            "converter.commands.convert",
+            "convert",
+            "converter.configs:ConvertConfig",
+            "Write a model in another format.",
+            ("src", "dst"),
+            "SRC DST --to FORMAT [--option value ...]",
+            listed=110,
+        ),
+        "merge": Command(
+            "converter.commands.merge",
+            "merge",
+            "converter.configs:MergeConfig",
+            "Add LoRA adapters to their model.",
+            ("src", "dst"),
+            "SRC DST [--option value ...]",
+            listed=120,
+        ),
+        "verify": Command(
+            "converter.commands.verify",
+            "verify",
+            "converter.configs:VerifyConfig",
+            "Compare two models, of any formats.",
+            ("a", "b"),
+            "A B [--option value ...]",
+            listed=130,
+        ),
+    }
+)
 
 _MEGATRON = Format(
     opened="converter.megatron.reader:opened", kind="converter.megatron.reader:family"

@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.config.limits import LARGEST_RANKS
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.presets import LLAMA_VOCABULARY
@@ -19,6 +18,7 @@ from megatron_llama.planner.calibration import Calibration, calibration_of
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import searchable
 from megatron_llama.planner.coefficients import Coefficients
+from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.hardware import GBIT, Gpu
 from megatron_llama.planner.search import with_ends
 from megatron_llama.planner.training_job import Machine

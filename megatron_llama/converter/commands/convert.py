@@ -10,8 +10,8 @@ from megatron_llama.plans.memory import sized
 
 def convert(parsed: Parsed) -> None:
     """Convert and say what was written, and what the target's own program will not use."""
-    from megatron_llama.commands.common.configs import ConvertConfig
     from megatron_llama.converter.api.convert import convert as write
+    from megatron_llama.converter.configs import ConvertConfig
 
     options = parsed.get(ConvertConfig)
     start = time.perf_counter()

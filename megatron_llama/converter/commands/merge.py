@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from megatron_llama.commands.common.configs import MergeConfig
 from megatron_llama.config.parse import Parsed
+from megatron_llama.converter.configs import MergeConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.plans.memory import sized
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_llama.commands.common.configs import VerifyConfig
 from megatron_llama.config.parse import Parsed
+from megatron_llama.converter.configs import VerifyConfig
 
 
 def verify(parsed: Parsed) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import MappingProxyType
 
-from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.api.plan import search_plan
 from megatron_llama.planner.candidate import Candidate
+from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.hardware import GBIT
 from megatron_llama.planner.inputs import with_cluster
 from megatron_llama.planner.nearest import Citation

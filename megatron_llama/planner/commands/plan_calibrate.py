@@ -7,11 +7,11 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.planner.calibration import HOST, as_json
+from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, gpu_of_device
 from megatron_llama.planner.measurements import MeasuredDevice, Point, coefficients_of, lines

@@ -6,12 +6,12 @@ from dataclasses import replace
 from math import gcd
 from pathlib import Path
 
-from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import LaunchConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.compare import Comparison
+from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.hardware import CPU, Gpu, gpu_of_device
 from megatron_llama.planner.inputs import calibrated, machine_of
 from megatron_llama.planner.measured import MeasuredSteps, config_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.inputs import MODEL_HINT, machine_of, with_precision
 from megatron_llama.planner.outputs import write_text
 from megatron_llama.planner.traced import StageTrace, Trace

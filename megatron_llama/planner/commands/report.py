@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_llama.commands.common.configs import ReportConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, counted
+from megatron_llama.planner.configs import ReportConfig
 from megatron_llama.planner.outputs import write_json, write_page
 from megatron_llama.planner.run.folder import read_run
 from megatron_llama.planner.run.page import PROBLEMS, report_page

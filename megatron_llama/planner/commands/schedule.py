@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 
-from megatron_llama.commands.common.configs import ScheduleConfig
 from megatron_llama.config.parse import Parsed
+from megatron_llama.planner.configs import ScheduleConfig
 from megatron_llama.planner.outputs import write_drawing, write_page
 from megatron_llama.planner.pictures.page import code, page
 from megatron_llama.planner.pictures.svg import INK, WHITE, Drawing, ink_on

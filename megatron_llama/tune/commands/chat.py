@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron_llama.api.common.configs import ModelFolderConfig, SamplingConfig
-from megatron_llama.commands.common.configs import ChatConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import DataError, UserError, describe
+from megatron_llama.tune.chat_config import ChatConfig
 
 if TYPE_CHECKING:
     from megatron_llama.api.common.trained import Trained
