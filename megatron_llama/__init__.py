@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from megatron_llama.api.common.trained import Trained
     from megatron_llama.api.generate import Generated, generate
     from megatron_llama.api.load import load
+    from megatron_llama.api.preprocess import preprocess
     from megatron_llama.api.save_hf import SavedHF, save_hf
     from megatron_llama.api.train import train
     from megatron_llama.config.schema import Config
     from megatron_llama.converter.api.convert import Converted, convert
+    from megatron_llama.converter.api.merge import Merged, merge
     from megatron_llama.converter.api.verify import Verified, verify
+    from megatron_llama.data.preprocess import PreprocessReport
     from megatron_llama.errors import UserError
     from megatron_llama.loop.callbacks import Callback, Run, Step
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_llama.sharding.shard import shard
     from megatron_llama.training import TrainResult
     from megatron_llama.tune.api.align import align
+    from megatron_llama.tune.api.sft import sft
 
 __version__: str  # found at its first use, as the others: it may take a call of git
 __all__ = (
@@ -34,9 +38,11 @@ __all__ = (
     "Config",
     "Converted",
     "Generated",
+    "Merged",
     "ModuleEngine",
     "Plan",
     "PlannedLayout",
+    "PreprocessReport",
     "Run",
     "SavedHF",
     "Step",
@@ -50,8 +56,11 @@ __all__ = (
     "generate",
     "group",
     "load",
+    "merge",
     "plan",
+    "preprocess",
     "save_hf",
+    "sft",
     "shard",
     "train",
     "verify",
@@ -64,9 +73,11 @@ _MODULES = MappingProxyType(
         "Config": "config.schema",
         "Converted": "converter.api.convert",
         "Generated": "api.generate",
+        "Merged": "converter.api.merge",
         "ModuleEngine": "sharding.engine",
         "Plan": "planner.api.plan",
         "PlannedLayout": "planner.api.plan",
+        "PreprocessReport": "data.preprocess",
         "Run": "loop.callbacks",
         "SavedHF": "api.save_hf",
         "Step": "loop.callbacks",
@@ -79,8 +90,11 @@ _MODULES = MappingProxyType(
         "generate": "api.generate",
         "group": "sharding.optimizer",
         "load": "api.load",
+        "merge": "converter.api.merge",
         "plan": "planner.api.plan",
+        "preprocess": "api.preprocess",
         "save_hf": "api.save_hf",
+        "sft": "tune.api.sft",
         "shard": "sharding.shard",
         "train": "api.train",
         "verify": "converter.api.verify",

@@ -7,13 +7,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import yaml
+from megatron_llama import hooks
 from megatron_llama.cli import COMMANDS
+from megatron_llama.conversion.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_llama"
@@ -26,8 +30,10 @@ ROOMS = (
     *("cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
-EXPORTED = ("errors", "config", "sharding", "loop", "training", "api", "planner", "converter", "tune")
+EXPORTED = ("errors", "config", "data", "sharding", "loop", "training", "api", "planner", "converter", "tune")
 """The rooms of which ``megatron_llama/__init__.py`` names something."""
+WINGS = ("planner", "converter", "tune", "prove")
+"""What a run of ``ml.train`` does without: rooms that hang on it by ``hooks.py``."""
 TORCHLESS = ("config", "plans")
 HEAVY = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm", "jinja2")
 
@@ -84,8 +90,8 @@ def test_a_room_imports_the_rooms_before_it() -> None:
     assert wrong == []
 
 
-def test_commands_are_where_the_command_line_says() -> None:
-    """``cli`` imports them by their names: what is written there has to be in the package, in ``commands`` or before it."""
+def test_commands_are_where_their_rooms_say() -> None:
+    """They are imported by their names: what the rooms' ``hooks.py`` say has to be in the package."""
     for command in COMMANDS.values():
         module = f"megatron_llama.{command.module}"
         sections, _, attribute = command.sections.partition(":")
@@ -93,6 +99,37 @@ def test_commands_are_where_the_command_line_says() -> None:
         names = {node.name for node in tree(MODULES[module]).body if isinstance(node, ast.FunctionDef)}
         assert command.function in names, command
         assert hasattr(import_module(f"megatron_llama.{sections}"), attribute), command
+
+
+@cache
+def loaded(code: str) -> tuple[str, ...]:
+    """The modules of the package that a fresh process has loaded after ``code``."""
+    shown = "print(*(name for name in sys.modules if name.startswith('megatron_llama.')))"
+    done = subprocess.run([sys.executable, "-c", f"import sys, megatron_llama as ml; {code}; {shown}"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return tuple(done.stdout.split())
+
+
+@pytest.mark.parametrize("code", ["ml.train", "ml.load, ml.generate, ml.save_hf", "import megatron_llama.training"])
+def test_the_trainer_loads_no_wing(code: str) -> None:
+    """The order of rooms says what files may import; this, what is there when they have."""
+    assert [name for name in loaded(code) if name.split(".")[1] in WINGS] == []
+
+
+def test_what_hooks_name_is_there() -> None:
+    """Each room that hangs something in is one that hooks know, and each text names a function or class that it has."""
+    assert {room(path) for path in FILES if path.name == "hooks.py"} == {"hooks", *hooks.ROOMS}
+    layouts = hooks.layouts()
+    places = [layouts.chosen, layouts.imagined]
+    places += [text for format in hooks.formats().values() for text in (vars(format)[field.name] for field in fields(format)) if text]
+    for place in places:
+        assert callable(hooks.imported(place)), place
+    assert {"hf", "native", *hooks.formats()} == set(FORMATS)
+
+
+def test_each_command_has_a_place_of_its_own_in_the_help() -> None:
+    places = [command.listed for command in COMMANDS.values()]
+    assert places == sorted(set(places))
 
 
 def test_no_import_cycle() -> None:

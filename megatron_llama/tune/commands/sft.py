@@ -3,15 +3,13 @@ and the loss counts their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
 from megatron_llama.commands.pretrain import run
 from megatron_llama.config.parse import Parsed
-from megatron_llama.errors import describe
-from megatron_llama.tune.sft.option_problems import data_problems, missing_data, refuse
+from megatron_llama.tune.sft.option_problems import require_valid
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:
@@ -22,13 +20,12 @@ SECTIONS = (SFTConfig, *PRETRAIN)
 
 def sft(parsed: Parsed) -> int:
     """Train a model on examples. Returns the exit status."""
-    options = parsed.get(SFTConfig)
     # Here, because --help and a wrong option need nothing of what reads examples.
     from megatron_llama.tune.sft.inputs import open_example_inputs
 
     # A dry run plans without examples, too; a strict one is as strict as the run.
     planned = parsed.get(DryRunConfig).dry_run == "yes"
-    refuse([*_problems(parsed, options), *([] if planned else missing_data(options))])
+    require_valid(parsed, needs_files=not planned)
     return run(parsed, open_example_inputs, examples=example_files)
 
 
@@ -43,14 +40,3 @@ def example_files(parsed: Parsed) -> ExampleFiles:
     if options.chat_template is not None and options.chat_template not in BUILT_IN:
         paths.append(("chat_template", options.chat_template))
     return ExampleFiles("train_data", tuple(paths))
-
-
-def _problems(parsed: Parsed, options: SFTConfig) -> Iterator[str]:
-    yield from data_problems(parsed, "sft")
-    if options.neftune_noise_alpha < 0:
-        yield describe(
-            "--neftune-noise-alpha",
-            got=options.neftune_noise_alpha,
-            expected="0 or more",
-            do="5 is usual, 0 is none",
-        )

@@ -20,6 +20,24 @@ OTHER_DATA = (
 """Options of token streams, which are not read."""
 
 
+def require_valid(parsed: Parsed, *, needs_files: bool = True) -> None:
+    """Raise ConfigError with everything that is wrong with the options of a run of ``sft``.
+    ``needs_files``: the run reads --train-data."""
+    options = parsed.get(SFTConfig)
+    missing = missing_data(options) if needs_files else ()
+    refuse([*data_problems(parsed, "sft"), *_noise_problems(options), *missing])
+
+
+def _noise_problems(options: SFTConfig) -> Iterator[str]:
+    if options.neftune_noise_alpha < 0:
+        yield describe(
+            "--neftune-noise-alpha",
+            got=options.neftune_noise_alpha,
+            expected="0 or more",
+            do="5 is usual, 0 is none",
+        )
+
+
 def refuse(problems: list[str]) -> None:
     """Raise ConfigError with all problems, if there are any."""
     if problems:
