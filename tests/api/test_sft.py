@@ -54,7 +54,7 @@ def test_a_model_learns_its_answers(options: dict[str, object], data: Path, talk
 def test_what_it_refuses(options: dict[str, object], data: Path, talks: Path, tmp_path: Path) -> None:
     given = tuning(options, data, talks)
     with pytest.raises(ConfigError, match=r"(?s)--data-path.*--neftune-noise-alpha.*--train-data"):
-        ml.sft({**given, "train_data": (), "data_path": str(data), "neftune_noise_alpha": -1.0})
+        ml.sft({name: value for name, value in given.items() if name != "train_data"}, data_path=data, neftune_noise_alpha=-1.0)
     with pytest.raises(ConfigError, match="--dtype"):
         ml.merge(tmp_path, tmp_path / "out", dtype="int8")  # type: ignore[arg-type]
 
