@@ -11,22 +11,26 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_llama.api.align import align
     from megatron_llama.api.common.trained import Trained
-    from megatron_llama.api.convert import Converted, convert
     from megatron_llama.api.generate import Generated, generate
     from megatron_llama.api.load import load
-    from megatron_llama.api.plan import Plan, PlannedLayout, plan
+    from megatron_llama.api.preprocess import preprocess
     from megatron_llama.api.save_hf import SavedHF, save_hf
     from megatron_llama.api.train import train
-    from megatron_llama.api.verify import Verified, verify
     from megatron_llama.config.schema import Config
+    from megatron_llama.converter.api.convert import Converted, convert
+    from megatron_llama.converter.api.merge import Merged, merge
+    from megatron_llama.converter.api.verify import Verified, verify
+    from megatron_llama.data.preprocess import PreprocessReport
     from megatron_llama.errors import UserError
+    from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
     from megatron_llama.sharding.engine import ModuleEngine
     from megatron_llama.sharding.optimizer import AdamW, group
     from megatron_llama.sharding.shard import shard
     from megatron_llama.train.run.callbacks import Callback, Run, Step
     from megatron_llama.train.run.result import TrainResult
+    from megatron_llama.tune.api.align import align
+    from megatron_llama.tune.api.sft import sft
 
 __version__: str  # found at its first use, as the others: it may take a call of git
 __all__ = (
@@ -35,9 +39,11 @@ __all__ = (
     "Config",
     "Converted",
     "Generated",
+    "Merged",
     "ModuleEngine",
     "Plan",
     "PlannedLayout",
+    "PreprocessReport",
     "Run",
     "SavedHF",
     "Step",
@@ -51,8 +57,11 @@ __all__ = (
     "generate",
     "group",
     "load",
+    "merge",
     "plan",
+    "preprocess",
     "save_hf",
+    "sft",
     "shard",
     "train",
     "verify",
@@ -63,28 +72,33 @@ _MODULES = MappingProxyType(
         "AdamW": "sharding.optimizer",
         "Callback": "train.run.callbacks",
         "Config": "config.schema",
-        "Converted": "api.convert",
+        "Converted": "converter.api.convert",
         "Generated": "api.generate",
+        "Merged": "converter.api.merge",
         "ModuleEngine": "sharding.engine",
-        "Plan": "api.plan",
-        "PlannedLayout": "api.plan",
+        "Plan": "planner.api.plan",
+        "PlannedLayout": "planner.api.plan",
+        "PreprocessReport": "data.preprocess",
         "Run": "train.run.callbacks",
         "SavedHF": "api.save_hf",
         "Step": "train.run.callbacks",
         "TrainResult": "train.run.result",
         "Trained": "api.common.trained",
         "UserError": "errors",
-        "Verified": "api.verify",
-        "align": "api.align",
-        "convert": "api.convert",
+        "Verified": "converter.api.verify",
+        "align": "tune.api.align",
+        "convert": "converter.api.convert",
         "generate": "api.generate",
         "group": "sharding.optimizer",
         "load": "api.load",
-        "plan": "api.plan",
+        "merge": "converter.api.merge",
+        "plan": "planner.api.plan",
+        "preprocess": "api.preprocess",
         "save_hf": "api.save_hf",
+        "sft": "tune.api.sft",
         "shard": "sharding.shard",
         "train": "api.train",
-        "verify": "api.verify",
+        "verify": "converter.api.verify",
     }
 )
 """Where each of them is defined."""

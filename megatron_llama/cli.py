@@ -6,181 +6,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from itertools import pairwise, takewhile
 from types import MappingProxyType
-from typing import Any
 
 from megatron_llama.api.common.report import await_rank0, print_error
 from megatron_llama.api.common.watched import PRINTED
 from megatron_llama.distributed.launcher import launched_rank
 from megatron_llama.errors import ConfigError, UserError
+from megatron_llama.hooks import Command, commands, imported
 
-
-@dataclass(frozen=True)
-class Command:
-    """Where a command is found. Its module is imported only if the command runs, so that --help
-    does not wait for torch."""
-
-    module: str
-    function: str
-    sections: str
-    """The sections of its options, as ``module:attribute``."""
-    summary: str
-    positional: tuple[str, ...] = ()
-    """Options whose values may follow the command in this order, without their names."""
-    words: str = "[--config FILE.yaml] [--option value ...]"
-    """What follows the command on its line of usage."""
-
-    logs_notes: bool = False
-    """The log of its run has the notes of its options; of other commands they are complaints."""
-
-    rest: str = ""
-    """An option of several values that takes all words before the first flag."""
-
-    def options(self) -> tuple[type[Any], ...]:
-        """The sections of its options."""
-        module, _, attribute = self.sections.partition(":")
-        found = getattr(import_module(f"megatron_llama.{module}"), attribute)
-        return found if isinstance(found, tuple) else (found,)
-
-
-COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {
-        "quickstart": Command(
-            "quickstart",
-            "quickstart",
-            "commands.common.configs:QuickstartConfig",
-            "Train a small LLaMA on Python's documentation in minutes, sample and export it.",
-            words="[--output FOLDER]",
-        ),
-        "preprocess": Command(
-            "preprocess",
-            "preprocess",
-            "data.preprocess_config:PreprocessConfig",
-            "Turn text into an indexed dataset of tokens.",
-        ),
-        "pretrain": Command(
-            "pretrain",
-            "pretrain",
-            "commands.pretrain:SECTIONS",
-            "Train a LLaMA; torchrun or srun start it on several processes.",
-            logs_notes=True,
-        ),
-        "sft": Command(
-            "sft",
-            "sft",
-            "commands.sft:SECTIONS",
-            "Tune a model on conversations; started like pretrain.",
-            logs_notes=True,
-        ),
-        "align": Command(
-            "align",
-            "align",
-            "commands.align:SECTIONS",
-            "Tune a model on preferences (DPO and others), or train a reward model.",
-            logs_notes=True,
-        ),
-        "evaluate": Command(
-            "evaluate",
-            "evaluate",
-            "commands.evaluate:SECTIONS",
-            "Loss and perplexity of --load or --init-from-hf on a dataset or text.",
-            logs_notes=True,
-        ),
-        "data": Command(
-            "data",
-            "data",
-            "commands.data:SECTIONS",
-            "Look at examples for sft, or at pairs for align.",
-            ("action", "train_data"),
-            "preview|check|stats FILE --tokenizer-model FOLDER [--option value ...]",
-        ),
-        "generate": Command(
-            "generate",
-            "generate",
-            "commands.generate:SECTIONS",
-            "Continue prompts with a trained model.",
-        ),
-        "chat": Command(
-            "chat", "chat", "commands.chat:SECTIONS", "Talk with a trained model, line by line."
-        ),
-        "export": Command(
-            "export",
-            "export",
-            "commands.common.configs:ExportConfig",
-            "Write a checkpoint as a HuggingFace folder.",
-        ),
-        "convert": Command(
-            "convert",
-            "convert",
-            "commands.common.configs:ConvertConfig",
-            "Write a model in another format.",
-            ("src", "dst"),
-            "SRC DST --to FORMAT [--option value ...]",
-        ),
-        "merge": Command(
-            "merge",
-            "merge",
-            "commands.common.configs:MergeConfig",
-            "Add LoRA adapters to their model.",
-            ("src", "dst"),
-            "SRC DST [--option value ...]",
-        ),
-        "verify": Command(
-            "verify",
-            "verify",
-            "commands.common.configs:VerifyConfig",
-            "Compare two models, of any formats.",
-            ("a", "b"),
-            "A B [--option value ...]",
-        ),
-        "inspect": Command(
-            "inspect",
-            "inspect",
-            "commands.common.configs:NoOptions",
-            "Look at a file, or list the presets: inspect presets.",
-            words="config|checkpoint|dataset PATH [--verify]",
-        ),
-        "schedule": Command(
-            "schedule",
-            "schedule",
-            "commands.common.configs:ScheduleConfig",
-            "Show a pipeline schedule: who does what when, bubbles, memory.",
-        ),
-        "plan": Command(
-            "plan",
-            "plan",
-            "commands.plan:SECTIONS",
-            "The fastest layouts for a cluster, or a recorded run and its plan: plan compare FILE.",
-            ("action", "file"),
-            "--model NAME --gpus N [--option value ...]",
-        ),
-        "prove": Command(
-            "prove",
-            "prove",
-            "commands.prove:SECTIONS",
-            "Show on this machine, before a cluster is booked, that a run computes what it should.",
-            words="--config FILE.yaml [any option of pretrain or sft] [--option value ...]",
-        ),
-        "report": Command(
-            "report",
-            "report",
-            "commands.common.configs:ReportConfig",
-            "What became of a run: curves, plan and measurement, faults; or of several.",
-            words="RUN [RUN ...] [--html FILE] [--option value ...]",
-            rest="runs",
-        ),
-        "env": Command(
-            "env",
-            "env",
-            "commands.common.configs:NoOptions",
-            "Versions and devices, for a bug report.",
-            words="",
-        ),
-    }
-)
+COMMANDS: Mapping[str, Command] = MappingProxyType(commands())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -247,9 +84,7 @@ def run(words: list[str]) -> int:
     # torch asks for NumPy from C: it takes Control-C in the middle of that import for a machine
     # without NumPy, and goes on. Imported here, Control-C ends the command.
     import_module("numpy")
-    function: Callable[..., int | None] = getattr(
-        import_module(f"megatron_llama.commands.{command.module}"), command.function
-    )
+    function: Callable[..., int | None] = imported(f"{command.module}:{command.function}")
     if name == "inspect":  # takes words, no options
         function(words)
         return 0

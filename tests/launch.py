@@ -313,7 +313,6 @@ def preload() -> None:
     import megatron_llama.api.train
     import megatron_llama.commands.export
     import megatron_llama.commands.pretrain
-    import megatron_llama.commands.sft
     import megatron_llama.conversion.hf.reader
     import megatron_llama.data.preprocess
     import megatron_llama.distributed.comm.watch
@@ -321,7 +320,8 @@ def preload() -> None:
     import megatron_llama.model.generate
     import megatron_llama.plans.auto
     import megatron_llama.tokenizer.load
-    import megatron_llama.train.run.build  # noqa: F401
+    import megatron_llama.train.run.build
+    import megatron_llama.tune.commands.sft  # noqa: F401
     import sentencepiece  # noqa: F401
     import tokenizers  # noqa: F401
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,20 +15,25 @@ from pathlib import Path
 
 import pytest
 import yaml
+from megatron_llama import hooks
 from megatron_llama.cli import COMMANDS
+from megatron_llama.conversion.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_llama"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
-    *("errors", "files", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
-    *("sharding", "pipeline", "sft", "preference", "checkpoint", "conversion", "planner", "loop", "train", "api", "prove"),
-    *("commands", "cli", "__main__"),
+    *("errors", "files", "hooks", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
+    *("sharding", "pipeline", "checkpoint", "conversion", "loop", "train", "api", "commands", "planner", "converter"),
+    *("tune", "prove"),
+    *("cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
-EXPORTED = ("errors", "config", "sharding", "train", "api")
+EXPORTED = ("errors", "config", "data", "sharding", "train", "api", "planner", "converter", "tune")
 """The rooms of which ``megatron_llama/__init__.py`` names something."""
+WINGS = ("planner", "converter", "tune", "prove")
+"""What a run of ``ml.train`` does without: rooms that hang on it by ``hooks.py``."""
 TORCHLESS = ("config", "plans")
 HEAVY = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm", "jinja2")
 
@@ -64,9 +70,9 @@ def imports(path: Path, *, inside_functions: bool = True) -> Iterator[tuple[ast.
                 yield node, first.value
 
 
-def test_at_the_root_there_are_rooms_and_six_files() -> None:
+def test_at_the_root_there_are_rooms_and_seven_files() -> None:
     names = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "files.py", "py.typed"}
+    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "files.py", "hooks.py", "py.typed"}
     assert {room(path) for path in FILES} - {"__init__"} == set(ROOMS)
 
 
@@ -84,15 +90,46 @@ def test_a_room_imports_the_rooms_before_it() -> None:
     assert wrong == []
 
 
-def test_commands_are_where_the_command_line_says() -> None:
-    """``cli`` imports them by their names: what is written there has to be in the package, in ``commands`` or before it."""
+def test_commands_are_where_their_rooms_say() -> None:
+    """They are imported by their names: what the rooms' ``hooks.py`` say has to be in the package."""
     for command in COMMANDS.values():
-        module = f"megatron_llama.commands.{command.module}"
+        module = f"megatron_llama.{command.module}"
         sections, _, attribute = command.sections.partition(":")
         assert module in MODULES and f"megatron_llama.{sections}" in MODULES, command
         names = {node.name for node in tree(MODULES[module]).body if isinstance(node, ast.FunctionDef)}
         assert command.function in names, command
         assert hasattr(import_module(f"megatron_llama.{sections}"), attribute), command
+
+
+@cache
+def loaded(code: str) -> tuple[str, ...]:
+    """The modules of the package that a fresh process has loaded after ``code``."""
+    shown = "print(*(name for name in sys.modules if name.startswith('megatron_llama.')))"
+    done = subprocess.run([sys.executable, "-c", f"import sys, megatron_llama as ml; {code}; {shown}"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return tuple(done.stdout.split())
+
+
+@pytest.mark.parametrize("code", ["ml.train", "ml.load, ml.generate, ml.save_hf", "import megatron_llama.train.run.loop"])
+def test_the_trainer_loads_no_wing(code: str) -> None:
+    """The order of rooms says what files may import; this, what is there when they have."""
+    assert [name for name in loaded(code) if name.split(".")[1] in WINGS] == []
+
+
+def test_what_hooks_name_is_there() -> None:
+    """Each room that hangs something in is one that hooks know, and each text names a function or class that it has."""
+    assert {room(path) for path in FILES if path.name == "hooks.py"} == {"hooks", *hooks.ROOMS}
+    layouts = hooks.layouts()
+    places = [layouts.chosen, layouts.imagined]
+    places += [text for format in hooks.formats().values() for text in (vars(format)[field.name] for field in fields(format)) if text]
+    for place in places:
+        assert callable(hooks.imported(place)), place
+    assert {"hf", "native", *hooks.formats()} == set(FORMATS)
+
+
+def test_each_command_has_a_place_of_its_own_in_the_help() -> None:
+    places = [command.listed for command in COMMANDS.values()]
+    assert places == sorted(set(places))
 
 
 def test_no_import_cycle() -> None:
@@ -127,7 +164,7 @@ def test_plans_and_config_never_import_torch() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     """``--help`` takes a tenth of a second, and a dry run does not wait for torch."""
-    names = [name for name, path in MODULES.items() if room(path) in (*TORCHLESS, "errors", "cli", "__init__")]
+    names = [name for name, path in MODULES.items() if room(path) in (*TORCHLESS, "errors", "hooks", "cli", "__init__")]
     code = f"import sys, {', '.join(names)}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

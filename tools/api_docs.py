@@ -42,15 +42,18 @@ SECTIONS = (
     ),
     (
         "Training LLaMA",
-        "What `pretrain` and `align` do. `preprocess` makes a dataset.",
-        ("train", "align", "TrainResult", "Callback", "Run", "Step", "Config"),
+        "What `preprocess`, `pretrain`, `sft` and `align` do.",
+        (
+            *("preprocess", "PreprocessReport", "train", "sft", "align", "TrainResult"),
+            *("Callback", "Run", "Step", "Config"),
+        ),
     ),
     (
         "Models",
         "Folders of any format: HuggingFace, native checkpoints, Megatron, Meta.",
         (
             *("load", "Trained", "save_hf", "SavedHF", "convert", "Converted"),
-            *("verify", "Verified", "generate", "Generated"),
+            *("merge", "Merged", "verify", "Verified", "generate", "Generated"),
         ),
     ),
     ("Planning", "", ("plan", "Plan", "PlannedLayout")),

@@ -43,13 +43,13 @@ from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.corpus import docstring_pairs, python_documentation
 from megatron_llama.errors import ConfigError, UserError
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.preference.methods import CHOSEN
-from megatron_llama.sft.built_in_templates import BUILT_IN
-from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.formats import read_example
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
 from megatron_llama.train.run.callbacks import Callback, Run, Step
+from megatron_llama.tune.preference.methods import CHOSEN
+from megatron_llama.tune.sft.built_in_templates import BUILT_IN
+from megatron_llama.tune.sft.chat import ChatTokenizer
+from megatron_llama.tune.sft.formats import read_example
 
 SIDES = ("ours", "trl")
 TEMPLATE = "plain"

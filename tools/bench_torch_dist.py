@@ -34,10 +34,10 @@ from megatron_llama.checkpoint.storage import WrittenParts, write_index
 from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.megatron.args import make_args
-from megatron_llama.conversion.megatron.names import TE, file_tensors, partition_of, their_name
 from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, VERSIONS
-from megatron_llama.conversion.torch_dist.names import LAYERS
+from megatron_llama.converter.megatron.args import make_args
+from megatron_llama.converter.megatron.names import TE, file_tensors, partition_of, their_name
+from megatron_llama.converter.torch_dist.names import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 BY_ROWS = ("linear_qkv.weight", "linear_fc1.weight", "embeddings.weight", "output_layer.weight")

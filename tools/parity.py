@@ -16,9 +16,9 @@ and AdamW, as in tests/sharding/test_parity.py. The fourth: twenty fp32 steps of
 models in eighteen layouts, of which tests/families/test_parity.py trains some; ``--only "qwen2 "``
 takes one family. The fifth: what ``prove`` says of every seeded fault of tests/prove/faults.py.
 The sixth: twenty fp32 steps of every method of preference tuning, against plain torch on
-transformers' model, as in tests/preference/test_parity.py. A few minutes each on two cores, and of
-the fourth for each family. Deviations are the largest relative ones over all steps. Exit status 1
-when one exceeds its bound, or when a fault is not found.
+transformers' model, as in tests/tune/preference/test_parity.py. A few minutes each on two cores,
+and of the fourth for each family. Deviations are the largest relative ones over all steps. Exit
+status 1 when one exceeds its bound, or when a fault is not found.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from tests.parallel.cases import (
     train,
 )
 from tests.parallel.draw import COUNT, SEED, alone, draw
-from tests.preference.cases import CASES, align, align_twin
-from tests.preference.test_parity import LAYOUTS as PREFERENCE_LAYOUTS
 from tests.prove.faults import CATALOGUE, Fault, faulty
 from tests.sharding.training import Run, Trained, ddp, differences, sharded
 from tests.sharding.training import layouts as module_layouts
+from tests.tune.preference.cases import CASES, align, align_twin
+from tests.tune.preference.test_parity import LAYOUTS as PREFERENCE_LAYOUTS
 
 
 def rows(
@@ -308,7 +308,7 @@ def main() -> int:
         print(markdown_of_differences(found, "DDP"))
         return 0 if _held(found) else 1
     if options.preferences:
-        harness.PRELOAD.append("tests.preference.cases")
+        harness.PRELOAD.append("tests.tune.preference.cases")
         with Cluster() as cluster:
             found = preferences(cluster, options.only)
         print(markdown_of_differences(found, "torch"))

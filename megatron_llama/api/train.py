@@ -12,8 +12,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_llama.api.common.auto_parallel import chosen
 from megatron_llama.api.common.configs import AutoParallelConfig
+from megatron_llama.api.common.layout import Choice
 from megatron_llama.api.common.options import Options, read_options
 from megatron_llama.api.common.startup import OpenInputs, Ready, start_up
 from megatron_llama.api.common.watched import watched
@@ -31,13 +31,13 @@ from megatron_llama.distributed.launcher import Place, fix_sums
 from megatron_llama.distributed.mesh import init_mesh, placement_warnings
 from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.errors import ConfigError
+from megatron_llama.hooks import imported, layouts
 from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
 from megatron_llama.loop.start import Start
 from megatron_llama.model.llama import score_rule
 from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.planner.choice import Choice
 from megatron_llama.plans.checks.model import require_language_model
 from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.callbacks import Callback
@@ -209,7 +209,9 @@ class Launched:
         return nullcontext()
 
     def choose(self, parsed: Parsed, config: Config, start: Start | None) -> Choice:
-        return chosen(parsed, config, self._place, start, self._watch)
+        choose = imported(layouts().chosen)
+        choice: Choice = choose(parsed, config, self._place, start, self._watch)
+        return choice
 
     def meet(self, config: Config) -> Axis:
         self.mesh = init_mesh(config, self._place, self._watch)

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_llama.errors import ConfigError, counted, describe
-
-OF_A_RUN = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "data_parallel_size",
-    "use_distributed_optimizer",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "max_position_embeddings",
-    "vocab_size",
-    "padded_vocab_size",
-    "transformer_impl",
-)
-"""Megatron's arguments that are shown of a checkpoint."""
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.hooks import Format, formats, imported
 
 
 def inspect(words: list[str]) -> None:
@@ -73,7 +55,8 @@ def inspect(words: list[str]) -> None:
     KINDS[kind](*paths)
 
 
-def _rows(rows: Mapping[str, object]) -> None:
+def print_rows(rows: Mapping[str, object]) -> None:
+    """Print names and values in two columns."""
     width = max([26, *(len(name) + 2 for name in rows)])
     for name, value in rows.items():
         print(f"{name:<{width}}{value}")
@@ -89,23 +72,30 @@ def _config(path: str) -> None:
         from megatron_llama.config.megatron_names import MEGATRON
         from megatron_llama.config.parse import parse
 
-        _rows(parse(["--config", path], SECTIONS, aliases=MEGATRON).differences())
+        print_rows(parse(["--config", path], SECTIONS, aliases=MEGATRON).differences())
         return
     model = read_hf_config(Path(path).parent if path.endswith(".json") else path)
-    _rows({**vars(model), "parameters": f"{parameter_count(model):,}"})
+    print_rows({**vars(model), "parameters": f"{parameter_count(model):,}"})
+
+
+def _foreign(path: str) -> Format | None:
+    """Return the format of a folder that another program has written."""
+    from megatron_llama.conversion.formats import candidates
+
+    names = list(candidates(Path(path)))
+    return formats().get(names[0]) if len(names) == 1 else None
 
 
 def _checkpoint(path: str) -> None:
     from megatron_llama.checkpoint import checkpoint_dir, native
-    from megatron_llama.conversion.formats import candidates
     from megatron_llama.plans.params import parameter_count
 
-    if list(candidates(Path(path))) == ["torch_dist"]:
-        _torch_dist(path)
+    if (format := _foreign(path)) is not None and format.shown:
+        imported(format.shown)(path)
         return
     newest = checkpoint_dir.find(path)
     meta = native.read_meta(newest)
-    _rows(
+    print_rows(
         {
             "checkpoint": newest,
             "iteration": meta.state.iteration,
@@ -116,57 +106,18 @@ def _checkpoint(path: str) -> None:
     )
     if meta.not_finite:
         print("[not finite]")
-        _rows({entry.name: entry.place for entry in meta.not_finite})
+        print_rows({entry.name: entry.place for entry in meta.not_finite})
     for section in ("parallel", "training", "optimizer", "data"):
         print(f"[{section}]")
-        _rows(meta.config[section])
-
-
-def _torch_dist(path: str) -> None:
-    """A folder of Megatron-Core: what its arguments say of the run, and its tensors as they are
-    stored."""
-    from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
-    from megatron_llama.conversion.torch_dist.names import model_keys
-
-    opened = TorchDistFolder(Path(path))
-    args = opened.args
-    tensors = opened.container.tensors
-    keys = list(model_keys(tensors))
-    rows: dict[str, object] = {
-        "checkpoint": opened.folder,
-        "format": "torch_dist",
-        "iteration": opened.common.get("iteration"),
-        "consumed_samples": args.get("consumed_train_samples"),
-        "parameters, with padding": f"{sum(math.prod(tensors[key].shape) for key in keys):,}",
-        "optimizer state": "none" if len(keys) == len(tensors) else "there",
-    }
-    _rows(rows | {name: args[name] for name in OF_A_RUN if args.get(name) is not None})
-    print("[tensors]")
-    for key in keys:
-        tensor = tensors[key]
-        shape = " x ".join(map(str, tensor.shape))
-        print(f"{key}: {shape} {tensor.dtype}".replace("torch.", ""), end=", ")
-        print(counted(len(tensor.chunks), "chunk"))
-
-
-def _verify_torch_dist(path: str) -> None:
-    from megatron_llama.checkpoint.storage import refuse
-    from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
-
-    container = TorchDistFolder(Path(path)).container
-    container.require(container.tensors)
-    refuse(f"{container.folder} is damaged:", list(container.damaged()))
-    chunks = sum(len(tensor.chunks) for tensor in container.tensors.values())
-    print(f"verified: {chunks} chunks of {len(container.tensors)} tensors are as they were saved")
+        print_rows(meta.config[section])
 
 
 def _verify(path: str) -> None:
     from megatron_llama.checkpoint import checkpoint_dir, checksums
     from megatron_llama.checkpoint.storage import refuse
-    from megatron_llama.conversion.formats import candidates
 
-    if list(candidates(Path(path))) == ["torch_dist"]:
-        _verify_torch_dist(path)
+    if (format := _foreign(path)) is not None and format.verified:
+        imported(format.verified)(path)
         return
     newest = checkpoint_dir.find(path)
     refuse(f"{newest} is damaged:", checksums.damaged_files(newest))
@@ -182,7 +133,7 @@ def _dataset(path: str) -> None:
     path = _prefix(path)
     dataset = open_dataset(path, DataConfig())
     lengths = dataset.lengths
-    _rows(
+    print_rows(
         {
             "documents": f"{dataset.num_documents:,}",
             "tokens": f"{dataset.num_tokens:,}",

@@ -13,6 +13,7 @@ from megatron_llama.config.schema import TrainingConfig
 
 if TYPE_CHECKING:
     from megatron_llama.api.common.startup import OpenInputs
+    from megatron_llama.commands.common.dry_run import NamedFiles
 
 SECTIONS = (*config_sections(), AutoParallelConfig, DryRunConfig)
 
@@ -24,26 +25,28 @@ def pretrain(parsed: Parsed) -> int:
     return run(parsed, open_stream_inputs)
 
 
-def run(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> int:
-    """Train on what ``open_inputs`` opens, or only check that with --dry-run. ``needs_data``: it
-    reads --data-path. Returns the exit status."""
+def run(parsed: Parsed, open_inputs: OpenInputs, *, examples: NamedFiles | None = None) -> int:
+    """Train on what ``open_inputs`` opens, or only check that with --dry-run. ``examples``: the
+    files that it reads instead of --data-path. Returns the exit status."""
     if parsed.get(DryRunConfig).dry_run != "no":
-        return plan_only(parsed, open_inputs, needs_data=needs_data)
+        return plan_only(parsed, open_inputs, examples=examples)
     from megatron_llama.api.train import run_training
 
-    result = run_training(parsed, open_inputs, needs_data=needs_data)
+    result = run_training(parsed, open_inputs, needs_data=examples is None)
     return exit_status(result.stopped_by, result.config.training)
 
 
-def plan_only(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> int:
-    """Check and plan a run that would train on what ``open_inputs`` opens. Returns the exit
-    status."""
+def plan_only(
+    parsed: Parsed, open_inputs: OpenInputs, *, examples: NamedFiles | None = None
+) -> int:
+    """Check and plan a run that would train on what ``open_inputs`` opens, of the files of
+    ``examples`` or of --data-path. Returns the exit status."""
     from megatron_llama.commands.common.dry_run import dry_run
     from megatron_llama.distributed.launcher import fix_sums
 
     if parsed.get(TrainingConfig).deterministic_mode:
         fix_sums()
-    dry_run(parsed, open_inputs, needs_data=needs_data)
+    dry_run(parsed, open_inputs, examples=examples)
     return 0
 
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.folders import INCOMPLETE
-from megatron_llama.config.schema import ModelConfig
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.conversion.hf.reader import (
     WEIGHT_FILES,
     HFReader,
     files_named_by,
     present_weight_files,
 )
-from megatron_llama.conversion.megatron.names import find_folder
-from megatron_llama.conversion.megatron.reader import MegatronReader, family, rank_files
-from megatron_llama.conversion.meta.reader import MetaReader, weight_files_of
 from megatron_llama.conversion.native.reader import NativeReader
-from megatron_llama.conversion.torch_dist.folder import chunk_files, is_torch_dist
-from megatron_llama.conversion.torch_dist.reader import TorchDistReader
+from megatron_llama.conversion.optimizer_state import OptimizerState
+from megatron_llama.conversion.torch_dist.folder import is_torch_dist
 from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
+from megatron_llama.hooks import formats, imported
 from megatron_llama.plans.specs import Rectangle
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta", "torch_dist")
@@ -78,6 +76,29 @@ class ModelReader(Protocol):
         ...
 
 
+class SavedRun(Protocol):
+    """A run of another program, with which a run here can go on."""
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Its options, by the names that they have in that program."""
+        ...
+
+    def position(self) -> tuple[int, int]:
+        """Return the iteration after which it was saved, and the samples consumed until then.
+        Raises CheckpointError."""
+        ...
+
+    def optimizer(self, model: ModelConfig, ignored: Collection[str]) -> OptimizerState:
+        """Open the state of its optimizer. ``model`` is its model; fields of a ``config.json``
+        whose names are ``ignored`` are not refused. Raises CheckpointError."""
+        ...
+
+    def sample_lines(self, consumed: int, config: Config) -> Iterator[str]:
+        """Say which sample it would have read next, and which one the run here reads."""
+        ...
+
+
 class ModelWriter(Protocol):
     """A format to write, with its choices made."""
 
@@ -96,6 +117,21 @@ class ModelWriter(Protocol):
         """Yield the work, by files under ``folder``, which is there and empty. ``extra`` is
         the ``config.json`` that the model came with. The tasks may run side by side."""
         ...
+
+
+class Reading(NamedTuple):
+    """How a folder of another program is to be read; the arguments of ``open_model``."""
+
+    config: str | Path | None
+    vocab_size: int
+    tokens: int
+    ignored: Collection[str]
+
+
+class OpenFolder(Protocol):
+    """Opens a folder of another program, of the format ``kind``. Raises CheckpointError."""
+
+    def __call__(self, folder: Path, kind: str, reading: Reading, /) -> ModelReader: ...
 
 
 def open_model(
@@ -126,11 +162,8 @@ def open_model(
         return HFReader(folder, config, vocab_size, ignored)
     if kind == "native":
         return NativeReader(folder, config, vocab_size)
-    if kind == "meta":
-        return MetaReader(folder, config, vocab_size, ignored)
-    if kind == "torch_dist":
-        return TorchDistReader(folder, config, vocab_size, tokens, ignored)
-    return MegatronReader(folder, kind, config, vocab_size, tokens, ignored)
+    opened: OpenFolder = imported(formats()[kind].opened)
+    return opened(folder, kind, Reading(config, vocab_size, tokens, ignored))
 
 
 def detect(folder: Path) -> str:
@@ -156,7 +189,20 @@ def detect(folder: Path) -> str:
         raise CheckpointError(
             folder, got="a folder without weights", expected=expected, do="check the path"
         )
-    return family(folder) if found[0] == "megatron" else found[0]
+    kind = found[0]
+    if kind in formats() and (named := formats()[kind].kind):
+        kind = imported(named)(folder)
+    return kind
+
+
+def saved_run(folder: Path) -> SavedRun | None:
+    """Return the run of another program that a folder holds; None if it holds weights alone. Raises
+    CheckpointError."""
+    found = list(candidates(folder))
+    if len(found) != 1 or found[0] not in formats() or not (run := formats()[found[0]].run):
+        return None
+    opened: SavedRun | None = imported(run)(folder)
+    return opened
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -166,11 +212,9 @@ def weight_files(folder: Path) -> list[Path]:
     found = list(candidates(folder))
     if "hf" in found:  # alone, or named as such
         return files_named_by(present_weight_files(folder)[0])
-    if "meta" in found:
-        return weight_files_of(folder)
-    if "torch_dist" in found:
-        return chunk_files(folder)
-    return [*rank_files(find_folder(folder)).values()] if "megatron" in found else []
+    foreign = [kind for kind in found if kind in formats()]
+    files: list[Path] = imported(formats()[foreign[0]].files)(folder) if foreign else []
+    return files
 
 
 def candidates(folder: Path) -> Iterator[str]:

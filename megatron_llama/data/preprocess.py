@@ -52,6 +52,7 @@ class PreprocessReport:
     tokenizer: str
     """The tokenizer's file."""
     vocab_size: int
+    """Of the tokenizer."""
     documents: int
     """Documents written, over all outputs."""
     tokens: int
@@ -63,6 +64,7 @@ class PreprocessReport:
     bytes: int
     """Bytes of input read."""
     seconds: float
+    """How long it took."""
 
     def __str__(self) -> str:
         """Return a line for people, and one for each of the first documents that were bad."""

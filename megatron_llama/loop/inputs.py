@@ -62,7 +62,7 @@ from megatron_llama.loop.start import (
     sample_changes,
     update_changes,
 )
-from megatron_llama.loop.take_over import require_adam, sample_lines, update_lines
+from megatron_llama.loop.take_over import require_adam, update_lines
 from megatron_llama.loop.text_inputs import text_samples
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
 from megatron_llama.metrics.open_metrics import require_port
@@ -321,8 +321,9 @@ def _first_state(
                 do="begin anew with its weights (--finetune)",
             )
         state = start.state()
-        lines += sample_lines(start.args(), state.consumed_samples, config)
-        lines += batch_changes(start.args(), state, config)
+        run = start.saved_run()
+        lines += run.sample_lines(state.consumed_samples, config)
+        lines += batch_changes(run.args, state, config)
         if options.load_optim:
             lines += update_lines(start.optimizer(config.model), config)
         return identity, start, state, lines

@@ -28,19 +28,16 @@ from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
-from megatron_llama.conversion.formats import candidates, open_model
+from megatron_llama.conversion.formats import SavedRun, candidates, open_model, saved_run
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
-from megatron_llama.conversion.torch_dist.optimizer import has_optimizer, open_optimizer, position
-from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
+from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.plans.engine_options import EIGHT_BIT
 from megatron_llama.plans.params import padding_idx, trains_embedding
 from megatron_llama.plans.specs import Rectangle
-from megatron_llama.preference.option_problems import OBJECTIVE
 
 AUTO = "auto"
 """A value of --load: the newest usable checkpoint of --save, or a fresh start."""
@@ -97,19 +94,20 @@ class Start:
     def optimizer(self, model: ModelConfig) -> OptimizerState:
         """Open the optimizer's state of ``model`` in a folder of another format that has one.
         Raises CheckpointError."""
-        reader = TorchDistReader(self.path, None, 0, tokens=model.vocab_size, ignored=self.ignored)
-        return open_optimizer(reader)
+        return self.saved_run().optimizer(model, self.ignored)
 
-    def args(self) -> Mapping[str, Any]:
-        """Megatron-LM's arguments in a folder of another format that ``goes_on``. Raises
+    def saved_run(self) -> SavedRun:
+        """Open the run of another program in a folder of another format that ``goes_on``. Raises
         CheckpointError."""
-        return TorchDistFolder(self.path).args
+        run = saved_run(self.path)
+        assert run is not None
+        return run
 
     def state(self) -> TrainState:
         """The position of the run that saved a ``resumable`` folder. Raises CheckpointError."""
         if self.native:
             return native.read_meta(self.path).state
-        return TrainState(*position(TorchDistFolder(self.path)))
+        return TrainState(*self.saved_run().position())
 
 
 class ModelWeights(Protocol):
@@ -163,10 +161,9 @@ def named_start(options: CheckpointConfig) -> Start | None:
     checkpoint = named if (named / META).is_file() else checkpoint_dir.latest(named)
     if checkpoint is not None:
         return Start(checkpoint, native=True)
-    formats = [] if is_remote(named) else list(candidates(named))
-    if not formats:
+    if is_remote(named) or not list(candidates(named)):
         return None
-    goes_on = formats == ["torch_dist"] and has_optimizer(TorchDistFolder(named))
+    goes_on = saved_run(named) is not None
     return Start(named, False, options.ignore_hf_config_fields, goes_on)
 
 

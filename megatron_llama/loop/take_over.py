@@ -4,19 +4,17 @@ what this run differs from that one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_llama.checkpoint.columns import SavedColumns
-from megatron_llama.config.batch_ramp import run_samples, with_decay
+from megatron_llama.config.batch_ramp import with_decay
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.torch_dist.optimizer import run_options
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
@@ -29,32 +27,6 @@ MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of the precision in which moments are kept."""
 UPDATE = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad")
 """Options of an update, beside the learning rate."""
-OTHER_SAMPLES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "dataloader_type": (None, "single"),
-        "fim_data": (None, False),
-        "mock_data": (None, False),
-        "sft": (None, False),
-        "train_data_path": (None,),
-        "data_args_path": (None,),
-        "per_split_data_args_path": (None,),
-        "mid_level_dataset_surplus": (None, 0.005),
-        "phase_transition_iterations": (None,),
-    }
-)
-"""Arguments of Megatron-LM, with the values for which --megatron-data-order reads its samples."""
-
-OTHER_LOSSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "hidden_dropout": (None, 0.0),
-        "attention_dropout": (None, 0.0),
-        "calculate_per_token_loss": (None, False),
-        "lr_warmup_init": (None, 0.0),
-    }
-)
-"""Arguments of Megatron-LM, with the values for which its updates are those made here."""
-MASKS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-"""Options of documents within a sample."""
 
 
 def take_over(
@@ -96,51 +68,6 @@ def require_adam(folder: Path, config: Config) -> None:
                 expected="bytes and scales: moments are not converted to them",
                 do="go on with fp32 or bf16, or give --no-load-optim",
             )
-
-
-def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iterator[str]:
-    """Say which sample Megatron-LM would have read next, by its arguments, and which one comes
-    here."""
-    theirs = run_options(args)
-    before: Any
-    total = run_samples(theirs.training)
-    yield (
-        f"Megatron-LM would read sample {consumed:,} of {total:,} next, in its order of --seed "
-        f"{theirs.training.seed} and --seq-length {theirs.training.seq_length}"
-        + (
-            ""
-            if config.data.megatron_data_order
-            else ": --megatron-data-order reads it; without, the order is another"
-        )
-    )
-    for name, allowed in OTHER_LOSSES.items():
-        if args.get(name) not in allowed:
-            yield f"warning: Megatron-LM had {flag(name)} {args[name]}: its updates were others"
-    for name in MASKS:
-        before = args.get(name)
-        now = getattr(config.data, name)
-        if before is not None and before != now:
-            yield f"warning: {flag(name)} was {before} in Megatron-LM, and is {now}"
-    if not config.data.megatron_data_order:
-        return
-    where = "warning: --megatron-data-order"
-    for name, allowed in OTHER_SAMPLES.items():
-        if args.get(name) not in allowed:
-            yield f"{where}: Megatron-LM had {flag(name)} {args[name]}: its samples were others"
-    compared = [
-        (flag(name), getattr(theirs.training, name), getattr(config.training, name))
-        for name in ("seed", "seq_length")
-    ]
-    compared += [("samples of the run", total, run_samples(config.training))]
-    if theirs.data.data_path:
-        compared += [
-            ("--split", theirs.data.split, config.data.split),
-            ("--data-path", " ".join(theirs.data.data_path), " ".join(config.data.data_path)),
-        ]
-    for what, before, now in compared:
-        if before != now:
-            same = ", unless this is the same dataset" if what == "--data-path" else ""
-            yield f"{where}: {what} was {before} and is {now}: the samples are others{same}"
 
 
 def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:

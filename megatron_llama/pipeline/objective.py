@@ -21,6 +21,9 @@ from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.loss import TokenWeights
 from megatron_llama.pipeline.microbatch import Microbatch
 
+OBJECTIVE = "objective"
+"""The key of what a run minimizes in the identity of its samples, which a checkpoint keeps."""
+
 
 class MicrobatchLoss(Protocol):
     """One microbatch's share of the loss."""

@@ -4,9 +4,10 @@ given unchanged."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from megatron_llama.api.common.layout import Choice
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
@@ -38,15 +39,6 @@ TOP = 3
 RISK = 0.05
 """Probability of running out of memory below which a layout is taken, if there is one: nobody
 checks the choice before the run starts."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A configuration with its layout."""
-
-    config: Config
-    notes: tuple[str, ...]
-    """What was chosen and why, one line each."""
 
 
 def given_of(config: Config, explicit: Collection[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from megatron_llama.prove.samples import (
     trained_examples,
     training_share,
 )
-from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.tune.sft.sft_config import SFTConfig
 
 CHECK = "data"
 

@@ -30,7 +30,7 @@ from megatron_llama.plans.schedule import ScheduleError, placement_of
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.given import EXAMPLES, PRETRAIN, SECTIONS, read_given
 from megatron_llama.prove.rules import LEFT_OUT
-from megatron_llama.sft.repair import Repair
+from megatron_llama.tune.sft.repair import Repair
 
 T = TypeVar("T")
 Options = dict[str, Any]

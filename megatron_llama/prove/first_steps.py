@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_llama.api.common.examples import open_example_inputs
 from megatron_llama.api.train import open_stream_inputs, run_training
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig
@@ -31,6 +30,7 @@ from megatron_llama.prove.materials import parsed_options
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import one_process
 from megatron_llama.train.run.callbacks import Callback, Run, Step
+from megatron_llama.tune.sft.inputs import open_example_inputs
 
 MOST_LINES, FEWEST_LINES = 16, 3
 """Of the log, that are compared."""

@@ -28,7 +28,7 @@ from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.prove.case import STEPS, Note
 from megatron_llama.prove.rules import LEFT_OUT
 from megatron_llama.prove.world import World
-from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.tune.sft.sft_config import SFTConfig
 
 PRETRAIN: tuple[type[Any], ...] = (*config_sections(), AutoParallelConfig)
 SECTIONS: tuple[type[Any], ...] = (SFTConfig, *PRETRAIN)

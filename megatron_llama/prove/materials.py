@@ -45,10 +45,10 @@ from megatron_llama.prove.samples import (
     trained_examples,
     training_share,
 )
-from megatron_llama.sft.built_in_templates import BUILT_IN
-from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.tokenizer.fingerprint import Fingerprint
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tune.sft.built_in_templates import BUILT_IN
+from megatron_llama.tune.sft.sft_config import SFTConfig
 
 STD = 0.1
 """Of all weights around their initial values: at 0.02 attention is so flat that a wrong norm or

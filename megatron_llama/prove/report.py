@@ -10,9 +10,9 @@ from textwrap import dedent
 from typing import Any
 
 from megatron_llama.errors import counted
-from megatron_llama.metrics.page import Cell, html_table
-from megatron_llama.metrics.page import page as html_page
-from megatron_llama.metrics.svg import Drawing
+from megatron_llama.planner.pictures.page import Cell, html_table
+from megatron_llama.planner.pictures.page import page as html_page
+from megatron_llama.planner.pictures.svg import Drawing
 from megatron_llama.prove.compare import Row
 from megatron_llama.prove.locate import Location
 from megatron_llama.prove.proof import CheckResult, Proof, used

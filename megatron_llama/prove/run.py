@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_llama.api.common.examples import open_example_inputs
 from megatron_llama.api.train import open_stream_inputs, run_training
 from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.checkpoint.chunks import is_state, state_key
@@ -26,6 +25,7 @@ from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.materials import Materials, parsed_options
 from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.train.run.callbacks import Callback, Run, Step
+from megatron_llama.tune.sft.inputs import open_example_inputs
 
 OUTPUT = "output"
 """Folder of what the ranks of a run have printed."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_llama.config.schema import Config
-from megatron_llama.sft.packing import best_fit
-from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.tune.sft.packing import best_fit
+from megatron_llama.tune.sft.sft_config import SFTConfig
 
 T = TypeVar("T")
 

@@ -46,8 +46,8 @@ from megatron_llama.prove.small_run import (
     small_stages,
 )
 from megatron_llama.prove.world import World, worlds
-from megatron_llama.sft.built_in_templates import BUILT_IN
-from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.tune.sft.built_in_templates import BUILT_IN
+from megatron_llama.tune.sft.sft_config import SFTConfig
 
 AS_GIVEN = "as given"
 LAST_TOKEN = -1

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from tests.conversion.distcp import write_folder, write_index
+from tests.converter.distcp import write_folder, write_index
 
 FIRST = "__0_0.distcp"
 

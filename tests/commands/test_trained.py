@@ -18,7 +18,7 @@ from megatron_llama.model.generate import Reader, Sampling
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.tokenizer.load import load_tokenizer
 
-from tests.commands.test_chat import folder, model
+from tests.tune.test_chat import folder, model
 
 __all__ = ["folder", "model"]
 

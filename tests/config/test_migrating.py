@@ -9,8 +9,8 @@ from megatron_llama.config.foreign_names import remedy_for
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import options_of
-from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.tune.preference.align_config import AlignConfig
+from megatron_llama.tune.sft.sft_config import SFTConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 

@@ -24,8 +24,8 @@ from megatron_llama.config.schema import (
     TrainingConfig,
 )
 from megatron_llama.errors import ConfigError
-from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.sft.sft_config import SFTConfig
+from megatron_llama.tune.preference.align_config import AlignConfig
+from megatron_llama.tune.sft.sft_config import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = config_sections()

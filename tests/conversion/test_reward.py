@@ -29,14 +29,14 @@ from megatron_llama.plans.specs import Rectangle
 from transformers import AutoModelForSequenceClassification
 
 from tests.checkpoint.cases import load_under, merged, same, save_under
-from tests.conversion.converting import convert, hf_folder, refusal
-from tests.conversion.test_convert_families import assert_same_model
 from tests.conversion.test_hf import tensors
+from tests.converter.converting import convert, hf_folder, refusal
+from tests.converter.test_convert_families import assert_same_model
 from tests.families.twins import TWINS
 from tests.harness import Cluster
 from tests.model.test_reward import hf_reward_model, reward_model
 from tests.parallel.cases import MODEL, Layout, initial_weights
-from tests.preference.cases import CASES, RewardLayout, aligner, layout_for
+from tests.tune.preference.cases import CASES, RewardLayout, aligner, layout_for
 
 Capture = pytest.CaptureFixture[str]
 

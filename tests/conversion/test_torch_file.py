@@ -18,8 +18,8 @@ import pytest
 import torch
 from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.checkpoint.torch_pickle import Inert
-from megatron_llama.conversion.tensor_map import MappedTensor, TensorMap
 from megatron_llama.conversion.torch_file import ALIGNMENT, write_torch_file
+from megatron_llama.converter.tensor_map import MappedTensor, TensorMap
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.specs import HFSlice, Rectangle
 

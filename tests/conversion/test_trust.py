@@ -21,8 +21,8 @@ from megatron_llama.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.conversion.converting import convert, refusal
 from tests.conversion.test_hf import written
+from tests.converter.converting import convert, refusal
 
 Capture = pytest.CaptureFixture[str]
 TEXT = ["--prompt", "a", "--max-new-tokens", "1"]

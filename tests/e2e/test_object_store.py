@@ -10,8 +10,8 @@ import megatron_llama as ml
 import pytest
 from megatron_llama.checkpoint import checkpoint_dir
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
-from megatron_llama.sft.built_in_templates import BUILT_IN
-from megatron_llama.sft.chat import ChatTokenizer
+from megatron_llama.tune.sft.built_in_templates import BUILT_IN
+from megatron_llama.tune.sft.chat import ChatTokenizer
 
 from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_state, exact_curve
 

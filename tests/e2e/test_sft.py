@@ -19,11 +19,11 @@ from megatron_llama.config.parse import options_of
 from megatron_llama.config.schema import Config
 from megatron_llama.data.corpus import docstring_pairs
 from megatron_llama.data.loader import BatchLoader
-from megatron_llama.sft.built_in_templates import BUILT_IN
-from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.dataset import ExampleSamples, read_examples
-from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tune.sft.built_in_templates import BUILT_IN
+from megatron_llama.tune.sft.chat import ChatTokenizer
+from megatron_llama.tune.sft.dataset import ExampleSamples, read_examples
+from megatron_llama.tune.sft.sft_config import DataToolConfig, SFTConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.cases import renew_sums

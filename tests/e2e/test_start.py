@@ -15,7 +15,7 @@ from megatron_llama.metrics.tensorboard import TensorBoard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conversion.test_hf import tensors
-from tests.conversion.torch_dist import arguments, save
+from tests.converter.torch_dist import arguments, save
 from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps, words
 
 SHAPE = {"num_layers", "num_query_groups"}

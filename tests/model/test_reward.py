@@ -21,7 +21,7 @@ from tests.families.twins import TWINS
 from tests.harness import Cluster
 from tests.parallel.cases import LOSS_BOUND, MODEL, NORM_BOUND, STRATEGIES, Layout, Record, deviation, merged, token_ids
 from tests.plans.test_params import paper_stage, specs_of
-from tests.preference.cases import CASES, align, align_twin, layout_for
+from tests.tune.preference.cases import CASES, align, align_twin, layout_for
 
 CPU = torch.device("cpu")
 

@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.metrics.page import page, paragraph, table
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.compare import Comparison
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.links import rank_groups
 from megatron_llama.planner.measured import MeasuredSteps
-from megatron_llama.planner.picture import Bar, BarRow, drawing
+from megatron_llama.planner.pictures.bars import Bar, BarRow, drawing
+from megatron_llama.planner.pictures.page import page, paragraph, table
 from megatron_llama.plans.schedule import Op
 from megatron_llama.plans.timeline_file import (
     COMPUTE,

@@ -316,5 +316,5 @@ def test_input_that_makes_no_sense(words: list[str], message: str, capsys: pytes
 
 
 def test_planning_needs_the_standard_library_only() -> None:
-    code = "import sys; import megatron_llama.commands.plan; print([m for m in ('torch', 'numpy', 'yaml') if m in sys.modules])"
+    code = "import sys; import megatron_llama.planner.commands.plan; print([m for m in ('torch', 'numpy', 'yaml') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

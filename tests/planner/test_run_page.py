@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_llama.metrics.curves import COLUMNS, Axis, Curve, chart, short, thinned, visible_range
 from megatron_llama.metrics.events import END, REWIND, START, EventFile
 from megatron_llama.metrics.log import MetricLog
+from megatron_llama.planner.pictures.curves import COLUMNS, Axis, Curve, chart, short, thinned, visible_range
 from megatron_llama.planner.run.folder import read_run
 from megatron_llama.planner.run.incidents import Incidents, text, without_secrets
 from megatron_llama.planner.run.page import BYTES, report_page

@@ -53,11 +53,11 @@ from megatron_llama.plans.specs import ParamSpec, Rectangle
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.pool import WorkerPool
-from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.dataset import ExampleSamples
-from megatron_llama.sft.formats import Conversation
-from megatron_llama.sft.marks import LossOn
-from megatron_llama.sft.template import ChatTemplate, Rendered
+from megatron_llama.tune.sft.chat import ChatTokenizer
+from megatron_llama.tune.sft.dataset import ExampleSamples
+from megatron_llama.tune.sft.formats import Conversation
+from megatron_llama.tune.sft.marks import LossOn
+from megatron_llama.tune.sft.template import ChatTemplate, Rendered
 from numpy.typing import NDArray
 from torch import Tensor
 

@@ -33,10 +33,10 @@ from megatron_llama.prove.reference import NotComparedError
 from megatron_llama.prove.resume import other_layout, rows_of_resume
 from megatron_llama.prove.run import Recorder, Trained, run, states
 from megatron_llama.prove.runs import Runs, reads_of
-from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.dataset import read_examples
-from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tune.sft.chat import ChatTokenizer
+from megatron_llama.tune.sft.dataset import read_examples
+from megatron_llama.tune.sft.sft_config import SFTConfig
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.product import log, state

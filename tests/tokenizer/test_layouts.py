@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.errors import DataError
-from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.problems import UnusableError
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.packed import unpack
+from megatron_llama.tune.sft.chat import ChatTokenizer
+from megatron_llama.tune.sft.problems import UnusableError
 from transformers import AutoTokenizer
 
 from tests.tokenizer.layouts import LAYOUTS, TIKTOKEN

@@ -13,11 +13,11 @@ import tiktoken
 from megatron_llama.cli import main
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.errors import DataError
-from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.tokenizer.fingerprint import difference
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.tekken import TekkenTokenizer
+from megatron_llama.tune.sft.chat import ChatTokenizer
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_llama.preference.align_config import AlignConfig
-from megatron_llama.preference.dataset import read_pairs
-from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tune.preference.align_config import AlignConfig
+from megatron_llama.tune.preference.dataset import read_pairs
+from megatron_llama.tune.sft.chat import ChatTokenizer
+from megatron_llama.tune.sft.sft_config import SFTConfig
 from tools.bench_align import SIDES, TEMPLATE, BenchConfig, Turn, ratios, report, write_materials
 
 from tests.launch import ROOT

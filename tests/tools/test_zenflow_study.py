@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_llama.commands import pretrain, sft
+from megatron_llama.commands import pretrain
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.offload import ZenFlowConfig
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import OptimizerConfig, TrainingConfig
 from megatron_llama.plans.checks.zenflow import zenflow_problems
 from megatron_llama.plans.resolve import assemble
+from megatron_llama.tune.commands import sft
 from tools.zenflow_study import CONTENDERS, Contender, StudyConfig, Task, table, tasks
 
 

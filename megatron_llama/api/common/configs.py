@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -63,42 +62,3 @@ class SamplingConfig:
     """Sample among the most probable tokens that together have this probability."""
     seed: int = 1234
     """Same seed, same text."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """Find the fastest layout for a cluster that is not here; options of a layout that are given
-    stay as they are."""
-
-    action: Literal["search", "compare", "calibrate", "trace"] = "search"
-    """compare: a run that pretrain --record-timeline has recorded, next to its plan. calibrate:
-    measure these devices and their links, started like a run, and write a file for --coefficients.
-    trace: the step of the layout that a run's options describe, on --gpus processes, operator by
-    operator. May stand first, without its name: `plan compare FILE`."""
-    file: str | None = None
-    """What was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May
-    stand after the action without its name."""
-    gpus: int = 0
-    """GPUs of the whole cluster."""
-    gpu: str = "h100"
-    """Their kind: v100-16, v100, a100-40, a100, h100, h100-96, h200, b200, gb200 or gb300."""
-    nic_gbit: float = 0.0
-    """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
-    coefficients: str | None = None
-    """A file of `plan calibrate`, instead of --gpu: plan with the device and the rates that were
-    measured."""
-    seconds: float = 120.0
-    """How long `plan calibrate` may take, about. Of less it makes less exact coefficients."""
-    top: int = 10
-    """Layouts to show."""
-    explain: str | None = None
-    """Show one layout only, as the table writes them:
-    `tp4/pp4/mbs1/interleaved/v5/optim/recompute-none`."""
-    json: str | None = None
-    """Also write everything into this file."""
-    html: str | None = None
-    """Also draw it into this file, for a browser: the pipeline, memory, the table; with `plan
-    compare` measured and planned on one axis."""
-    svg: str | None = None
-    """Also draw the pipeline of the fastest layout into this SVG file; with `plan compare` measured
-    and planned on one axis."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_llama.api.common.auto_parallel import wanted
+from megatron_llama.api.common.layout import Choice, wanted
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megatron_llama.loop.inputs import Inputs
     from megatron_llama.loop.start import Start
     from megatron_llama.loop.vocabulary import Vocabulary
-    from megatron_llama.planner.choice import Choice
 
 OpenInputs = Callable[[Parsed, "Ready", "Axis"], "Inputs"]
 """Opens what a command reads. Collective. Raises UserError."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_llama.api.common.auto_parallel import planned, this_device, with_tokens
+from megatron_llama.api.common.layout import Choice
 from megatron_llama.api.common.startup import OpenInputs, start_up
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.config.blend import read_blend
@@ -26,6 +26,7 @@ from megatron_llama.config.schema import (
 )
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError, UserError, listing
+from megatron_llama.hooks import imported, layouts
 from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.plans.engine_memory import sized
@@ -38,19 +39,30 @@ from megatron_llama.plans.params import (
     trained_beside_adapters,
 )
 from megatron_llama.plans.schedule import Schedule
-from megatron_llama.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:
     from megatron_llama.distributed.axes import Axis
     from megatron_llama.loop.start import Start
-    from megatron_llama.planner.choice import Choice
 
 SHOWN_ACTIONS = 40
 
 
-def dry_run(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> None:
-    """Do what a run does up to its first step, and print its plan. ``open_inputs`` and
-    ``needs_data`` are those of the run.
+class ExampleFiles(NamedTuple):
+    """The files of a run that reads no --data-path."""
+
+    option: str
+    """The option that has to name some."""
+    paths: tuple[tuple[str, str], ...]
+    """Each with the option that names it."""
+
+
+NamedFiles = Callable[[Parsed], ExampleFiles]
+"""Finds out which files the options of a run name."""
+
+
+def dry_run(parsed: Parsed, open_inputs: OpenInputs, *, examples: NamedFiles | None = None) -> None:
+    """Do what a run does up to its first step, and print its plan. ``open_inputs`` is
+    that of the run; ``examples`` are the files that it reads instead of --data-path.
 
     Raises UserError if the run would. Files, memory and devices that this machine lacks are
     warnings; in strict mode they are errors, as they are for the run."""
@@ -66,11 +78,11 @@ def dry_run(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True)
         or place_from_environment().world_size
     )
     strict = options.dry_run == "strict"
-    absent = [] if strict else list(_absent(parsed, needs_data=needs_data))
+    absent = [] if strict else list(_absent(parsed, examples))
     processes = Imagined(world_size, strict=strict, node=launch.gpus_per_node)
     processes.missing += [text for _, text in absent]
     given = _without({name for name, _ in absent}, parsed, processes.missing)
-    ready = start_up(given, processes, needs_data=needs_data and strict)
+    ready = start_up(given, processes, needs_data=examples is None and strict)
     plan = MemoryPlan(ready.config, world_size)
     inputs = None
     if not absent:
@@ -121,8 +133,9 @@ class Imagined:
             self.missing.append(str(error))
 
     def choose(self, parsed: Parsed, config: Config, start: Start | None) -> Choice:
-        device = this_device(0, self._world_size, self._node)
-        return planned(parsed, with_tokens(config), self._world_size, [device])
+        imagine = imported(layouts().imagined)
+        choice: Choice = imagine(parsed, config, self._world_size, self._node)
+        return choice
 
     def meet(self, config: Config) -> Axis:
         return self.world
@@ -139,11 +152,10 @@ def _memory_here(world: int) -> int:
     return devices.memory_bytes(device) // (world if devices.is_host(device) else 1)
 
 
-def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
+def _absent(parsed: Parsed, examples: NamedFiles | None) -> Iterator[tuple[str, str]]:
     """Yield the options that name files which are not on this machine, and what to say of each."""
     from megatron_llama.data.shards import is_stream
     from megatron_llama.loop.start import AUTO
-    from megatron_llama.sft.built_in_templates import BUILT_IN
 
     data = parsed.get(DataConfig)
     checkpoint = parsed.get(CheckpointConfig)
@@ -153,7 +165,7 @@ def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
         paths.append(("load", checkpoint.load))
     if parsed.get(ModelConfig).preset is not None:  # which has the shapes
         paths.append(("init_from_hf", checkpoint.init_from_hf))
-    if needs_data:
+    if examples is None:
         prefixes = read_blend(data.data_path).prefixes
         paths += [
             ("data_path", prefix + suffix)
@@ -164,13 +176,10 @@ def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
         if not data.data_path:
             yield "data_path", "--data-path is not given: the run itself needs one"
     else:
-        examples = parsed.get(SFTConfig)
-        paths += [("train_data", path) for path in examples.train_data]
-        paths += [("valid_data", path) for path in examples.valid_data]
-        if examples.chat_template not in BUILT_IN:
-            paths.append(("chat_template", examples.chat_template))
-        if not examples.train_data:
-            yield "train_data", "--train-data is not given: the run itself needs it"
+        option, named = examples(parsed)
+        paths += named
+        if all(name != option for name, _ in named):
+            yield option, f"{flag(option)} is not given: the run itself needs it"
     for name, path in paths:
         if path is not None and not Path(path).exists():
             yield name, f"{flag(name)}: {path} is not on this machine"

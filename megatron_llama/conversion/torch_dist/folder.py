@@ -17,7 +17,7 @@ from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.model_files import MANIFEST as MANIFEST
 from megatron_llama.config.model_files import read_sums, sum_problem
-from megatron_llama.conversion.megatron.names import find_folder
+from megatron_llama.conversion.tracked_folder import find_folder
 from megatron_llama.errors import CheckpointError, describe
 
 BACKEND = "metadata.json"

@@ -10,9 +10,9 @@ from types import MappingProxyType
 import numpy as np
 
 from megatron_llama.errors import counted
-from megatron_llama.metrics import curves, page
-from megatron_llama.metrics.curves import COLOURS, Axis, Curve, Mark, chart, short
-from megatron_llama.planner.picture import GREY, NARROW, PALETTE, Bar, BarRow, drawing
+from megatron_llama.planner.pictures import curves, page
+from megatron_llama.planner.pictures.bars import GREY, NARROW, PALETTE, Bar, BarRow, drawing
+from megatron_llama.planner.pictures.curves import COLOURS, Axis, Curve, Mark, chart, short
 from megatron_llama.planner.run.folder import SECONDS, Floats, time_of
 from megatron_llama.planner.run.incidents import Incident
 from megatron_llama.planner.run.planned import PEAK, STEP, ComparedNumber, Planned

@@ -1,0 +1,36 @@
+"""Whether fp32 masters lie where they are looked for."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_llama.converter.torch_dist.names import Boxes
+from megatron_llama.converter.torch_dist.reader import TorchDistReader
+from megatron_llama.errors import CheckpointError
+
+NORMS = ("norm.weight", "layer_norm_weight")
+"""How the keys of norms end. They are small, and a wrong place in the file would show in them."""
+
+
+def require_masters(reader: TorchDistReader, masters: Boxes, prefix: str, *, do: str) -> None:
+    """Raise CheckpointError with the remedy ``do`` unless the masters of all norms, which
+    ``masters`` has under ``prefix`` and the key, are the model's values once they are rounded."""
+    container = reader.checkpoint.container
+    for stored in reader.weights:
+        if not stored.key.endswith(NORMS):
+            continue
+        tensor = container.tensors[stored.key]
+        size = tensor.shape if stored.layer is None else (1, *tensor.shape[1:])
+        offset = (stored.layer or 0, *(0 for _ in size[1:]))
+        weight = torch.empty(size, dtype=tensor.dtype)
+        master = torch.empty(size, dtype=torch.float32)
+        container.read(stored.key, offset, weight)
+        masters.read(prefix + stored.key, offset, master)
+        if not torch.equal(master.to(weight.dtype), weight):
+            layer = "" if stored.layer is None else f" of layer {stored.layer}"
+            raise CheckpointError(
+                f"{reader.folder} {prefix}{stored.key}{layer}",
+                got=f"other values than those of {stored.key}",
+                expected="the fp32 masters of the model's parameters",
+                do=do,
+            )

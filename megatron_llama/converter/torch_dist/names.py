@@ -1,0 +1,196 @@
+"""Where the tensors of a model are in a ``torch_dist`` folder.
+
+The keys are those of Megatron-Core's modules, as in ``converter.megatron``. A layer's tensors are
+stacked in dimension 0 (``decoder.layers.mlp.linear_fc2.weight``), or each is on its own where
+layers may differ (``decoder.layers.7.mlp.linear_fc2.weight``), and the two halves of
+``linear_fc1`` may have keys of their own (``weight_w``: gate, ``weight_v``: up). A tensor is whole,
+whatever the layout of the run: the gate's rows stand before all of the up projection's, the rows of
+q, k and v are those of each key/value head in turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_llama.checkpoint.container import Container
+from megatron_llama.checkpoint.index import StoredTensor
+from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.model_fields import MATCHING_FILES, PLAIN_MODELS
+from megatron_llama.converter.megatron.names import (
+    BLOCKS,
+    IGNORED,
+    LOCAL,
+    TE,
+    file_tensors,
+    partition_of,
+    their_name,
+)
+from megatron_llama.converter.tensor_map import TensorMap
+from megatron_llama.errors import describe
+from megatron_llama.plans.specs import HFSlice, Rectangle
+
+LAYERS = "decoder.layers."
+EMBEDDING_KEY = "embedding.word_embeddings.weight"
+HEAD_KEY = "output_layer.weight"
+HALVES = ("_w", "_v")
+"""Endings of the keys of ``linear_fc1``'s halves: the gate, the up projection."""
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
+"""Keys of the optimizer's state."""
+OTHER_PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        r".*\.(experts|shared_experts|router|local_experts)\..*": "a mixture of experts",
+        r".*\.(linear_(q|kv|qkv)_(down|up)_proj|kv_layernorm|linear_q_proj)\..*": (
+            "multi-head latent attention"
+        ),
+        r".*(_quantizer\b|_amax\b|weight_scale|_scale_inv|qweight).*": "a quantised model",
+        r"mtp\..*": "multi-token prediction",
+        r".*\.mixer\..*": "a Mamba model",
+        r".*(lora|adapter).*": "adapters",
+    }
+)
+"""Parts of models that cannot be converted, by their keys."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Where a tensor of ours, or a half of one, is in a folder."""
+
+    key: str
+    layer: int | None
+    """Its index in dimension 0 of a stacked tensor."""
+    map: TensorMap
+    """The HuggingFace rows in its rows."""
+
+
+def find_weights(model: ModelConfig, container: Container) -> tuple[StoredWeight, ...]:
+    """Return where everything of the model is, whose vocabulary is padded to what is stored. Raises
+    CheckpointError with every tensor that is missing, of another shape or of another model, and
+    with everything that keeps the tensors from being read."""
+    layers = model.num_hidden_layers
+    tensors = container.tensors
+    maps = file_tensors(
+        model, "megatron", partition_of([layers], 1), 0, tp=1, tp_rank=0, whole_head=False
+    )
+    found = list[StoredWeight]()
+    problems = list[str]()
+    for own, map in maps.items():
+        candidates = list(_candidates(own, map))
+        stored = next((each for each in candidates if all(one.key in tensors for one in each)), ())
+        found += stored
+        if not stored:
+            names = " or ".join(dict.fromkeys(one.key for each in candidates for one in each[:1]))
+            expected = f"{names} with rows of shape {map.shape}"
+            problems.append(
+                describe(
+                    f"{container.folder} {own}",
+                    got="no tensor",
+                    expected=expected,
+                    do=MATCHING_FILES,
+                )
+            )
+        for one in stored:
+            shape = one.map.shape if one.layer is None else (layers, *one.map.shape)
+            if tensors[one.key].shape != shape:
+                got = f"shape {tensors[one.key].shape}"
+                where = f"{container.folder} {one.key}"
+                problem = describe(where, got=got, expected=shape, do=MATCHING_FILES)
+                # A stacked tensor would be listed for each layer.
+                problems += [problem] if problem not in problems else []
+    problems += _unknown(container, {one.key for one in found})
+    refuse(f"{container.folder} does not hold the model:", problems)
+    container.require(dict.fromkeys(one.key for one in found))
+    return tuple(found)
+
+
+def model_keys(tensors: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the tensors that are the model's: all but the optimizer's."""
+    for name in tensors:
+        if not OPTIMIZER.fullmatch(name) and not IGNORED.fullmatch(name.partition("/")[0]):
+            yield name
+
+
+def layer_count(tensors: Mapping[str, StoredTensor]) -> int:
+    """Return the number of layers that the tensors of a model show, 0 if they show none."""
+    found = {0}
+    for name in model_keys(tensors):
+        if name.startswith(LAYERS):
+            number = name.removeprefix(LAYERS).partition(".")[0]
+            found.add(int(number) + 1 if number.isdecimal() else tensors[name].shape[0])
+    return max(found)
+
+
+def _candidates(own: str, map: TensorMap) -> Iterator[tuple[StoredWeight, ...]]:
+    """Yield the places in which a tensor of ours may be, each of one or two keys."""
+    if not own.startswith("model.layers."):
+        yield (StoredWeight(their_name(own, TE, "megatron", tied=False), None, map),)
+        return
+    number, _, leaf = own.removeprefix("model.layers.").partition(".")
+    for theirs in dict.fromkeys((BLOCKS[TE][leaf], BLOCKS[LOCAL][leaf])):
+        for layer, key in ((int(number), LAYERS + theirs), (None, f"{LAYERS}{number}.{theirs}")):
+            yield (StoredWeight(key, layer, map),)
+            if "linear_fc1" in theirs and leaf.startswith("mlp."):
+                halves = zip(HALVES, (0, 1), strict=True)
+                yield tuple(StoredWeight(key + end, layer, map.one_slice(n)) for end, n in halves)
+
+
+def _unknown(container: Container, known: set[str]) -> Iterator[str]:
+    """Yield a line for each tensor that is no part of the model, a kind of model only once."""
+    other = dict[str, str]()
+    for name in sorted(model_keys(container.tensors)):
+        if name in known:
+            continue
+        kind = next((what for key, what in OTHER_PARTS.items() if re.fullmatch(key, name)), name)
+        other.setdefault(kind, name)
+    for kind, name in other.items():
+        got = "a tensor" if kind == name else kind
+        yield describe(
+            f"{container.folder} {name}", got=got, expected="none of this name", do=PLAIN_MODELS
+        )
+
+
+class Boxes(Protocol):
+    """Something to read boxes of stored tensors from."""
+
+    def read(self, name: str, offset: Sequence[int], out: Tensor) -> None:
+        """Write the box that begins at ``offset`` and has the size of ``out`` into ``out``."""
+        ...
+
+
+class StoredSource:
+    """A WeightSource of the stored tensors, or of what is stored beside each under a longer key."""
+
+    def __init__(self, container: Boxes, weights: Iterable[StoredWeight], prefix: str = "") -> None:
+        """Take the places of the weights. ``prefix`` stands before each key:
+        ``optimizer.state.exp_avg.`` makes this the source of Adam's first moments. The tensors have
+        to be ones that ``container.require`` has seen."""
+        self._container = container
+        self._prefix = prefix
+        self._pieces = dict[str, list[tuple[StoredWeight, HFSlice]]]()
+        for weight in weights:
+            for piece in weight.map.slices:
+                self._pieces.setdefault(piece.name, []).append((weight, piece))
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """Write the rectangle's values into ``out``, a tensor of its size (any float dtype). Raises
+        CheckpointError."""
+        row, *column = rectangle.offset
+        rows = rectangle.size[0]
+        for weight, piece in self._pieces[rectangle.name]:
+            top = max(row, piece.hf_row)
+            bottom = min(row + rows, piece.hf_row + piece.rows)
+            if top >= bottom:
+                continue
+            target = out[top - row : bottom - row]
+            # Tensors are split by rows alone: every piece has all columns.
+            offset = [piece.row + top - piece.hf_row, *column]
+            if weight.layer is not None:
+                offset = [weight.layer, *offset]
+                target = target.unsqueeze(0)
+            self._container.read(self._prefix + weight.key, offset, target)

@@ -1,0 +1,255 @@
+"""Writes checkpoints of Megatron-Core's ``torch_dist`` format, without megatron: every layout of a
+Megatron-LM run loads them.
+
+iter_0000100/    metadata.json, common.pt, .metadata and *.distcp (torch.distributed.checkpoint),
+                 integrity.json; ``release`` instead of ``iter_...`` where there are weights only
+
+The keys and shapes are those of a model without parallelism, layers stacked in dimension 0. The
+optimizer's state is the distributed optimizer's in its fully reshardable shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from megatron_llama.checkpoint.checkpoint_dir import TRACKER
+from megatron_llama.checkpoint.checksums import HashedFile
+from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region, make_index
+from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_parts
+from megatron_llama.config.hf import carried_config
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.optimizer_state import OptimizerState
+from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, MANIFEST, VERSIONS
+from megatron_llama.conversion.torch_file import require_finite, write_torch_file
+from megatron_llama.conversion.write_tasks import ProgressSource, WriteTask
+from megatron_llama.converter.megatron.args import held_problems, make_args
+from megatron_llama.converter.megatron.names import (
+    CHECKPOINT_VERSION,
+    TE,
+    file_tensors,
+    partition_of,
+    their_name,
+)
+from megatron_llama.converter.tensor_map import MappedTensor
+from megatron_llama.converter.torch_dist.names import LAYERS
+from megatron_llama.converter.torch_dist.run_state import optimizer_entries, training_args
+from megatron_llama.engine.optimizer import WeightSource
+
+STATE_KEYS: Mapping[str, str] = MappingProxyType(
+    {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+)
+"""What the fully reshardable shape calls each part of the optimizer's state."""
+EXTRA_STATES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Modules of a layer for whose fp8 scaling Megatron asks. It is None: there is none."""
+HEAD_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+"""The same of models with norms of heads."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a tensor of the model, as a chunk of a tensor in the file."""
+
+    region: Region
+    """The chunk, without values: of a stacked tensor one layer."""
+    tensor: MappedTensor
+    first: int
+    last: int
+    """Rows ``[first, last)`` of the model's tensor."""
+
+    @property
+    def bytes(self) -> int:
+        """What is asked of the source."""
+        elements = self.tensor.elements_of(self.first, self.last)
+        return elements * self.region.tensor.dtype.itemsize
+
+    def read(self, path: Path) -> Region:
+        """Return the chunk with its values. Raises CheckpointError when one is not finite."""
+        values = self.tensor.rows(self.first, self.last, self.region.tensor.dtype)
+        require_finite(path, values)
+        return replace(self.region, tensor=values.view(self.region.size))
+
+
+@dataclass(frozen=True)
+class TorchDistWriter:
+    """The format as a ModelWriter."""
+
+    files: int
+    tp: int
+    """The vocabulary is padded as for so many tensor ranks."""
+    state: OptimizerState | None = None
+    """What a run goes on with. Without it the checkpoint is a release: weights, iteration 0."""
+
+    def problems(self, model: ModelConfig) -> Iterator[str]:
+        """Yield the reasons why Megatron-Core cannot hold the model."""
+        return held_problems(model, "megatron", TE)
+
+    def tasks(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        extra: Mapping[str, Any],
+    ) -> Iterator[WriteTask]:
+        """Yield a task for each file of tensors and one for what says what is in them."""
+        iteration = self.state.iteration if self.state is not None else 0
+        name = f"iter_{iteration:07d}" if self.state is not None else "release"
+        checkpoint = folder / name
+        checkpoint.mkdir()
+        parts = list(self._parts(model, source, dtype))
+        whole = sum(part.region.tensor.numel() for part in parts)
+        shares: list[list[_Part]] = [[] for _ in range(self.files)]
+        before = 0
+        for part in parts:
+            shares[self.files * before // whole].append(part)
+            before += part.region.tensor.numel()
+        written = list[WrittenParts]()
+
+        def write(number: int, own: list[_Part]) -> None:
+            path = checkpoint / f"__{number}_0{DEFAULT_SUFFIX}"
+            written.append(write_parts(checkpoint, number, (part.read(path) for part in own)))
+
+        def finish() -> None:
+            names = list(_extra_states(model))
+            objects = [_object_item(each) for each in names]
+            index = make_index([[part.region.write_item() for part in parts], objects])
+            written.append(_write_objects(checkpoint, self.files, names))
+            sums = write_index(checkpoint, index, written)
+            common = checkpoint / COMMON
+            write_torch_file(common, self._common(model, dtype, extra), dtype)
+            backend = json.dumps(dict(VERSIONS)).encode()
+            sums[COMMON] = hashlib.sha256(common.read_bytes()).hexdigest()
+            sums[BACKEND] = hashlib.sha256(backend).hexdigest()
+            manifest = {"algorithm": "sha256", "files": dict(sorted(sums.items()))}
+            with writing(checkpoint):
+                write_synced(checkpoint / MANIFEST, json.dumps(manifest, indent=2).encode())
+                # Megatron takes a folder for a checkpoint that has this file.
+                write_synced(checkpoint / BACKEND, backend)
+                sync(checkpoint)
+                tracker = "release" if self.state is None else str(iteration)
+                write_synced(folder / TRACKER, tracker.encode())
+
+        for number, own in enumerate(shares):
+            if own:
+                # The bar counts bytes, in elements of the weights' dtype.
+                elements = sum(part.bytes for part in own) // dtype.itemsize
+                yield WriteTask(elements, partial(write, number, own))
+        yield WriteTask(0, finish, last=True)
+
+    def _parts(
+        self, model: ModelConfig, source: WeightSource, dtype: torch.dtype
+    ) -> Iterator[_Part]:
+        """Yield everything that is to be written, layer by layer."""
+        layers = model.num_hidden_layers
+        sources = [("", source, dtype)]
+        if self.state is not None:
+            for what, key in STATE_KEYS.items():
+                values = self.state.sources[what]
+                counted = source.beside(values) if isinstance(source, ProgressSource) else values
+                sources.append((f"optimizer.state.{key}.", counted, torch.float32))
+        partition = partition_of([layers], 1)
+        padded = replace(
+            model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * self.tp
+        )
+        maps = file_tensors(padded, "megatron", partition, 0, tp=1, tp_rank=0, whole_head=False)
+        for own, map in maps.items():
+            key = their_name(own, TE, "megatron", tied=model.tie_word_embeddings)
+            layer = None
+            if key.startswith(LAYERS):
+                number, leaf = key.removeprefix(LAYERS).split(".", 1)
+                key = LAYERS + leaf
+                layer = int(number)
+            for prefix, values, kind in sources:
+                tensor = MappedTensor(map, values)
+                # A chunk is in memory several times: as read from the source, as rows of
+                # Megatron's tensor and as the bytes of its file.
+                step = max(1, CHUNK_ELEMENTS // map.width)
+                for first in range(0, map.shape[0], step):
+                    last = min(first + step, map.shape[0])
+                    offset = (first,) + (0,) * (len(map.shape) - 1)
+                    size = (last - first, *map.shape[1:])
+                    shape = map.shape
+                    if layer is not None:
+                        offset = (layer, *offset)
+                        size = (1, *size)
+                        shape = (layers, *shape)
+                    like = torch.empty((), dtype=kind).expand(size)
+                    region = Region(prefix + key, shape, offset, size, like)
+                    yield _Part(region, tensor, first, last)
+
+    def _common(
+        self, model: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what Megatron-LM keeps beside tensors, in its order."""
+        args = make_args(model, "megatron", dtype, self.tp, [model.num_hidden_layers], TE)
+        args["hf_config"] = carried_config(model, extra, dtype=str(dtype).removeprefix("torch."))
+        content_metadata: dict[str, Any] = {
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        }
+        if self.state is None:
+            # Only what is there may be asked for.
+            args |= {"ckpt_format": "torch_dist", "no_save_optim": True, "no_save_rng": True}
+            content: dict[str, Any] = {"iteration": 0}
+        else:
+            args |= training_args(self.state)
+            content = {"iteration": self.state.iteration, **optimizer_entries(self.state)}
+            content_metadata |= {
+                "distrib_optim_sharding_type": "fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient": False,
+            }
+        return {
+            "args": Namespace(**args),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            **content,
+            "num_floating_point_operations_so_far": 0,
+            "content_metadata": content_metadata,
+        }
+
+
+def _extra_states(model: ModelConfig) -> Iterator[str]:
+    """Yield the names under which Megatron asks for the fp8 scaling of modules, by layer, with
+    TransformerEngine's modules and without."""
+    layers = model.num_hidden_layers
+    modules = EXTRA_STATES + (HEAD_NORMS if model.qk_norm == "head" else ())
+    for module in modules:
+        for layer in range(layers):
+            yield f"{LAYERS}{module}._extra_state/shard_{layer}_{layers}"
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+
+
+def _object_item(name: str) -> WriteItem:
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+
+def _write_objects(folder: Path, number: int, names: list[str]) -> WrittenParts:
+    """Write a file of objects that are all [None], which Megatron reads as None."""
+    name = f"__{number}_0{DEFAULT_SUFFIX}"
+    places = {}
+    with writing(folder / name), HashedFile(folder / name) as file:
+        for each in names:
+            start = file.tell()
+            torch.save([None], cast(IO[bytes], file))
+            places[MetadataIndex(each)] = _StorageInfo(name, start, file.tell() - start)
+    return WrittenParts(places, {name: file.sum})

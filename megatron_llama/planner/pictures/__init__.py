@@ -1,0 +1,1 @@
+"""Drawings, charts and pages, as text that needs nothing but a browser."""

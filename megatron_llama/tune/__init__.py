@@ -1,0 +1,9 @@
+"""Tuning: training on conversations (``sft``) and on judged answers (``align``), and the commands
+that look at such files and talk with a tuned model.
+
+Read first: ``sft/formats.py`` (a record as an example), ``sft/chat.py`` (an example as tokens, and
+which of them are learned), ``sft/dataset.py`` (examples as samples), ``preference/objective.py``
+(the losses of preference tuning), ``preference/inputs.py`` (how ``align`` opens what it reads).
+
+It calls the trainer with what it opens: ``Inputs`` with samples of its own, and for preferences an
+``Objective``. It never imports ``prove``."""

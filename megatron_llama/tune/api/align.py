@@ -1,0 +1,89 @@
+"""Preference tuning, from options to the state in which the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from megatron_llama.api.common.options import Options, read_options
+from megatron_llama.api.train import SECTIONS as TRAINING
+from megatron_llama.api.train import prepared, run_and_leave, run_training
+from megatron_llama.config.parse import Parsed
+from megatron_llama.distributed.join import this_place
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.train.run.callbacks import Callback
+from megatron_llama.train.run.result import TrainResult, untrained
+from megatron_llama.tune.preference.align_config import AlignConfig
+from megatron_llama.tune.preference.inputs import PairInputs
+from megatron_llama.tune.preference.option_problems import valid_options
+from megatron_llama.tune.sft.sft_config import SFTConfig
+
+SECTIONS = (AlignConfig, SFTConfig, *TRAINING)
+"""The options of a run."""
+
+
+def align(
+    config: Options = None, callbacks: Sequence[Callback] = (), **options: object
+) -> TrainResult:
+    """Tune a model on preferences, or train a reward model, as ``python -m megatron_llama align``
+    does. Processes, options and errors are those of ``train``, with the options of
+    [align.md](align.md) beside them; there is no ``data_path``. Collective.
+
+    ``Step.numbers``, ``Run.validation_numbers`` and the ``numbers`` of the result are rewards,
+    margins, accuracies and log-probabilities, under TRL's names.
+
+    ```python
+    import json
+
+    import megatron_llama as ml
+
+    with open("data/pairs.jsonl", "w") as file:
+        for word, opposite in (("import", "export"), ("return", "yield"), ("class", "def")):
+            pair = {
+                "prompt": f"Name the statement {word}.",
+                "chosen": f"The {word} statement.",
+                "rejected": f"The {opposite} statement.",
+            }
+            print(json.dumps(pair), file=file)
+
+    result = ml.align(
+        method="dpo",
+        train_data=["data/pairs.jsonl"],
+        load="runs/small",
+        finetune=True,  # begin anew with its weights, which are the reference, too
+        split="100,0,0",
+        chat_template="plain",
+        seq_length=64,
+        global_batch_size=3,
+        train_iters=10,
+        lr=1e-3,
+        save="runs/small-dpo",
+    )
+    print(result.loss, result.numbers["rewards/margins"])
+    assert result.numbers["rewards/accuracies"] == 1.0
+    ```
+
+    Raises what ``train`` raises."""
+    parsed = valid_options(read_options(config, options, SECTIONS))
+    return run_and_leave(lambda: run_alignment(parsed, callbacks=callbacks))
+
+
+def run_alignment(
+    parsed: Parsed, *, callbacks: Sequence[Callback] = (), place: Place | None = None
+) -> TrainResult:
+    """Train on the preferences that valid options name, or only write the reference's scores.
+    ``place``: which process this is, if it is not for the environment to say. Collective. Raises
+    UserError."""
+    pairs = PairInputs()
+    if parsed.get(AlignConfig).only_reference_scores:
+        place = place or this_place()
+        with prepared(parsed, place, needs_data=False) as (ready, mesh):
+            return untrained(pairs.complete(parsed, pairs.open(parsed, ready, mesh.world), mesh))
+    return run_training(
+        parsed,
+        pairs.open,
+        callbacks=callbacks,
+        needs_data=False,
+        place=place,
+        complete=partial(pairs.complete, parsed),
+    )

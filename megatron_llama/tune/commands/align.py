@@ -1,0 +1,32 @@
+"""``align``: preference tuning. The training loop is that of ``pretrain``; the samples are answers
+that were judged, and the loss compares them."""
+
+from __future__ import annotations
+
+from megatron_llama.commands.common.configs import DryRunConfig
+from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
+from megatron_llama.commands.pretrain import exit_status, plan_only
+from megatron_llama.config.parse import Parsed
+from megatron_llama.tune.commands.sft import example_files
+from megatron_llama.tune.preference.align_config import AlignConfig
+from megatron_llama.tune.preference.option_problems import valid_options
+from megatron_llama.tune.sft.sft_config import SFTConfig
+
+SECTIONS = (AlignConfig, SFTConfig, *PRETRAIN)
+
+
+def align(parsed: Parsed) -> int:
+    """Tune a model on preferences. Returns the exit status."""
+    planned = parsed.get(DryRunConfig).dry_run
+    # A dry run plans without examples, too; a strict one is as strict as the run.
+    parsed = valid_options(parsed, needs_files=planned != "yes")
+    # Here, because --help and a wrong option need nothing of what reads examples.
+    if planned != "no":
+        from megatron_llama.tune.preference.inputs import PairInputs
+
+        pairs = PairInputs(hashes_weights=planned == "strict", completed=False)
+        return plan_only(parsed, pairs.open, examples=example_files)
+    from megatron_llama.tune.api.align import run_alignment
+
+    result = run_alignment(parsed)
+    return exit_status(result.stopped_by, result.config.training)

@@ -1,0 +1,162 @@
+"""What ``align`` reads: judged answers, with the tokenizer and the template that make tokens of
+them, and what the reference says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict
+
+from megatron_llama.api.common.startup import Ready
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import Config
+from megatron_llama.data.loader import Samples
+from megatron_llama.distributed.axes import Axis, Mesh
+from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.errors import ConfigError
+from megatron_llama.loop.inputs import Inputs, open_inputs
+from megatron_llama.loop.start import resumed
+from megatron_llama.metrics.log import LossNames
+from megatron_llama.pipeline.objective import OBJECTIVE
+from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.fingerprint import Fingerprint
+from megatron_llama.tune.preference.align_config import WITH_REFERENCE, AlignConfig
+from megatron_llama.tune.preference.objective import Preferences
+from megatron_llama.tune.preference.option_problems import objective_changes
+from megatron_llama.tune.preference.reference import ReferencedSamples
+from megatron_llama.tune.preference.references import (
+    Reference,
+    open_scores,
+    reference_of,
+    with_references,
+)
+from megatron_llama.tune.preference.run import PairData
+from megatron_llama.tune.sft.fingerprint import text_digest
+from megatron_llama.tune.sft.inputs import chat_tokenizer
+from megatron_llama.tune.sft.records import example_files
+from megatron_llama.tune.sft.sft_config import SFTConfig
+from megatron_llama.tune.sft.template import ChatTemplate
+
+
+class _Files(TypedDict):
+    template: str
+    train_file: Path
+    valid_file: Path | None
+
+
+class PairInputs:
+    """Opens what a run of ``align`` reads: the preferences first (an ``OpenInputs``), and when the
+    processes have a mesh, the reference's scores."""
+
+    def __init__(self, *, hashes_weights: bool = True, completed: bool = True) -> None:
+        """``hashes_weights``: find out which model a fresh run begins with. It reads all of its
+        weights, which a dry run need not do. ``completed``: ``complete`` follows; where it does
+        not, what it would refuse is refused here."""
+        self._hashes_weights = hashes_weights
+        self._completed = completed
+        self._reference: Reference | None = None
+        self._template = ""
+
+    def open(self, parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
+        """Open the preferences of --train-data. Collective. Raises UserError."""
+        options = parsed.get(SFTConfig)
+        align = parsed.get(AlignConfig)
+        config = ready.config
+        _require_kind(config, align)
+        meta = on_rank0(lambda: resumed(config.checkpoint), world)
+        before = (meta.state.data or {}).get(OBJECTIVE) if meta is not None else None
+        changes = (
+            objective_changes(str(meta.folder), before, align)
+            if meta is not None and before is not None
+            else ()
+        )
+        tokenizer, rendered = chat_tokenizer(ready.vocabulary, options, config, world)
+        with raise_on_all_ranks(world):
+            warnings = tokenizer.require_end()
+        data = PairData(options, align, config, world, tokenizer, rendered)
+        with raise_on_all_ranks(world):
+            assert ready.vocabulary.tokenizer is not None
+            self._template = template_of(ready.vocabulary.tokenizer, tokenizer.template, rendered)
+            lines = (
+                f"method {align.method}; chat template: {tokenizer.template.name}",
+                *warnings,
+                *(f"warning: {change}" for change in changes),
+                *data.report(config),
+            )
+            if options.valid_data and config.training.eval_interval == 0:
+                lines += ("warning: --valid-data without --eval-interval: it is never evaluated",)
+        if align.method in WITH_REFERENCE:
+            self._reference = self._find_reference(config, world, goes_on=meta is not None)
+        inputs = open_inputs(
+            config,
+            world,
+            lambda config, part: self._samples(data, config, part),
+            tokenizer=tokenizer,
+            prompt=tokenizer.prompt,
+            same_data=options.on_changed_data == "stop",
+        )
+        if self._reference is not None and self._hashes_weights and not self._completed:
+            open_scores(inputs, self._reference, align, world, **self._files(options))
+        unit = "answers" if align.method == "kto" else "pairs"
+        return replace(
+            inputs,
+            lines=(*lines, *inputs.lines),
+            objective=Preferences(align),
+            names=LossNames("loss", unit, perplexity=False),
+        )
+
+    def complete(self, parsed: Parsed, inputs: Inputs, mesh: Mesh) -> Inputs:
+        """Give the samples the reference's scores, where the method compares with one. Collective.
+        Raises UserError."""
+        if self._reference is None:
+            return inputs
+        options = parsed.get(SFTConfig)
+        return with_references(
+            inputs, self._reference, parsed.get(AlignConfig), mesh, **self._files(options)
+        )
+
+    def _files(self, options: SFTConfig) -> _Files:
+        """What tells scores from those of other texts, and where they lie."""
+        return {
+            "template": self._template,
+            "train_file": _first_file(options.train_data),
+            "valid_file": _first_file(options.valid_data) if options.valid_data else None,
+        }
+
+    def _find_reference(self, config: Config, world: Axis, *, goes_on: bool) -> Reference:
+        if self._hashes_weights or goes_on:
+            return reference_of(config, world)
+        return Reference("not read", resumed=False)
+
+    def _samples(self, data: PairData, config: Config, part: int) -> Samples:
+        samples = data.samples(config, part)
+        if self._reference is None:
+            return samples
+        return ReferencedSamples(samples, self._reference.digest)
+
+
+def _require_kind(config: Config, align: AlignConfig) -> None:
+    """Raise ConfigError for a reward model that is to write text."""
+    if config.model.num_labels and align.method != "reward":
+        raise ConfigError(
+            f"--method {align.method}",
+            got="a reward model, which has a score and no output head",
+            expected="a language model",
+            do="give --method reward to train it on, or another --init-from-hf or --load",
+        )
+
+
+def _first_file(paths: tuple[str, ...]) -> Path:
+    return example_files(paths)[0]
+
+
+def template_of(tokenizer: Tokenizer, template: ChatTemplate, rendered: str | None) -> str:
+    """Identify what makes tokens of texts: tokenizer, template, and the day that it writes."""
+    fingerprint = Fingerprint.of(tokenizer, tokenizer.vocab_size).entry()
+    entry = {
+        "tokenizer": fingerprint,
+        "template": text_digest(*template.sources),
+        "rendered": rendered,
+    }
+    return json.dumps(entry, sort_keys=True)

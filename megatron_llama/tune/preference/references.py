@@ -1,0 +1,311 @@
+"""The reference of a run of preference tuning: which model it is, and how it scores completions.
+
+The reference is what the run begins with; with low-rank additions, the model that they are added
+to. A run that goes on from its checkpoint has other weights by then: the checkpoint keeps the
+reference's digest, and the scores of that digest are read.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.failures import require_writable, writing
+from megatron_llama.checkpoint.meta import without_effect
+from megatron_llama.config.rope import normal_rope
+from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.distributed.axes import Axis, Mesh
+from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.errors import CheckpointError, ConfigError, DataError
+from megatron_llama.loop.inputs import Inputs, resumes
+from megatron_llama.loop.start import Start, find_start, folder_from_elsewhere, resumed, weights_of
+from megatron_llama.loop.weight_check import begin_weight_check
+from megatron_llama.model.init import InitialWeights, WithAdapters
+from megatron_llama.model.llama import build_stages
+from megatron_llama.nn.lora import additions_off
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.tune.preference.align_config import AlignConfig
+from megatron_llama.tune.preference.digest import model_digest
+from megatron_llama.tune.preference.objective import completion_logps
+from megatron_llama.tune.preference.reference import (
+    REFERENCE,
+    SHOWN,
+    ReferencedSamples,
+    Scored,
+    Scores,
+    read_scores,
+    reference_scores,
+    write_scores,
+)
+
+FLAG = "--reference-scores"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model that a run is compared with."""
+
+    digest: str
+    """Of its weights and of what it computes with them (``model_digest``)."""
+    resumed: bool
+    """The run goes on from its checkpoint, which has the digest but not these weights."""
+
+
+def reference_of(config: Config, world: Axis) -> Reference:
+    """Find out which model the reference of a run is. It is read once where the run begins with it;
+    a run that resumes has its digest from the checkpoint. Collective. Raises CheckpointError, on
+    every rank, where the weights cannot be read or the checkpoint knows of no reference."""
+    meta = on_rank0(lambda: resumed(config.checkpoint), world)
+    if meta is None:
+        start = on_rank0(lambda: find_start(config.checkpoint), world)
+        with raise_on_all_ranks(world):
+            source = first_weights(config, start)
+        with begin_weight_check(folder_from_elsewhere(config.checkpoint, start), world) as check:
+            digest = digest_of(config, source, world)
+            # All that follows is compared with this digest, in later runs too.
+            check.require()
+        return Reference(digest, resumed=False)
+    known = (meta.state.data or {}).get(REFERENCE)
+    if known is None:
+        raise CheckpointError(
+            f"--load {meta.folder}",
+            got="a run that was compared with no reference",
+            expected="one of the same method",
+            do="give --finetune to begin anew with its weights as the reference",
+        )
+    return Reference(str(known), resumed=True)
+
+
+def first_weights(config: Config, start: Start | None) -> WeightSource:
+    """Open the weights with which a run begins, without the low-rank additions that it takes up.
+    Raises CheckpointError."""
+    if start is not None and start.native and resumes(config, start):
+        return native.open_weights(start.path).stored
+    if start is not None:
+        return start.weights(config.model)
+    if config.checkpoint.init_from_hf is not None:
+        return _hf_weights(config, config.checkpoint.init_from_hf)
+    return InitialWeights.of(config)
+
+
+def _hf_weights(config: Config, folder: str) -> WeightSource:
+    weights = HFWeights(folder, ignored=config.checkpoint.ignore_hf_config_fields)
+    return weights_of(weights, config.model, config.training.seed)
+
+
+def digest_of(config: Config, source: WeightSource, world: Axis) -> str:
+    """Return the digest of the weights as the model of this run. Collective."""
+    # What fp32 holds is all that other runs compute with.
+    dtype = torch.float64 if config.training.fp64 else torch.float32
+    return model_digest(source, config.model, model_fields(config.model), world, dtype=dtype)
+
+
+def model_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model that change what its weights compute, for JSON, without those
+    that are off: a field that the program learns later does not change the digest of models without
+    it."""
+    fields = asdict(replace(model, rope_scaling=normal_rope(model.rope_scaling)))
+    ignored = without_effect(model, model)
+    return {name: value for name, value in fields.items() if value and name not in ignored}
+
+
+def with_references(
+    inputs: Inputs,
+    reference: Reference,
+    options: AlignConfig,
+    mesh: Mesh,
+    *,
+    template: str,
+    train_file: Path,
+    valid_file: Path | None = None,
+) -> Inputs:
+    """Return what a run reads, with the reference's scores of all samples, which are
+    ``ReferencedSamples``: read from their files, or else computed with the weights that the run
+    begins with, and written. ``template`` identifies chat template and tokenizer; the files of
+    scores lie beside the first file of the samples, unless --reference-scores says otherwise. Rank
+    0 prints how far it is. Collective. Raises UserError, the same on every rank."""
+    opened = open_scores(
+        inputs,
+        reference,
+        options,
+        mesh.world,
+        template=template,
+        train_file=train_file,
+        valid_file=valid_file,
+    )
+    found = dict(opened.samples)
+    for part, path in opened.read.items():
+        _say(mesh, f"reference scores of {part}: {path}")
+    if opened.weights is not None:
+        config = inputs.config
+        samples = len(inputs.training)
+        with reference_runtime(config, mesh, opened.weights, samples=samples) as runtime:
+            for part, (path, scored) in opened.missing.items():
+                scores = _computed(config, runtime, found[part], part, mesh)
+                on_rank0(partial(_write, path, scored, scores), mesh.world)
+                _say(mesh, f"reference scores of {part}: written to {path}")
+                found[part] = found[part].with_scores(scores)
+        # The engine's hooks and handles are cycles, which would keep its memory.
+        del runtime
+        gc.collect()
+    return replace(inputs, training=found["training"], validation=found.get("validation"))
+
+
+@dataclass(frozen=True)
+class OpenedScores:
+    """The reference's scores of a run, as far as there are any. All by part, training or
+    validation."""
+
+    samples: Mapping[str, ReferencedSamples]
+    """With the scores that there are."""
+    read: Mapping[str, Path]
+    missing: Mapping[str, tuple[Path, Scored]]
+    """What is to be computed, and where to."""
+    weights: WeightSource | None
+    """To compute it with; None if nothing is missing."""
+
+
+def open_scores(
+    inputs: Inputs,
+    reference: Reference,
+    options: AlignConfig,
+    world: Axis,
+    *,
+    template: str,
+    train_file: Path,
+    valid_file: Path | None = None,
+) -> OpenedScores:
+    """Read the scores that there are, and open the weights for those that are missing: everything
+    that ``with_references`` could refuse is refused here, before anything is computed. Collective.
+    Raises UserError, the same on every rank."""
+    _refuse_url(options)
+    found = dict[str, ReferencedSamples]()
+    read = dict[str, Path]()
+    missing = dict[str, tuple[Path, Scored]]()
+    parts = {"training": (inputs.training, train_file)}
+    if inputs.validation is not None:
+        parts["validation"] = (inputs.validation, valid_file or train_file)
+    for part, (samples, file) in parts.items():
+        assert isinstance(samples, ReferencedSamples)
+        scored = Scored.of(samples, template=template, dtype=compute_dtype(inputs.config))
+        path = scores_path(options, scored, file, part)
+        scores = on_rank0(partial(_read, path, scored), world)
+        if scores is None:
+            missing[part] = path, scored
+            found[part] = samples
+        else:
+            read[part] = path
+            found[part] = samples.with_scores(scores)
+    weights = None
+    if missing:
+        with raise_on_all_ranks(world):
+            for path, _ in missing.values():
+                if world.rank == 0:
+                    require_writable(path.parent)
+        weights = _weights(inputs, reference, missing, world)
+    return OpenedScores(found, read, missing, weights)
+
+
+def scores_path(options: AlignConfig, scored: Scored, file: Path, part: str) -> Path:
+    """Return the file of the scores of the training or validation samples, which are made of
+    ``file`` first."""
+    if options.reference_scores is None:
+        return scored.path_beside(file)
+    path = Path(options.reference_scores)
+    return path if part == "training" else path.with_name(f"{path.stem}.{part}{path.suffix}")
+
+
+def _refuse_url(options: AlignConfig) -> None:
+    if options.reference_scores is not None and "://" in options.reference_scores:
+        raise ConfigError(
+            f"{FLAG} {options.reference_scores}",
+            got="a URL",
+            expected="a path: scores are small and are read at every start",
+            do="give a file on a disk",
+        )
+
+
+def _read(path: Path, scored: Scored) -> Scores | None:
+    return read_scores(path, scored) if path.exists() else None
+
+
+def _write(path: Path, scored: Scored, scores: Scores) -> None:
+    with writing(path):
+        write_scores(path, scored, scores)
+
+
+def _say(mesh: Mesh, line: str) -> None:
+    if mesh.rank == 0:
+        print(f" {line}", flush=True)
+
+
+def _weights(
+    inputs: Inputs, reference: Reference, missing: Mapping[str, tuple[Path, Scored]], world: Axis
+) -> WeightSource:
+    """Open the reference's weights. A run that resumes has them only where --init-from-hf still
+    names the folder that it began with. Collective. Raises DataError where it does not."""
+    config = inputs.config
+    if not reference.resumed:
+        with raise_on_all_ranks(world):
+            return first_weights(config, inputs.start)
+    folder = config.checkpoint.init_from_hf
+    other = ""
+    if folder is not None:
+        with raise_on_all_ranks(world):
+            weights = _hf_weights(config, folder)
+        digest = digest_of(config, weights, world)
+        if digest == reference.digest:
+            return weights
+        other = f" ({folder} has other weights: {digest[:SHOWN]})"
+    raise DataError(
+        ", ".join(str(path) for path, _ in missing.values()),
+        got=f"no such file{other}",
+        expected=f"the scores of the reference {reference.digest[:SHOWN]}, with which "
+        "the checkpoint's run began",
+        do="restore the file, or compute it with --only-reference-scores, the options of that run "
+        "and the weights that it began with (--init-from-hf or --load, without its checkpoints)",
+    )
+
+
+@contextmanager
+def reference_runtime(
+    config: Config, mesh: Mesh, weights: WeightSource, *, samples: int
+) -> Iterator[PipelineRuntime]:
+    """A section with the run's own model and engine, of these weights, its low-rank additions off.
+    It takes the memory of a run and gives it back. ``samples``: of the run's training. Collective.
+    Raises UserError."""
+    stages = build_stages(config, mesh)
+    steps_per_epoch = -(-samples // config.training.global_batch_size)
+    optimizer = build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch)
+    with closing(optimizer), additions_off(stages.values()):
+        runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+        with mesh.recorder.outside_steps("loading the reference's weights"):
+            optimizer.load_weights(WithAdapters(weights, config.training.seed))
+        yield runtime
+        optimizer.settle()
+
+
+def _computed(
+    config: Config, runtime: PipelineRuntime, samples: ReferencedSamples, part: str, mesh: Mesh
+) -> Scores:
+    training = config.training
+    unit = training.micro_batch_size * mesh.data_size
+    return reference_scores(
+        partial(completion_logps, runtime),
+        samples.samples,
+        mesh,
+        micro_batch_size=training.micro_batch_size,
+        microbatches=max(1, training.global_batch_size // unit),
+        say=lambda line: _say(mesh, f"{part}: {line}"),
+    )

@@ -1,7 +1,0 @@
-"""The tokenizers of the tests of conversations."""
-
-from __future__ import annotations
-
-from tests.sft.conftest import chat, llama2, llama3, texts
-
-__all__ = ["chat", "llama2", "llama3", "texts"]
