@@ -25,7 +25,7 @@ from megatron_llama.config.limits import (
 from megatron_llama.errors import CheckpointError
 
 from tests.checkpoint.cases import SINGLE, load_under, renew_sums, save_under
-from tests.conversion.distcp import write_folder
+from tests.converter.distcp import write_folder
 from tests.parallel.cases import Layout
 
 ONE = Layout()

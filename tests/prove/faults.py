@@ -18,7 +18,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_llama import training
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.batch_ramp import with_epochs
@@ -53,6 +52,7 @@ from megatron_llama.plans.specs import ParamSpec, Rectangle
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.train.run import loop as training_loop
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import ExampleSamples
 from megatron_llama.tune.sft.formats import Conversation
@@ -399,7 +399,7 @@ def schedule_in_processes() -> AbstractContextManager[object]:
         processes = dist.get_world_size() if dist.is_initialized() else 1
         return correct(config, train_iters, iteration * processes, consumed_samples)
 
-    return patch.object(training, "learning_rate", learning_rate)
+    return patch.object(training_loop, "learning_rate", learning_rate)
 
 
 def mean_of_microbatches() -> AbstractContextManager[object]:
