@@ -192,7 +192,8 @@ def train(
         validation = Validation(config, mesh, runtime, inputs.validation, inputs.names)
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
         with mesh.recorder.outside_steps("loading the weights"):
-            # The run begins to train before all files are compared, and keeps nothing until then.
+            # The run begins to train before all files are compared. What it keeps waits for that,
+            # for a time.
             weights_folder = folder_from_elsewhere(config.checkpoint, inputs.start)
             weight_check = stack.enter_context(
                 begin_weight_check(weights_folder, mesh.world, in_background=True)
