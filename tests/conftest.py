@@ -35,8 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked ``long`` or ``soak``, unless an option asks for it or the test is named on the command line."""
-    # The longest of all, seven minutes: at its place near the end the other processes would have nothing left to do.
-    items.sort(key=lambda item: item.path.name != "test_planted.py")
     named = [argument for argument in config.args if "::" in argument]
     wanted = {mark for mark in MARKS if any(config.getoption(option) for option in MARKS[mark]) or mark in config.getoption("-m")}
     unwanted = MARKS.keys() - wanted

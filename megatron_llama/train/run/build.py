@@ -93,7 +93,7 @@ def open_run(
             stages, optimizer, mesh, config, dtype=compute_dtype(config), objective=inputs.objective
         )
         with mesh.recorder.outside_steps("loading the weights"):
-            # The run begins to train before all files are compared, and keeps nothing until then.
+            # Training begins before all files are compared. Saves wait for that, for a time.
             weights_folder = folder_from_elsewhere(config.checkpoint, inputs.start)
             weight_check = stack.enter_context(
                 begin_weight_check(weights_folder, mesh.world, in_background=True)

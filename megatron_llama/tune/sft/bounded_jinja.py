@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from types import BuiltinMethodType, MappingProxyType
 from typing import Any, cast
 
@@ -55,7 +56,7 @@ class Budget:
         self._most = TEMPLATE_CHARACTERS
         self._seconds = TEMPLATE_SECONDS
         self._end = time.thread_time() + TEMPLATE_SECONDS
-        self._peak = _peak_bytes()
+        self._resident: int | None = None
 
     def widen(self, conversation: object) -> None:
         """Allow what a conversation of this size may need."""
@@ -84,8 +85,12 @@ class Budget:
         if self._characters <= self._most // _MEMORY_CHECKS:
             return
         # Most of what is made is dropped again: a template that gathers its text makes it anew with
-        # each piece. What counts is what one text has, and what has been kept.
-        if characters > self._most or _peak_bytes() - self._peak > self._most:
+        # each piece. What counts is what one text has, and what has been kept. Few templates come
+        # here, so the others need not pay for a look at the memory before they begin.
+        resident = _resident_bytes()
+        if self._resident is None:
+            self._resident = resident
+        if characters > self._most or resident - self._resident > self._most:
             raise TemplateRuntimeError(f"texts of more than {self._most:,} characters together")
         self._characters = 0
         self._look_at_clock()
@@ -114,9 +119,13 @@ class Budget:
         return total
 
 
-def _peak_bytes() -> int:
-    """Return the most memory that this process has ever had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _resident_bytes() -> int:
+    """Return the memory that this process has now; where the system has no ``/proc``, the most
+    that it has ever had."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):

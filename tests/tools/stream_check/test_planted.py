@@ -155,7 +155,7 @@ def test_wrong_words_are_refused(words: list[str], message: str, capsys: pytest.
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_all_layouts_are_in_order_and_every_planted_fault_is_found() -> None:
     command = [sys.executable, "-m", "tools.stream_check", "--all"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
