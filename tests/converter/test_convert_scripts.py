@@ -18,7 +18,7 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     """The script, with a Python that writes its arguments line by line."""
     command, environment = (
         [str(SCRIPTS / script), *words],
-        {**os.environ, "PYTHON": str(SCRIPTS.parent / "tests" / "conversion" / "arguments.sh")},
+        {**os.environ, "PYTHON": str(Path(__file__).with_name("arguments.sh"))},
     )
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 

@@ -108,7 +108,8 @@ WHERE_THE_HOST_WAITS = frozenset(
     {
         "megatron_llama/metrics/readback.py",  # a step late
         "megatron_llama/data/upload.py",  # two steps late
-        "megatron_llama/distributed/groups.py",  # before the first step, and so the next three
+        "megatron_llama/distributed/groups.py",  # before the first step, and so the next four
+        "megatron_llama/distributed/mesh.py",
         "megatron_llama/engine/offload/copies.py",  # to close
         "megatron_llama/engine/offload/exact.py",
         "megatron_llama/model/init.py",
