@@ -39,9 +39,9 @@ LORA_EPS = 1e-2
 gradient is made of what Adam makes of B's first one. With an epsilon of 1e-6 it was up to 30 % from
 fp32 in bf16, and a run 6 times as far from it as one process in some tensor; with this one 4 %, and
 1.2 times."""
-SPREAD = {
+SPREAD = frozenset(
     name for name, option in options_of(SECTIONS).items() if option.rules.changes == "messages"
-}
+)
 """Options that say how a run is spread, not what it computes."""
 OFFLOAD = {field.name for field in fields(OffloadConfig)} | {
     field.name for field in fields(ZenFlowConfig)
