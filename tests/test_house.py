@@ -174,7 +174,7 @@ def test_help_imports_nothing_heavy() -> None:
 WALLS = (("shard", 16_000, ("config", "distributed", "engine", "errors", "nn", "plans", "sharding")),)
 """Of a name of ``megatron_llama``: the most lines that its import loads, and the only rooms that they are in."""
 ENGINE_ONLY = {
-    "config": ("offload",),
+    "config": ("offload", "option"),
     "distributed": ("axes", "comm", "data_mesh", "device", "groups", "host_memory", "machine", "recorder"),
     "nn": ("backward", "host", "kernels", "param_handle", "tensors"),
     "plans": ("buckets", "engine_memory", "engine_options", "muon", "offload", "overlap", "prefetch", "specs", "weight_access", "zenflow"),

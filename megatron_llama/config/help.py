@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -46,19 +47,33 @@ _INTRODUCTION = (
 def field_docs(section: type[Any]) -> dict[str, str]:
     """The string literal under every field, read from the class's source, on one line. A field
     without one is left out. For a part of a section they are those of the whole."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(section, "WHOLE", section))))
-    body = tree.body[0].body  # type: ignore[attr-defined]  # the source of a class is one ClassDef
+    body = _class_body(getattr(section, "WHOLE", section))
     docs: dict[str, str] = {}
     for field, after in pairwise(body):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if (
-            is_field
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
             and isinstance(after, ast.Expr)
             and isinstance(after.value, ast.Constant)
             and isinstance(after.value.value, str)
         ):
             docs[field.target.id] = " ".join(after.value.value.split())
     return docs
+
+
+def _class_body(owner: type[Any]) -> list[ast.stmt]:
+    """The statements of a class. ``inspect.getsource`` would parse the whole file for each."""
+    node: ast.AST = _module_tree(owner.__module__)
+    for name in owner.__qualname__.replace(".<locals>", "").split("."):
+        definitions = (ast.ClassDef, ast.FunctionDef)
+        node = next(n for n in ast.walk(node) if isinstance(n, definitions) and n.name == name)
+    assert isinstance(node, ast.ClassDef)
+    return node.body
+
+
+@cache
+def _module_tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def config_sections() -> list[type[Any]]:

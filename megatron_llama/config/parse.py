@@ -2,8 +2,9 @@
 one parser.
 
 A section is a frozen dataclass: its fields are the options, the string under a field is its help,
-which ``help.py`` prints. Values stay text until the field's annotation converts them, so that YAML
-and the command line understand exactly the same spellings.
+which ``help.py`` prints. ``option.py`` has what a field says beside that. Values stay text until
+the field's annotation converts them, so that YAML and the command line understand exactly the same
+spellings.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from megatron_llama.config.foreign_names import remedy_for
 from megatron_llama.config.limits import LARGEST_INTEGER, OPTION_FILE_CHARACTERS, SHOWN_OPTION
 from megatron_llama.config.megatron_names import Alias
+from megatron_llama.config.option import NOT_NEGATIVE, PLAIN, Check, Rules, rules_of
 from megatron_llama.errors import ConfigError, describe, listing
 
 T = TypeVar("T")
@@ -27,6 +29,7 @@ _FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
 _BOOLEANS: Mapping[str, bool] = MappingProxyType(
     {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 )
+_NUMBERS = (int, float, int | None)
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,18 @@ class Option:
     section: type[Any]
     kind: Any
     default: Any
-    repeats: bool = False
-    """Whether a flag that is given again adds its values to the earlier ones."""
+    rules: Rules = PLAIN
+    """What the field says of it beside that."""
 
     @property
     def flag(self) -> str:
         """As written on a command line."""
         return flag(self.name)
+
+    @property
+    def check(self) -> Check | None:
+        """What a value has to be, whatever the other options are."""
+        return self.rules.check or (NOT_NEGATIVE if self.kind in _NUMBERS else None)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def _own_options(section: type[Any]) -> tuple[Option, ...]:
             section,
             kinds[item.name],
             item.default_factory() if item.default_factory is not MISSING else item.default,
-            bool(item.metadata.get("repeats")),
+            rules_of(section).get(item.name, PLAIN),
         )
         for item in fields(section)
     )
@@ -499,7 +507,7 @@ class _Reader:
             alias = self.aliases.get(item.key)
             switch = item.key if alias is not None and alias.value is not None else name
             same = switches.setdefault(name, switch) == switch
-            if name in values and item.is_flag and self.options[name].repeats:
+            if name in values and item.is_flag and self.options[name].rules.repeats:
                 values[name] = (*values[name][0], *value), item.where
                 continue
             before, where = values.setdefault(name, (value, item.where))

@@ -23,8 +23,6 @@ STATES = 3
 FACTORS = ALIGN
 """Elements of fp32 that a bucket has for the scale of its gradient and for whether to skip it: two,
 padded."""
-DIGITS = 6
-"""Most digits of a processor's number."""
 
 
 @dataclass(frozen=True)
@@ -242,21 +240,3 @@ def _columns_on_device(
         }
         numbers += 6 * 4 * len(names) + 3 * 4
     return elements, numbers
-
-
-def core_list(text: str) -> tuple[int, ...]:
-    """Reads ``0-2,8`` as 0, 1, 2, 8. Returns nothing if the text is no such list, or has numbers
-    with too many digits."""
-    cores: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        first = _number(low)
-        last = _number(high if dash else low)
-        if first is None or last is None or first > last:
-            return ()
-        cores += range(first, last + 1)
-    return tuple(sorted(set(cores)))
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS else None

@@ -34,7 +34,6 @@ from megatron_llama.plans.checks.model import (
     reward_problems,
 )
 from megatron_llama.plans.checks.muon import muon_problems
-from megatron_llama.plans.checks.offload import offload_problems
 from megatron_llama.plans.checks.optimizer import (
     moment_problems,
     optimizer_problems,
@@ -255,7 +254,6 @@ def problems(config: Config, world_size: int) -> list[str]:
         *lora_problems(config),
         *bad_step_problems(config),
         *determinism_problems(config.training),
-        *offload_problems(config),
         *zenflow_problems(config),
         *run_problems(config),
         *data_order_problems(config),

@@ -3,8 +3,8 @@ what is easily missed.
 
 What may be combined is not written here again. A case begins with a layout and a family; then
 options are added one after the other, and what the product's own checks refuse beside those before
-it is left out. So a new option of the schema needs a line here and no rules. Some cases keep a
-wrong value, to see how it is refused."""
+it is left out. Fields say themselves which of their values are drawn (``draws``); what is drawn
+together stands here. Some cases keep a wrong value, to see how it is refused."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.plans.params import PROJECTIONS
 from megatron_llama.plans.schedule import ScheduleError, placement_of
 from megatron_llama.prove.case import STEPS, Case
-from megatron_llama.prove.given import EXAMPLES, PRETRAIN, SECTIONS, read_given
-from megatron_llama.prove.rules import LEFT_OUT
+from megatron_llama.prove.given import EXAMPLES, LEFT_OUT, PRETRAIN, SECTIONS, read_given
 from megatron_llama.tune.sft.repair import Repair
 
 T = TypeVar("T")
@@ -281,7 +280,7 @@ def _with(case: Case, more: Options) -> Case | None:
 def _spoiled(chance: random.Random, case: Case) -> Case:
     """The case with a wrong value of one option, if the product takes none of three for right."""
     known = options_of(SECTIONS if case.sft else PRETRAIN)
-    for name in chance.sample(sorted(known.keys() - LEFT_OUT.keys()), 3):
+    for name in chance.sample(sorted(known.keys() - LEFT_OUT), 3):
         spoiled = replace(case, options={**case.options, name: _wrong(chance, known[name].kind)})
         if _with(spoiled, {}) is None:
             return spoiled
@@ -315,64 +314,9 @@ def _model(chance: random.Random) -> Options:
 
 VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        # model
-        "max_position_embeddings": (8, 64),
-        "rms_norm_eps": (1e-6, 1e-3),
-        "rope_theta": (100.0, 1e6),
-        "initializer_range": (0.005, 0.1),
-        "attention_bias": (True,),
-        "add_qkv_bias": (True, False),
-        "mlp_bias": (True,),
-        "qk_norm": ("none", "head", "projection"),
-        "norm_position": ("before", "after", "both"),
-        "apply_layernorm_1p": (True, False),
-        "hidden_act": ("silu", "gelu_pytorch_tanh"),
-        "embedding_multiplier": (2.5,),
-        "query_pre_attn_scalar": (5.0, 20.0),
-        "attn_logit_softcapping": (3.0, 0.0),
-        "final_logit_softcapping": (4.0, 0.0),
-        "partial_rotary_factor": (0.25, 0.5),
-        "rope_local_base_freq": (50.0,),
-        "make_vocab_size_divisible_by": (1, 8, 100),
-        "pad_token_id": (-1, 40),
-        # parallel
-        "exchange_chunk_bytes": (64, 1_000, 4_096),
-        "recompute_num_layers": ("0", "1", "2", "auto"),
-        "grad_reduce_in_bf16": (True,),
-        "high_priority_stream_groups": (("none",), ("dp", "pp")),
-        "nccl_pp_max_ctas": (0, 1),
-        # training
-        "z_loss_weight": (1e-3, 0.1),
-        "seed": (7,),
-        "bf16": (True,),
-        "fp64": (True,),
-        "attention_backend": ("flash", "fused"),
-        "deterministic_mode": (True,),
-        "on_bad_step": ("skip", "rollback"),
-        "check_weight_hash_across_dp_replicas_interval": (1, 3),
-        # optimizer
-        "lr": (1e-4, 1e-2),
-        "min_lr": (1e-5,),
-        "weight_decay": (0.0, 0.3),
-        "adam_beta1": (0.0, 0.5),
-        "adam_beta2": (0.9, 0.95),
-        "adam_eps": (1e-15, 1e-3),
-        "clip_grad": (0.0, 0.05, 1e9),
-        "train_pad_embedding": (True,),
-        # data
-        "split": ("80,20,0", "50,30,20", "100,0,0"),
-        "data_order": ("sequential",),
-        "megatron_data_order": (True,),
-        **dict.fromkeys(DOCUMENTS, (True, False)),
-        # examples
-        "data_format": ("messages", "sharegpt", "alpaca", "prompt", "text"),
-        "valid_data": (("valid.jsonl",),),
-        "chat_template": ("plain", "chatml", "llama2", "llama3"),
-        "loss_on": ("last", "all"),
-        "on_bad_sample": ("drop",),
-        "on_long_sample": ("drop",),
-        "packing": (True, True, True),
-        "neftune_noise_alpha": (5.0,),
+        name: option.rules.draws
+        for name, option in options_of(SECTIONS).items()
+        if option.rules.draws
     }
 )
 """Options that are drawn one by one, and what they are set to."""

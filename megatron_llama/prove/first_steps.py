@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -13,8 +13,8 @@ from types import MappingProxyType
 import torch
 
 from megatron_llama.api.train import open_stream_inputs, run_training
-from megatron_llama.config.parse import Parsed
-from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig
+from megatron_llama.config.parse import Parsed, options_of
+from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import UserError, counted
@@ -24,7 +24,7 @@ from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.params import hf_shapes
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.drift import Drift, Dtype, compare
-from megatron_llama.prove.given import read_given
+from megatron_llama.prove.given import SECTIONS, read_given
 from megatron_llama.prove.logs import FP32_ROUNDING, OURS, LoggedStep, Number, RunLog
 from megatron_llama.prove.materials import parsed_options
 from megatron_llama.prove.pool import WorkerError, WorkerPool
@@ -38,20 +38,13 @@ BYTES_OF_PARAMETER = 20
 """Master, two moments, gradient and compute copy."""
 SHARE_OF_PEAK = 0.25
 """Of the speed of a large product, that a step has here: bf16 is slow on CPUs."""
-STARTS = (
-    *("load", "finetune", "load_optim", "init_from_hf", "ignore_hf_config_fields"),
-    "resize_embeddings",
-)
-"""Options of checkpoints that say with what a run starts; the others save."""
 LEFT_OUT = frozenset(
-    {
-        *(field.name for field in fields(CheckpointConfig) if field.name not in STARTS),
-        *(field.name for field in fields(LogConfig)),
-        *("exit_interval", "exit_duration_in_mins", "eval_interval", "eval_iters"),
-        "early_stop_patience",
-    }
+    name
+    for name, option in options_of(SECTIONS).items()
+    if option.rules.changes == "nothing" and option.section is not DataConfig
 )
-"""Options that change no training step."""
+"""Options that change no training step. Those of data stay: what the run has read may lie in its
+cache."""
 
 
 def first_steps(

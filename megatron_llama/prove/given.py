@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.api.common.configs import AutoParallelConfig
 from megatron_llama.api.common.loaded import loaded_model
 from megatron_llama.config.help import config_sections
-from megatron_llama.config.parse import Parsed, flag
+from megatron_llama.config.option import Small
+from megatron_llama.config.parse import Parsed, flag, options_of
 from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import (
     CheckpointConfig,
@@ -26,13 +28,22 @@ from megatron_llama.loop.start import find_start
 from megatron_llama.loop.vocabulary import find_vocabulary
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.prove.case import STEPS, Note
-from megatron_llama.prove.rules import LEFT_OUT
 from megatron_llama.prove.world import World
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 PRETRAIN: tuple[type[Any], ...] = (*config_sections(), AutoParallelConfig)
 SECTIONS: tuple[type[Any], ...] = (SFTConfig, *PRETRAIN)
 """The options of sft, which has all of pretrain."""
+SMALL: Mapping[str, Small] = MappingProxyType(
+    {
+        name: option.rules.small
+        for name, option in options_of(SECTIONS).items()
+        if option.rules.small is not None
+    }
+)
+"""What becomes of each option in a small run, as its field says."""
+LEFT_OUT = frozenset(name for name, small in SMALL.items() if small.fate == "left out")
+"""Options that no case has."""
 EXAMPLES = frozenset(item.name for item in fields(SFTConfig))
 """Options that make it a run of ``sft``."""
 

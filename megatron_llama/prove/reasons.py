@@ -58,7 +58,7 @@ def reasons_of(
 ) -> dict[str, str]:
     """Return why options of the case ``here`` have their values, by their names: what they show and
     what not, and whether another one of ``cases`` has it, or as many --ranks as are named. Other
-    options have their reasons in ``rules.SCALED``."""
+    options have the reasons that their fields say."""
 
     def owner(has: Callable[[World], bool], ranks: int) -> str:
         return "another case has" if any(has(case) for case in cases) else f"--ranks {ranks} has"

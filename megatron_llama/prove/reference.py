@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
-from megatron_llama.config.schema import Config, LoraConfig, OptimizerConfig, ParallelConfig
+from megatron_llama.config.parse import options_of
+from megatron_llama.config.schema import Config, LoraConfig, OptimizerConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import adapter_shapes
 from megatron_llama.plans.specs import Rectangle
 from megatron_llama.prove.case import Case, Note
 from megatron_llama.prove.compare import History
+from megatron_llama.prove.given import SECTIONS
 
 DTYPES = ("bf16", "fp16", "fp64")
 ADAM_EPS = 1e-6
@@ -37,7 +39,9 @@ LORA_EPS = 1e-2
 gradient is made of what Adam makes of B's first one. With an epsilon of 1e-6 it was up to 30 % from
 fp32 in bf16, and a run 6 times as far from it as one process in some tensor; with this one 4 %, and
 1.2 times."""
-SPREAD = {field.name for field in fields(ParallelConfig)} | {"micro_batch_size"}
+SPREAD = frozenset(
+    name for name, option in options_of(SECTIONS).items() if option.rules.changes == "messages"
+)
 """Options that say how a run is spread, not what it computes."""
 OFFLOAD = {field.name for field in fields(OffloadConfig)} | {
     field.name for field in fields(ZenFlowConfig)

@@ -3,9 +3,10 @@ every structure stays.
 
 A structure is what decides which code runs and who talks to whom: which axes are above 1, whether
 key/value heads have copies, whether the vocabulary is padded, whether a window is shorter than the
-sequence, whether microbatches are a multiple of the pipeline ranks. ``rules.py`` has one entry for
-each option; ``small_model.py`` and ``small_run.py`` compute what is scaled. What is small already
-stays as it is, so shrinking twice is shrinking once.
+sequence, whether microbatches are a multiple of the pipeline ranks. The field of each option says
+whether it is kept, scaled or left out, and why (``Small`` of ``config/option.py``);
+``small_model.py`` and ``small_run.py`` compute what is scaled in relation to other options. What is
+small already stays as it is, so shrinking twice is shrinking once.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from typing import Any
 from megatron_llama.api.common.options import read_options
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.parse import Parsed, differences, flag
-from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.config.schema import OWN_TEXT, Config, ModelConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.resolve import assemble, check, resolve
 from megatron_llama.prove.case import NOT_HERE, STEPS, Case, Note
-from megatron_llama.prove.given import PRETRAIN, SECTIONS, Given, read_given
+from megatron_llama.prove.given import LEFT_OUT, PRETRAIN, SECTIONS, SMALL, Given, read_given
 from megatron_llama.prove.reasons import needs_of, reasons_of
-from megatron_llama.prove.rules import LEFT_OUT, OWN_TEXT, SCALED, WITHOUT_EFFECT
 from megatron_llama.prove.small_model import (
     blocks_here,
     is_small,
@@ -36,6 +36,7 @@ from megatron_llama.prove.small_model import (
 )
 from megatron_llama.prove.small_run import (
     datasets,
+    lowered_values,
     shard_size_here,
     small_batch,
     small_blend,
@@ -78,11 +79,7 @@ def _case(given: Given, here: World, cases: Sequence[World]) -> Case:
     resolved = resolve(small, here.world_size)
     before, after = _values(given.resolved, given.examples), _values(resolved, examples)
     reasons = reasons_of(given.resolved, given.world, resolved, here, cases)
-    scaled = [
-        *given.notes,
-        *_world_notes(given, here),
-        *_scaled_notes(before, after, {**SCALED, **reasons}),
-    ]
+    scaled = [*given.notes, *_world_notes(given, here), *_scaled_notes(before, after, reasons)]
     name = str(here) if any(note.is_scaled for note in scaled) else AS_GIVEN
     restated = _restated_notes(given, {note.option for note in scaled})
     notes = (*scaled, *restated, *_left_out_notes(given), *_kept_notes(before, after, options))
@@ -109,7 +106,8 @@ def _small(given: Given, here: World) -> Config:
             start, increment, samples = yours.training.rampup_batch_size
             soon = (start, increment, min(samples, yours.training.global_batch_size))
             small = _with(small, {"rampup_batch_size": soon})
-        small = _with(small, small_schedule(yours, small) | small_intervals(yours))
+        intervals = lowered_values(yours) | small_intervals(yours)
+        small = _with(small, small_schedule(yours, small) | intervals)
     return _with(small, small_blend(yours.data.data_path))
 
 
@@ -209,9 +207,11 @@ def _world_notes(given: Given, here: World) -> Iterator[Note]:
 def _scaled_notes(
     before: Mapping[str, Any], after: Mapping[str, Any], reasons: Mapping[str, str]
 ) -> Iterator[Note]:
-    """Every option that has another value here."""
-    for name, why in reasons.items():
-        if before[name] != after[name]:
+    """Yield every option that has another value here, with the reason of this case, or that of its
+    field."""
+    for name, small in SMALL.items():
+        if small.fate == "scaled" and before[name] != after[name]:
+            why = reasons.get(name, small.why)
             yield Note(flag(name), *_change(before[name], after[name]), why)
 
 
@@ -226,10 +226,10 @@ def _restated_notes(given: Given, told: Collection[str]) -> Iterator[Note]:
 def _left_out_notes(given: Given) -> Iterator[Note]:
     """Every option that was given and that no case has."""
     for name, value in given.left_out.items():
-        yield Note(flag(name), _shown(value), NOT_HERE, LEFT_OUT[name])
+        yield Note(flag(name), _shown(value), NOT_HERE, SMALL[name].why)
     paths = given.resolved.data.data_path
     if paths and not datasets(paths):
-        yield Note("--data-path", _shown(paths), NOT_HERE, OWN_TEXT)
+        yield Note("--data-path", _shown(paths), NOT_HERE, OWN_TEXT.why)
 
 
 def _kept_notes(
@@ -237,9 +237,12 @@ def _kept_notes(
 ) -> Iterator[Note]:
     """Every option of the case whose value was kept, first those that may have no effect."""
     kept = [name for name in options if before[name] == after[name]]
-    for name in sorted(kept, key=lambda name: name not in WITHOUT_EFFECT):
+    without_effect = {
+        name: small.why for name, small in SMALL.items() if small.fate == "kept" and small.why
+    }
+    for name in sorted(kept, key=lambda name: name not in without_effect):
         value = _shown(after[name])
-        yield Note(flag(name), value, value, WITHOUT_EFFECT.get(name, ""))
+        yield Note(flag(name), value, value, without_effect.get(name, ""))
 
 
 def _values(config: Config, examples: SFTConfig) -> dict[str, Any]:

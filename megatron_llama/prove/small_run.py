@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron_llama.config.batch_ramp import BatchSizes
@@ -15,6 +15,7 @@ from megatron_llama.plans.run_engine import parameter_slots, rank_bucket_plan
 from megatron_llama.plans.schedule import placement_of
 from megatron_llama.plans.zenflow import longest_window
 from megatron_llama.prove.case import STEPS
+from megatron_llama.prove.given import SMALL
 from megatron_llama.prove.world import World
 
 BLOCKS = 4
@@ -218,17 +219,22 @@ def small_schedule(yours: Config, here: Config) -> dict[str, Any]:
     return values
 
 
+def lowered_values(yours: Config) -> dict[str, Any]:
+    """Return the options whose fields say how large they may be in so few steps."""
+    sections = [getattr(yours, item.name) for item in fields(Config)]
+    values = {name: value for section in sections for name, value in vars(section).items()}
+    return {
+        name: min(values[name], small.most)
+        for name, small in SMALL.items()
+        if small.most is not None and values.get(name) is not None
+    }
+
+
 def small_intervals(yours: Config) -> dict[str, Any]:
     """Return what happens every so many steps, so that it happens within those that are run."""
-    training = yours.training
     values: dict[str, Any] = {}
-    if training.eval_interval:
-        values["eval_interval"] = min(training.eval_interval, STEPS // 2)
-        values["eval_iters"] = min(training.eval_iters, 2)
-    if training.check_weight_hash_across_dp_replicas_interval:
-        values["check_weight_hash_across_dp_replicas_interval"] = min(
-            training.check_weight_hash_across_dp_replicas_interval, 2
-        )
+    if yours.training.eval_interval:
+        values["eval_iters"] = min(yours.training.eval_iters, 2)
     zenflow = yours.zenflow
     if zenflow != ZenFlowConfig():
         values |= _zenflow(zenflow)

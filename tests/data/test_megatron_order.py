@@ -70,6 +70,7 @@ def our_config(words: list[str], split: str, seq_length: int, seed: int, iterati
     )
 
 
+@pytest.mark.tries("megatron_data_order")
 @pytest.mark.parametrize("split", ["100,0,0", "70,30", "1,1,1"])
 @pytest.mark.parametrize(
     ("words", "iterations"),

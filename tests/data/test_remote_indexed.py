@@ -328,6 +328,7 @@ def test_files_that_cannot_be_used(dataset: IndexedDataset, tmp_path: Path, fast
         remote(f"{server.url}/short", tmp_path / "cache")
 
 
+@pytest.mark.tries("data_cache_path", "data_cache_gib")
 def test_options_of_the_cache(dataset: IndexedDataset, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{server.url}/corpus"
     data = DataConfig(data_cache_path=str(tmp_path / "here"), data_cache_gib=0.5)

@@ -161,6 +161,7 @@ def test_shuffled_lanes_hold_the_same_tokens(
     assert [row for step in expected[:1] for row in step] == [shuffled.sample(n).tolist() for n in range(GLOBAL_BATCH_SIZE)]
 
 
+@pytest.mark.tries("stream_workers")
 @pytest.mark.parametrize(("size", "micro", "workers"), [(2, 1, 2), (4, 2, 1), pytest.param(8, 2, 1, marks=pytest.mark.long)])
 def test_every_layout_reads_the_same_samples(
     size: int, micro: int, workers: int, folder: Path, settings: StreamSettings, expected: list[list[list[int]]]
@@ -216,6 +217,7 @@ def test_a_run_that_goes_back_reads_the_same_again(folder: Path, settings: Strea
     assert steps([stream], 1, 17, 20) == expected[17:20], "samples that are left out"
 
 
+@pytest.mark.tries("stream_window")
 def test_what_a_rank_holds_is_bounded(folder: Path, settings: StreamSettings) -> None:
     stream = open_stream(folder, settings)
     most = 0
@@ -340,6 +342,7 @@ def test_text_that_never_comes(shuffled: bool, with_text: str, refused: bool, ra
         assert len(reading.microbatches(0)) == GLOBAL_BATCH_SIZE // 2
 
 
+@pytest.mark.tries("stream_key")
 def test_columns_are_named(settings: StreamSettings, tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"body": ["a", None]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a.parquet: column 'text': got no such column \(columns: 'body'\).*change --stream-key"):
@@ -388,6 +391,7 @@ def test_a_worker_that_dies_is_an_error(folder: Path, settings: StreamSettings) 
         steps([stream], 1, 1, 400)
 
 
+@pytest.mark.tries("stream_lanes")
 def test_the_identity_tells_streams_apart(folder: Path, settings: StreamSettings) -> None:
     this = open_stream(folder, settings).identity()
     assert this == open_stream(folder, replace(settings, workers=1, step_samples=4)).identity(), "these change no sample"

@@ -190,6 +190,7 @@ def told(config: Config) -> dict[str, tuple[bool, int | None]]:
 PIPELINE = ("pp", "pp_backward", "pp_return", "pp_backward_return")
 
 
+@pytest.mark.tries("high_priority_stream_groups", "nccl_pp_max_ctas")
 @pytest.mark.parametrize(
     ("groups", "ctas", "high"),
     [

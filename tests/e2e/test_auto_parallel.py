@@ -12,6 +12,7 @@ from megatron_llama.planner.choice import SEARCHED
 from tests.e2e.product import Layout, Product, column
 
 
+@pytest.mark.tries("auto_parallel")
 @pytest.mark.long
 def test_all_processes_take_the_planned_layout(product: Product, tmp_path: Path) -> None:
     """What is given stays. A resumed run in another layout says so, and goes on where it was."""

@@ -88,6 +88,7 @@ def test_a_run_stops_and_keeps_no_such_checkpoint(name: str, lose: Lose, row: in
     assert re.search(r"fault.*iter_0000004 is not kept: not finite: ", str(list(Incidents(read_run(str(folder))).listed)))
 
 
+@pytest.mark.tries("on_bad_checkpoint")
 @pytest.mark.parametrize("more", [{}, BACKGROUND], ids=["waited for", "in the background"])
 @pytest.mark.parametrize("interval", [2, 3, 5], ids=["inside", "at the last step", "to the start"])
 def test_a_run_that_goes_back_is_the_run_that_lost_nothing(

@@ -153,6 +153,7 @@ def test_dry_run_of_everything(product: Product) -> None:
     assert planned.count("\nwarning: devices: 32 processes") == 1 and planned.endswith("valid for 32 processes\n")
 
 
+@pytest.mark.tries("nodes", "gpus_per_node", "world_size")
 def test_dry_run_counts_what_the_launch_block_says(product: Product, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("launch:\n  nodes: 8\n  gpus_per_node: 8\nglobal_batch_size: 64\nmicro_batch_size: 1\n")
     command = product.command(config=tmp_path / "run.yaml", global_batch_size=None, micro_batch_size=None)
@@ -173,6 +174,7 @@ def test_dry_run_refuses_what_the_run_refuses(product: Product) -> None:
     assert "valid for" not in ended.out
 
 
+@pytest.mark.tries("dry_run")
 @pytest.mark.long
 def test_strict_dry_run_wants_this_machine(product: Product, tmp_path: Path) -> None:
     begun = product.command(save=tmp_path / "new", load=tmp_path / "new")

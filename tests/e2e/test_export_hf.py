@@ -30,6 +30,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.tries("export_hf")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in ("one", "pp2 zb-v") else []) for name in LAYOUTS])
 def test_the_end_of_a_run(name: str, product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same files as ``export`` makes of the last checkpoint, and the same again when there is none."""

@@ -93,6 +93,7 @@ def skipping(product: Product, poisoned: Mapping[str, object], tmp_path_factory:
     return folder, product.train(DP2, save=folder, save_interval=1, train_iters=8, on_bad_step="skip", **poisoned).out
 
 
+@pytest.mark.tries("on_bad_step")
 def test_a_skipped_step_leaves_no_trace_in_the_weights(skipping: tuple[Path, str]) -> None:
     folder, printed = skipping
     assert skipped(folder) == [LEFT_OUT]
@@ -187,6 +188,7 @@ def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product,
     assert_same_state(tmp_path / "with" / "iter_0000008", tmp_path / "without" / "iter_0000008")
 
 
+@pytest.mark.tries("max_bad_steps")
 @pytest.mark.long
 def test_too_many_bad_steps_end_the_run(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
     data = changed(
@@ -215,6 +217,7 @@ def noisy(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     return {"data_order": "sequential", "data_path": data, "lr_decay_style": "constant", "lr": 1e-2, "train_iters": 22, **spikes}
 
 
+@pytest.mark.tries("loss_spike_factor", "loss_spike_window")
 @pytest.mark.long
 def test_a_loss_spike_is_what_the_manual_says(product: Product, noisy: Mapping[str, object], tmp_path: Path) -> None:
     """Found on the device, with the means of good steps, over an interruption between them and the spike."""
@@ -272,6 +275,7 @@ def test_steps_begin_behind_what_is_left_out() -> None:
     assert history.first_sample(0, lambda _: 17) == 48, "17 samples fit nowhere between the ranges"
 
 
+@pytest.mark.tries("log_straggler")
 @pytest.mark.long
 def test_the_slowest_rank_is_named(product: Product, tmp_path: Path) -> None:
     """Seven blocks and the head take longer than one block, whoever else uses the machine."""
@@ -313,6 +317,7 @@ def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
     return ""
 
 
+@pytest.mark.tries("check_weight_hash_across_dp_replicas_interval")
 @pytest.mark.long
 def test_a_flipped_bit_ends_the_run(product: Product, cluster: Cluster) -> None:
     """At the next comparison, on all ranks; nobody notices without one."""

@@ -22,6 +22,7 @@ def scales(folder: Path) -> list[tuple[float, int]]:
     return [(entry["loss_scale"], entry["skipped_iterations"]) for entry in steps(folder)]
 
 
+@pytest.mark.tries("fp16")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(TP2, marks=pytest.mark.long), ZB_V, pytest.param(CP2, marks=pytest.mark.long)],
@@ -58,6 +59,7 @@ def test_export_keeps_the_masters(product: Product, tmp_path: Path) -> None:
 GROWING: dict[str, Any] = {"fp16": True, "initial_loss_scale": 1024, "loss_scale_window": 3, "train_iters": 8, "lr_decay_iters": 8}
 
 
+@pytest.mark.tries("initial_loss_scale", "loss_scale_window")
 @pytest.mark.parametrize("layout", [pytest.param(ONE, marks=pytest.mark.long), DP2], ids=["one process", "dp2"])
 def test_resuming_goes_on_with_the_scale(layout: Layout, product: Product, tmp_path: Path) -> None:
     """Also with the count of good steps: five are a window and two thirds."""
@@ -109,12 +111,14 @@ def test_a_skipped_step_changes_nothing(recovered: tuple[Path, str], product: Pr
     assert [(meta["iteration"], meta["optimizer_step"]) for meta in counts] == [(2, 0), (40, 40 - skipped)]
 
 
+@pytest.mark.tries("hysteresis")
 def test_hysteresis(product: Product, tmp_path: Path) -> None:
     """So many overflows in a row halve the scale."""
     product.train(fp16=True, initial_loss_scale=BEYOND, hysteresis=3, save=tmp_path, train_iters=7)
     assert scales(tmp_path) == [(scale, 1) for scale in (BEYOND,) * 3 + (BEYOND / 2,) * 3 + (BEYOND / 4,)]
 
 
+@pytest.mark.tries("min_loss_scale")
 @pytest.mark.long
 def test_overflow_at_the_smallest_scale_ends_the_run(product: Product, tmp_path: Path) -> None:
     command = product.command(fp16=True, initial_loss_scale=BEYOND, min_loss_scale=BEYOND / 4, hysteresis=1, save=tmp_path, **DP2.options)

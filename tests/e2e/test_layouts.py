@@ -50,6 +50,7 @@ STEP_KEYS = (
 )
 
 
+@pytest.mark.tries("tensor_model_parallel_size")
 @pytest.mark.parametrize("name", [name if name in SPREAD else pytest.param(name, marks=pytest.mark.long) for name in SPREAD_WITH_ALL])
 def test_every_layout_trains_the_same_model(name: str, straight: Callable[[str], Path]) -> None:
     assert_same_curve(straight(name), straight("one"))
@@ -59,6 +60,7 @@ def test_the_first_loss_is_that_of_guessing(straight: Callable[[str], Path]) -> 
     assert abs(column(straight("one"), "lm_loss")[0] - math.log(VOCAB_SIZE)) < 0.05
 
 
+@pytest.mark.tries("log_format")
 def test_log_lines_and_log_file_say_the_same(product: Product, tmp_path: Path) -> None:
     printed = product.train(DP2, save=tmp_path, log_format="megatron", **EVALUATED)
     lines = [match for line in printed.out.splitlines() if (match := LINE.fullmatch(line))]
@@ -128,6 +130,7 @@ def test_validation_loss_falls(product: Product, tmp_path: Path) -> None:
     assert curve[0] - 1.0 > curve[1] > curve[2]
 
 
+@pytest.mark.tries("data_order")
 @pytest.mark.long
 def test_data_order(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(save=tmp_path, data_order="sequential")
@@ -161,6 +164,7 @@ def test_document_masks_under_every_axis(layout: Layout, product: Product, maske
     assert_same_curve(tmp_path, masked)
 
 
+@pytest.mark.tries("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 @pytest.mark.parametrize("mask", MASKS)
 def test_each_document_mask_changes_the_loss(
     mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path

@@ -24,6 +24,7 @@ def left(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.suffix in (".incomplete", ".replaced", ".draft") or path.match("lease.*")]
 
 
+@pytest.mark.tries("steal_save")
 @pytest.mark.parametrize(
     ("layout", "saving"),
     [(DP2, {"async_save": True}), pytest.param(DP2, {}, marks=pytest.mark.long)],

@@ -49,6 +49,7 @@ def logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.tries("lora_rank", "lora_alpha", "lora_target_modules")
 @pytest.mark.long
 def test_a_run_leaves_for_peft_and_for_transformers(product: Product, adapted: Adapted) -> None:
     """PEFT's model with our additions, and transformers' with our merged weights, have the loss that training has measured."""
@@ -153,6 +154,7 @@ def test_tuning_on_examples_trains_additions_alone(product: Product, adapted: Ad
     assert weights["model.layers.3.mlp.down_proj.lora_B.weight"].abs().max() > 0
 
 
+@pytest.mark.tries("lora_dropout")
 def test_wrong_options_are_refused_together(product: Product) -> None:
     wrong = {"lora_rank": -1, "lora_alpha": 0, "lora_dropout": 0.1, "lora_target_modules": ("q_proj", "embed")}
     ended = product.start(ONE, **wrong).wait()

@@ -1,11 +1,12 @@
-"""Every option does what it says: each is tried here or, where it is the subject of another test, named with that test."""
+"""Every option does what it says: each is tried here, or by a test that is marked with its name (``tries``)."""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,123 +33,7 @@ from tests.e2e.product import (
     words,
 )
 
-ELSEWHERE: Mapping[str, str] = {
-    "sliding_window": "model/test_long_context.py::test_logits_and_text_are_huggingfaces",
-    "layer_types": "model/test_long_context.py::test_logits_and_text_are_huggingfaces",
-    "partial_rotary_factor": "model/test_long_context.py::test_logits_and_text_are_huggingfaces",
-    "query_pre_attn_scalar": "model/test_long_context.py::test_each_layer_has_its_rule_and_table",
-    "attn_logit_softcapping": "model/test_long_context.py::test_each_layer_has_its_rule_and_table",
-    "rope_local_base_freq": "model/test_long_context.py::test_each_layer_has_its_rule_and_table",
-    "tensor_model_parallel_size": "e2e/test_layouts.py::test_every_layout_trains_the_same_model",
-    "ignore_hf_config_fields": "config/test_hf_fields.py::test_unknown_fields_are_refused_together_unless_each_is_named",
-    "num_labels": "model/test_reward.py::test_scores_and_gradients_are_huggingfaces",
-    "pad_token_id": "conversion/test_reward.py::test_a_reward_model_of_every_family_goes_to_huggingface_and_back",
-    "train_pad_embedding": "e2e/test_pad_embedding.py::test_the_start_says_which_and_checkpoint_and_export_keep_the_token",
-    "resize_embeddings": "e2e/test_resize.py::test_new_rows_are_the_mean_of_the_old_ones",
-    "high_priority_stream_groups": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",
-    "nccl_pp_max_ctas": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",
-    "distributed_timeout_minutes": "e2e/test_signals.py::test_a_rank_that_hangs_is_noticed_after_the_timeout",
-    "fp16": "e2e/test_fp16.py::test_the_loss_falls",
-    "initial_loss_scale": "e2e/test_fp16.py::test_resuming_goes_on_with_the_scale",
-    "loss_scale_window": "e2e/test_fp16.py::test_resuming_goes_on_with_the_scale",
-    "min_loss_scale": "e2e/test_fp16.py::test_overflow_at_the_smallest_scale_ends_the_run",
-    "hysteresis": "e2e/test_fp16.py::test_hysteresis",
-    "bf16": "e2e/test_use.py::test_bf16",
-    "attention_backend": "parallel/test_deterministic.py::test_the_backend_reaches_every_layer",
-    "compile": "nn/test_compiled.py::test_a_compiled_step_is_the_plain_one_but_for_roundings",
-    "fp64": "e2e/test_use.py::test_fp64_is_closer_to_the_truth_than_fp32",
-    "megatron_data_order": "data/test_megatron_order.py::test_the_samples_are_megatrons",
-    "data_order": "e2e/test_layouts.py::test_data_order",
-    "data_cache_path": "data/test_remote_indexed.py::test_options_of_the_cache",
-    "data_cache_gib": "data/test_remote_indexed.py::test_options_of_the_cache",
-    "stream_key": "data/test_text_stream.py::test_columns_are_named",
-    "stream_lanes": "data/test_text_stream.py::test_the_identity_tells_streams_apart",
-    "stream_window": "data/test_text_stream.py::test_what_a_rank_holds_is_bounded",
-    "stream_workers": "data/test_text_stream.py::test_every_layout_reads_the_same_samples",
-    "reset_position_ids": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
-    "reset_attention_mask": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
-    "eod_mask_loss": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
-    "save": "e2e/test_resume.py::test_resuming_changes_no_bit",
-    "load": "e2e/test_resume.py::test_resuming_changes_no_bit",
-    "steal_save": "e2e/test_lease.py::test_a_second_start_is_refused_and_one_that_steals_ends_the_first",
-    "save_first_step": "e2e/test_saving.py::test_which_checkpoints_stay",
-    "save_retain": "e2e/test_saving.py::test_which_checkpoints_stay",
-    "save_retain_interval": "e2e/test_saving.py::test_which_checkpoints_stay",
-    "async_save": "e2e/test_saving.py::test_what_is_written_in_the_background_is_what_training_would_have_waited_for",
-    "export_hf": "e2e/test_export_hf.py::test_the_end_of_a_run",
-    "init_from_hf": "e2e/test_use.py::test_training_goes_on_from_a_huggingface_folder",
-    "progress_bar": "metrics/test_metric_log.py::test_no_bar_when_not_asked_or_not_on_a_terminal",
-    "nodes": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
-    "gpus_per_node": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
-    "world_size": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
-    "dry_run": "e2e/test_commands.py::test_strict_dry_run_wants_this_machine",
-    "prefetch_bytes": "parallel/test_sharding.py::test_prefetching_goes_as_far_as_the_bytes_allow",
-    "exchange_chunk_bytes": "parallel/test_sharding.py::test_messages_go_in_chunks_of_the_option",
-    "check_weight_hash_across_dp_replicas_interval": "e2e/test_faults.py::test_a_flipped_bit_ends_the_run",
-    "log_format": "e2e/test_layouts.py::test_log_lines_and_log_file_say_the_same",
-    "exit_zero_on_signal": "e2e/test_signals.py::test_a_signal_ends_a_run_that_saves_nothing",
-    "log_straggler": "e2e/test_faults.py::test_the_slowest_rank_is_named",
-    "on_bad_checkpoint": "e2e/test_bad_checkpoints.py::test_a_run_that_goes_back_is_the_run_that_lost_nothing",
-    "on_bad_step": "e2e/test_faults.py::test_a_skipped_step_leaves_no_trace_in_the_weights",
-    "loss_spike_factor": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",
-    "loss_spike_window": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",
-    "max_bad_steps": "e2e/test_faults.py::test_too_many_bad_steps_end_the_run",
-    "finetune": "e2e/test_start.py::test_the_weights_of_every_format",
-    "load_optim": "e2e/test_start.py::test_a_fresh_optimizer_where_the_run_was",
-    "tokenizer_type": "e2e/test_start.py::test_tokenizer_type",
-    "tensorboard_queue_size": "e2e/test_start.py::test_tensorboard_queue_size",
-    **dict.fromkeys(
-        ("job_name", "tensorboard_dir", *(f"log_{name}_to_tensorboard" for name in ("timers", "batch_size", "validation_ppl"))),
-        "e2e/test_start.py::test_tensorboard",
-    ),
-    **dict.fromkeys(
-        ("profile", "profile_step_start", "profile_step_end", "profile_ranks", "profile_dir"),
-        "e2e/test_recipes.py::test_some_steps_of_some_ranks_are_traced",
-    ),
-    "record_timeline": "e2e/test_timeline.py::test_passes_and_messages_are_those_of_the_plans",
-    "auto_parallel": "e2e/test_auto_parallel.py::test_all_processes_take_the_planned_layout",
-    **dict.fromkeys(("gpu", "nic_gbit"), "planner/test_choice.py::test_a_dry_run_prints_the_choice"),
-    "coefficients": "planner/test_calibrate.py::test_a_run_is_planned_with_what_was_measured",
-    **dict.fromkeys(
-        ("wandb_project", "wandb_exp_name", "wandb_save_dir"), "e2e/test_recipes.py::test_weights_and_biases_without_a_network"
-    ),
-    "open_metrics": "e2e/test_open_metrics.py::test_a_run_serves_and_a_second_one_is_refused",
-    **dict.fromkeys(("mlflow_experiment", "mlflow_tracking_uri"), "trackers/test_trackers.py::test_mlflow"),
-    "trackio_project": "trackers/test_trackers.py::test_trackio",
-    "rampup_batch_size": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
-    "train_samples": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
-    "epochs": "e2e/test_sft.py::test_epochs_read_every_sample_so_many_times",
-    "exit_interval": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
-    "exit_duration_in_mins": "e2e/test_recipes.py::test_a_run_ends_when_its_time_is_over",
-    "z_loss_weight": "e2e/test_recipes.py::test_z_loss_is_trained_and_not_printed",
-    "early_stop_patience": "e2e/test_sft.py::test_a_run_that_gets_no_better_ends",
-    "sample_interval": "e2e/test_sft.py::test_samples_are_what_generate_gives",
-    "sample_prompt": "e2e/test_sft.py::test_samples_are_what_generate_gives",
-    "sample_tokens": "e2e/test_sft.py::test_samples_are_what_generate_gives",
-    "freeze": "e2e/test_use.py::test_frozen_weights_stay_and_the_others_learn",
-    **dict.fromkeys(
-        ("optimizer", "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr"),
-        "engine/test_muon.py::test_every_layout_makes_what_torch_makes",
-    ),
-    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "engine/test_moments.py::test_every_layout_rounds_what_it_keeps"),
-    "optimizer_offload": "engine/test_offload.py::test_a_layer_waits_for_its_own_bucket_alone",
-    "optimizer_offload_fraction": "engine/test_offload.py::test_a_fraction_leaves_the_first_layers_on_the_device",
-    "offload_cores": "engine/test_offload.py::test_the_worker_runs_where_it_is_told",
-    "offload_speculative": "engine/test_offload.py::test_fifty_steps_that_are_clipped_now_and_then",
-    "speculation_bytes": "engine/test_offload.py::test_what_is_held_and_copied_is_what_the_plan_says",
-    "zenflow_topk_ratio": "parallel/test_zenflow.py::test_the_same_columns_are_chosen_in_every_layout",
-    **dict.fromkeys(("zenflow_update_interval", "zenflow_overlap_step"), "parallel/test_zenflow.py::test_what_crosses_is_what_is_cold"),
-    **dict.fromkeys(
-        ("zenflow_select_interval", "zenflow_full_warm_up_rounds", "zenflow_update_interval_cap"),
-        "parallel/test_zenflow.py::test_windows_close_and_columns_are_chosen_as_the_options_say",
-    ),
-    **dict.fromkeys(("zenflow_select_strategy", "zenflow_config"), "e2e/test_zenflow.py::test_a_run_by_deepspeeds_file"),
-    "lora_rank": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
-    "lora_alpha": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
-    "lora_target_modules": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
-    "lora_dropout": "e2e/test_lora.py::test_wrong_options_are_refused_together",
-}
-
+TESTS = Path(__file__).parent.parent
 EIGHT = {"world_size": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 16}
 PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
     "preset": ({"model": "llama3-8b", **dict.fromkeys(TINY), "train_iters": 1}, "parameters      8,030,261,248 in 291 tensors"),
@@ -274,6 +159,7 @@ def test_options_that_the_learning_rate_shows(option: str, product: Product, tmp
     assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
 
 
+@pytest.mark.tries("param_group")
 def test_param_group(product: Product, tmp_path: Path) -> None:
     """A group of everything is a run with other options, schedule included; resuming without it is told."""
     schedule = {"train_iters": 4, "lr_decay_iters": 4, "lr_warmup_iters": 1, "min_lr": 1e-4}
@@ -305,6 +191,7 @@ def test_options_that_the_loss_shows(option: str, product: Product, first_loss: 
     assert abs(column(tmp_path, "lm_loss")[0] - first_loss) > 1e-4
 
 
+@pytest.mark.tries("initializer_range")
 def test_initializer_range(product: Product, tmp_path: Path) -> None:
     for size in (0.0, 0.1):
         product.train(save=tmp_path / str(size), train_iters=1, lr=0.0, initializer_range=size)
@@ -315,6 +202,7 @@ def test_initializer_range(product: Product, tmp_path: Path) -> None:
     assert torch.equal(weights["model.norm.weight"], torch.ones(64))
 
 
+@pytest.mark.tries("seed")
 @pytest.mark.long
 def test_seed(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Of the weights, and of the order of the samples."""
@@ -348,6 +236,7 @@ OneStep = Callable[..., tuple[Path, dict[str, Tensor]]]
 MATRIX, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
 
 
+@pytest.mark.tries("weight_decay")
 def test_weight_decay(one_step: OneStep) -> None:
     """lr 3e-3 x 0.5 of every matrix, of the embedding too; norms are left alone."""
     (_, before), (_, without), (_, with_) = one_step(lr=0.0), one_step(), one_step(weight_decay=0.5)
@@ -356,6 +245,7 @@ def test_weight_decay(one_step: OneStep) -> None:
     assert torch.equal(with_[NORM], without[NORM]) and not torch.equal(before[NORM], without[NORM])
 
 
+@pytest.mark.tries("adam_beta1", "adam_beta2")
 def test_adam_betas(one_step: OneStep) -> None:
     """After one step the moments are (1 - beta) times the gradient and its square."""
     (_, base), (_, first), (_, second) = (one_step(), one_step(adam_beta1=0.5), one_step(adam_beta2=0.9))
@@ -364,6 +254,7 @@ def test_adam_betas(one_step: OneStep) -> None:
     assert torch.equal(second[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"])
 
 
+@pytest.mark.tries("adam_eps")
 def test_adam_eps(one_step: OneStep) -> None:
     """The first step is lr for every element; with an eps beyond every gradient almost nothing."""
     (_, before), (_, base), (_, damped) = one_step(lr=0.0), one_step(), one_step(adam_eps=10.0)
@@ -371,6 +262,7 @@ def test_adam_eps(one_step: OneStep) -> None:
     assert 0 < (damped[MATRIX] - before[MATRIX]).abs().max().item() < 3e-4
 
 
+@pytest.mark.tries("clip_grad")
 def test_clip_grad(one_step: OneStep) -> None:
     """The logged norm is that before clipping, the moments hold the clipped gradient."""
 
@@ -383,6 +275,7 @@ def test_clip_grad(one_step: OneStep) -> None:
     assert norm(base) == pytest.approx(logged[0], rel=1e-5) and norm(clipped) == pytest.approx(0.25, rel=1e-4)
 
 
+@pytest.mark.tries("log_interval", "eval_interval", "eval_iters", "save_interval")
 @pytest.mark.long
 def test_when_to_log_evaluate_and_save(product: Product, tmp_path: Path) -> None:
     product.train(save=tmp_path, train_iters=7, log_interval=3, eval_interval=4, eval_iters=3, save_interval=2)
@@ -392,6 +285,7 @@ def test_when_to_log_evaluate_and_save(product: Product, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_000000{at}" for at in (2, 4, 6, 7)]
 
 
+@pytest.mark.tries("split")
 @pytest.mark.long
 def test_split(product: Product, tmp_path: Path) -> None:
     """The whole validation split is evaluated with --eval-iters 0: half of the documents, or a tenth."""
@@ -409,6 +303,7 @@ def test_split(product: Product, tmp_path: Path) -> None:
     assert " warning: without --save and --export-hf the trained model is lost when the run ends\n" in nothing.out
 
 
+@pytest.mark.tries("max_position_embeddings", "bos_token_id", "eos_token_id")
 def test_what_the_exported_config_says(product: Product, tmp_path: Path) -> None:
     changes = {
         "max_position_embeddings": 77,
@@ -427,6 +322,7 @@ def test_what_the_exported_config_says(product: Product, tmp_path: Path) -> None
     assert config.get("rope_theta", config.get("rope_parameters", {}).get("rope_theta")) == 5e5
 
 
+@pytest.mark.tries("tokenizer_model")
 def test_tokenizer_model(product: Product, tmp_path: Path) -> None:
     """Says what the vocabulary is, and is kept beside the checkpoints, where the dataset knows no tokenizer."""
     for suffix in (".bin", ".idx"):
@@ -439,6 +335,7 @@ def test_tokenizer_model(product: Product, tmp_path: Path) -> None:
     assert kept.read_bytes() == given.read_bytes()
 
 
+@pytest.mark.tries("cp_comm_type")
 @pytest.mark.long
 def test_cp_comm_type(straight: Callable[[str], Path]) -> None:
     """A ring adds up the same attention in another order: equal to 1e-6, as another test demands, but not in every bit."""
@@ -446,6 +343,7 @@ def test_cp_comm_type(straight: Callable[[str], Path]) -> None:
     assert whole != ring
 
 
+@pytest.mark.tries("grad_reduce_in_bf16")
 @pytest.mark.long
 def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
     """Halves the messages, and with them the digits of what two replicas add up; a single process has nobody to send to."""
@@ -458,6 +356,7 @@ def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
     assert exact_curve(tmp_path / "one None") == exact_curve(tmp_path / "one True")
 
 
+@pytest.mark.tries("deterministic_mode")
 @pytest.mark.long
 def test_deterministic_mode(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """On a host a run is always the same. What the mode does on a GPU: tests/parallel/test_deterministic.py."""
@@ -465,6 +364,7 @@ def test_deterministic_mode(product: Product, straight: Callable[[str], Path], t
     assert exact_curve(tmp_path / "fixed") == exact_curve(straight("dp2 optim_grads"))
 
 
+@pytest.mark.tries("recompute_granularity")
 @pytest.mark.long
 def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute.
@@ -501,17 +401,16 @@ def test_recomputing_no_more_than_needed(product: Product) -> None:
     assert ended.out.startswith(" --recompute-num-layers auto: 0 of up to 4 blocks of a stage recompute (full); ")
 
 
-TRIED = {
-    *PLANNED, *REFUSED, *RATES, *FORWARD, "initializer_range", "seed", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
-    "clip_grad", "log_interval", "eval_interval", "eval_iters", "save_interval", "split", "max_position_embeddings", "bos_token_id",
-    "eos_token_id", "tokenizer_model", "cp_comm_type", "deterministic_mode", "grad_reduce_in_bf16", "param_group",
-    "recompute_granularity",
-}  # fmt: skip
+def options_that_tests_try() -> Iterator[str]:
+    """The options that tests say they try, by the mark ``tries``."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.tries":
+                    yield from map(ast.literal_eval, mark.args)
 
 
 def test_no_option_is_forgotten() -> None:
-    assert not TRIED & ELSEWHERE.keys()
-    assert sorted(TRIED | ELSEWHERE.keys()) == sorted(options_of(SECTIONS))
-    for option, test in ELSEWHERE.items():
-        file, name = test.split("::")
-        assert f"def {name}(" in (Path(__file__).parent.parent / file).read_text(), f"{option} is tried nowhere: {test}"
+    tried = {*PLANNED, *REFUSED, *RATES, *FORWARD, *options_that_tests_try()}
+    assert options_of(SECTIONS).keys() - tried == set(), "mark the test of the option with pytest.mark.tries"
+    assert tried - options_of(SECTIONS).keys() == set(), "there is no such option any more"

@@ -67,6 +67,7 @@ def change_of_row(exported: Path, folder: Path, row: int) -> float:
     return float((found - begun).norm() / begun.norm())
 
 
+@pytest.mark.tries("train_pad_embedding")
 def test_the_start_says_which_and_checkpoint_and_export_keep_the_token(
     train: Callable[..., Finished], trained: tuple[Path, Finished], folder: Path, padding: int, tmp_path: Path
 ) -> None:

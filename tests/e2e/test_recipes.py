@@ -34,6 +34,7 @@ def halves(product: Product, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder / "a", folder / "b"
 
 
+@pytest.mark.tries("rampup_batch_size", "train_samples", "exit_interval")
 @pytest.mark.long
 def test_blends_and_growing_batches_are_resumed_exactly(product: Product, halves: tuple[Path, Path], tmp_path: Path) -> None:
     """Stopped by --exit-interval under data parallelism, gone on as a pipeline: the same samples, step by step."""
@@ -95,6 +96,7 @@ def test_the_plan_says_how_batches_grow(product: Product) -> None:
     assert (first, full, full) == (sizes["small"], sizes["full"], sizes["growing"]) and first != full
 
 
+@pytest.mark.tries("exit_duration_in_mins")
 def test_a_run_ends_when_its_time_is_over(product: Product, tmp_path: Path) -> None:
     ended = product.train(DP2, save=tmp_path, train_iters=100_000, exit_duration_in_mins=0.02)
     last = log(tmp_path)[-1]["iteration"]
@@ -102,6 +104,7 @@ def test_a_run_ends_when_its_time_is_over(product: Product, tmp_path: Path) -> N
     assert 0 < last < 100_000
 
 
+@pytest.mark.tries("z_loss_weight")
 def test_z_loss_is_trained_and_not_printed(product: Product, tmp_path: Path) -> None:
     for name, weight in (("without", 0.0), ("with", 0.1)):
         product.train(save=tmp_path / name, train_iters=2, lr=0.0, z_loss_weight=weight, **EVALUATED)
@@ -124,6 +127,7 @@ def test_what_does_not_go_together_is_refused(product: Product) -> None:
         assert says in refused.err
 
 
+@pytest.mark.tries("profile", "profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
 @pytest.mark.long
 def test_some_steps_of_some_ranks_are_traced(product: Product, tmp_path: Path) -> None:
     """One forward pass of each microbatch of each traced step, no more; rank 0 is not asked."""
@@ -160,6 +164,7 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.tries("wandb_project", "wandb_exp_name", "wandb_save_dir")
 @pytest.mark.long
 def test_weights_and_biases_without_a_network(product: Product, tmp_path: Path) -> None:
     """The run that wandb keeps on this machine has the project, the name, the options and every number. It goes on when the training is

@@ -120,6 +120,7 @@ def assert_resized(found: dict[str, Tensor], hf: Path, rows: int) -> None:
         torch.testing.assert_close(found[name][ROWS], mean, rtol=1e-6, atol=0)
 
 
+@pytest.mark.tries("resize_embeddings")
 @pytest.mark.long
 @pytest.mark.parametrize("rows", [None, ROWS + 30])
 def test_new_rows_are_the_mean_of_the_old_ones(rows: int | None, hf: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from tests.e2e.product import (
 LAST = "iter_0000006"
 
 
+@pytest.mark.tries("save", "load")
 @pytest.mark.parametrize(
     "name",
     [

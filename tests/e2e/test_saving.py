@@ -32,6 +32,7 @@ def writers(run: Run) -> list[int]:
     return [int(child) for (child,) in found]
 
 
+@pytest.mark.tries("async_save")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(ONE, marks=pytest.mark.long), DP2, pytest.param(TP2_PP2, marks=pytest.mark.long)],
@@ -53,6 +54,7 @@ def test_what_is_written_in_the_background_is_what_training_would_have_waited_fo
     assert steps(beside)[-1]["iteration"] == 8
 
 
+@pytest.mark.tries("save_first_step", "save_retain", "save_retain_interval")
 @pytest.mark.parametrize("background", [{}, {"async_save": True}], ids=["waited for", "in the background"])
 @pytest.mark.parametrize(
     ("options", "expected"),

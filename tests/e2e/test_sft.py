@@ -242,6 +242,7 @@ def samples(product: Product, tmp_path_factory: pytest.TempPathFactory) -> list[
     return found
 
 
+@pytest.mark.tries("sample_interval", "sample_prompt", "sample_tokens")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(TP2, marks=pytest.mark.long), pytest.param(DP2_PARAMS, marks=pytest.mark.long), CP2_RING, ZB_V],
@@ -252,6 +253,7 @@ def test_samples_are_what_generate_gives(layout: Layout, product: Product, sampl
     assert samples_of(product.train(layout, sample_prompt=SAMPLED_PROMPTS, **{**SAMPLED, "save_interval": None})) == samples
 
 
+@pytest.mark.tries("early_stop_patience")
 def test_a_run_that_gets_no_better_ends(tune: Tune, tmp_path: Path) -> None:
     """Two evaluations above the first, the second of them after a resume; what has ended is exported, and the best is kept."""
     options = {"lr": 0.5, "lr_decay_style": "constant", "eval_interval": 1, "early_stop_patience": 3, "train_iters": 9, "save_interval": 1}
@@ -306,6 +308,7 @@ def expected_loss(base: Path, file: Path) -> float:
     return total / count
 
 
+@pytest.mark.tries("epochs")
 @pytest.mark.long
 def test_epochs_read_every_sample_so_many_times(tune: Tune, pairs: Path, tmp_path: Path) -> None:
     """Two passes in steps of 16, stopped inside the first and gone on under another layout; then half a pass more."""

@@ -51,6 +51,7 @@ def test_a_signal_saves_and_ends_every_rank(
     assert_same_state(folder / f"iter_{LONG:07d}", tmp_path / "straight" / f"iter_{LONG:07d}")
 
 
+@pytest.mark.tries("exit_zero_on_signal")
 def test_a_signal_ends_a_run_that_saves_nothing(product: Product) -> None:
     """Here the scheduler takes other statuses than 0 for failures."""
     run = product.start(DP2, train_iters=100_000, exit_zero_on_signal=True)
@@ -87,6 +88,7 @@ LATER = 150
 """A step in which every rank has told where it is, more than a second after the start."""
 
 
+@pytest.mark.tries("distributed_timeout_minutes")
 @pytest.mark.long
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product, tmp_path: Path) -> None:
     """All others say which it is, where it was last seen, and where they wait; and end. The word of rank 0 stays in the run's folder."""

@@ -44,6 +44,7 @@ def from_hf(product: Product, folders: dict[str, Path], tmp_path_factory: pytest
     return folder
 
 
+@pytest.mark.tries("finetune")
 @pytest.mark.parametrize(
     "name",
     [
@@ -65,6 +66,7 @@ def test_the_weights_of_every_format(name: str, product: Product, folders: dict[
     assert f" --load {folders[name]}: the weights of {path}; the run begins at iteration 0\n" in ended.out
 
 
+@pytest.mark.tries("load_optim")
 def test_a_fresh_optimizer_where_the_run_was(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     ended = product.train(DP2, load=straight("one"), no_load_optim=True, save=tmp_path, train_iters=7, lr_decay_iters=7)
     assert column(tmp_path, "iteration") == [7] and column(tmp_path, "consumed_samples") == [56]
@@ -172,6 +174,7 @@ def test_what_has_no_effect_without_load(product: Product, capsys: pytest.Captur
     assert "warning: --log-timers-to-tensorboard without --tensorboard-dir: nothing is written\n" in said
 
 
+@pytest.mark.tries("tokenizer_type")
 def test_tokenizer_type(product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Decides which file of a folder counts."""
     folder = shutil.copytree(f"{product.data}-tokenizer", tmp_path / "tokenizer")
@@ -217,6 +220,7 @@ CURVES = {"lm loss": "lm_loss", "learning-rate": "learning_rate", "grad-norm": "
 TIMERS = {"tokens-per-second-per-gpu": "tokens_per_second_per_gpu", "tflops-per-gpu": "tflops_per_gpu"}
 
 
+@pytest.mark.tries("job_name", "tensorboard_dir", "log_timers_to_tensorboard", "log_batch_size_to_tensorboard", "log_validation_ppl_to_tensorboard")
 @pytest.mark.long
 def test_tensorboard(product: Product, tmp_path: Path) -> None:
     """It shows what the log has, a resumed run as one curve; Megatron's three switches add theirs."""
@@ -244,6 +248,7 @@ def tags(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.tries("tensorboard_queue_size")
 def test_tensorboard_queue_size(tmp_path: Path) -> None:
     board = TensorBoard(LogConfig(tensorboard_dir=str(tmp_path), tensorboard_queue_size=3), 0)
     assert board._writer.max_queue == 3

@@ -49,6 +49,7 @@ def recorded(file: Path) -> Recorded:
     return read_timeline(file)
 
 
+@pytest.mark.tries("record_timeline")
 def test_passes_and_messages_are_those_of_the_plans(recorded: Recorded) -> None:
     """Every action of every rank in the order of the schedule, and every gather and reduction with its bytes."""
     plan = MemoryPlan(config_of(recorded, Path("run.json")), 4)

@@ -184,6 +184,7 @@ def test_tasks_need_an_extra_and_go_with_nothing_else(
     assert "--limit: got given without --tasks" in capsys.readouterr().err
 
 
+@pytest.mark.tries("init_from_hf")
 def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: Trained, tmp_path: Path) -> None:
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
     product.train(TP2, init_from_hf=trained.hf, save=tmp_path, train_iters=2, eval_interval=2, eval_iters=0, **shape)
@@ -277,6 +278,7 @@ def test_export_of_a_run_without_tokenizer(product: Product, tmp_path: Path) -> 
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("a statement")["input_ids"][0] == 1
 
 
+@pytest.mark.tries("bf16")
 @pytest.mark.long
 def test_bf16(product: Product, tmp_path: Path) -> None:
     product.train(TP2, bf16=True, save=tmp_path / "run", train_iters=20, lr_decay_iters=20, lr=1e-2)
@@ -293,6 +295,7 @@ def test_bf16(product: Product, tmp_path: Path) -> None:
     assert generated(product, "--init-from-hf", tmp_path / "hf", "--bf16", "--temperature", 0).startswith(PROMPT)
 
 
+@pytest.mark.tries("fp64")
 def test_fp64_is_closer_to_the_truth_than_fp32(product: Product, tmp_path: Path) -> None:
     """Two layouts differ by rounding alone: 1e-6 in fp32, a millionth of that in fp64."""
     for name, layout in (("one", Layout(1, {})), ("tp2", TP2)):
@@ -301,6 +304,7 @@ def test_fp64_is_closer_to_the_truth_than_fp32(product: Product, tmp_path: Path)
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
+@pytest.mark.tries("freeze")
 @pytest.mark.parametrize("bf16", [pytest.param(None, marks=pytest.mark.long), True], ids=["fp32", "bf16"])
 def test_frozen_weights_stay_and_the_others_learn(product: Product, tmp_path: Path, bf16: bool | None) -> None:
     """Sharded, saved, resumed, and resumed under another layout."""

@@ -22,6 +22,7 @@ def steps_per_epoch(product: Product) -> int:
     return -(-len(open_stream(config, str(product.data), TRAINING)) // GLOBAL_BATCH_SIZE)
 
 
+@pytest.mark.tries("zenflow_select_strategy", "zenflow_config")
 @pytest.mark.long
 def test_a_run_by_deepspeeds_file(product: Product, tmp_path: Path) -> None:
     """Columns are chosen once an epoch; a run that is killed in the middle of a window ends as the one that was not."""

@@ -188,6 +188,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.tries("exp_avg_dtype", "exp_avg_sq_dtype")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{' '.join(layout.kept)} {layout.name}")
 def test_every_layout_rounds_what_it_keeps(cluster: Cluster, layout: MomentLayout) -> None:
     """Each layout's own gradients are held against those of one process in the first step, where nothing has been rounded yet. Later ones depend

@@ -134,6 +134,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.tries("optimizer", "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_layout_makes_what_torch_makes(cluster: Cluster, layout: MuonLayout) -> None:
     """In fp64, where no rounding to bf16 goes another way because sums have another order."""

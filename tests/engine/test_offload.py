@@ -93,6 +93,7 @@ def ways(layout: Layout) -> list[Layout]:
     return [replace(offloaded, blocking=True), offloaded, replace(layout, offload=SPECULATIVE, early=True)]
 
 
+@pytest.mark.tries("offload_speculative")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -202,6 +203,7 @@ class Gated(HostCopies):
         super().copy(target, source)
 
 
+@pytest.mark.tries("optimizer_offload")
 def test_a_layer_waits_for_its_own_bucket_alone() -> None:
     """The embedding and the first layers can run while the weights of the last ones are still on the host."""
     copies = Gated()
@@ -356,6 +358,7 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
     return (rule.nbytes, sum(storages.values()), rule.to_host_bytes - before[0], rule.to_device_bytes - before[1])
 
 
+@pytest.mark.tries("speculation_bytes")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -376,6 +379,7 @@ def test_what_is_held_and_copied_is_what_the_plan_says(layout: Layout, cluster: 
         assert (to_host, to_device) == (plan.to_host, plan.to_device)
 
 
+@pytest.mark.tries("optimizer_offload_fraction")
 def test_a_fraction_leaves_the_first_layers_on_the_device() -> None:
     sizes = {}
     for fraction in (0.0, 0.3, 1.0):
@@ -397,6 +401,7 @@ def cores_of(run: Trainer) -> set[int]:
     return found
 
 
+@pytest.mark.tries("offload_cores")
 def test_the_worker_runs_where_it_is_told() -> None:
     here = devices.physical_cores()
     for option, expected in (("auto", set(here)), (str(here[-1]), {here[-1]})):

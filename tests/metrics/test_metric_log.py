@@ -313,6 +313,7 @@ def test_the_bar_is_on_a_terminal_and_text_stands_above_it(tmp_path: Path) -> No
     assert line == compact_line(replace(RECORD, iteration=4), NOW)
 
 
+@pytest.mark.tries("progress_bar")
 def test_no_bar_when_not_asked_or_not_on_a_terminal(tmp_path: Path) -> None:
     log, out = opened(tmp_path)
     with log:

@@ -148,6 +148,7 @@ def plain(model: ModelConfig) -> ModelConfig:
     return replace(model, rope_scaling=None, partial_rotary_factor=1.0, sliding_window=0, layer_types=())
 
 
+@pytest.mark.tries("sliding_window", "layer_types", "partial_rotary_factor")
 @cases
 def test_logits_and_text_are_huggingfaces(name: str) -> None:
     """Of a prompt beyond every limit; and 200 greedy tokens, from a prompt within every limit and from one beyond."""
@@ -237,6 +238,7 @@ def test_a_sliding_layer_keeps_its_window() -> None:
 GEMMA = {"query_pre_attn_scalar": 64.0, "attn_logit_softcapping": 0.5, "rope_local_base_freq": 100.0}
 
 
+@pytest.mark.tries("query_pre_attn_scalar", "attn_logit_softcapping", "rope_local_base_freq")
 def test_each_layer_has_its_rule_and_table() -> None:
     """What Gemma has beside windows: each field shows in the logits, and sliding layers rotate by their own base."""
     model = replace(MODEL, sliding_window=24, layer_types=MIXED, **GEMMA)

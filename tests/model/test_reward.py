@@ -52,6 +52,7 @@ def hf_reward_model(model: ModelConfig, weights_of: WeightSource | None = None) 
     return twin
 
 
+@pytest.mark.tries("num_labels")
 @pytest.mark.parametrize("family", TWINS)
 def test_scores_and_gradients_are_huggingfaces(family: str) -> None:
     model = reward_model(TWINS[family].ours)

@@ -42,6 +42,7 @@ def run_of(layout: Layout) -> Trainer:
     return trainer(Place(0, 1, 0), layout)
 
 
+@pytest.mark.tries("compile")
 @pytest.mark.long
 def test_a_compiled_step_is_the_plain_one_but_for_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)

@@ -137,6 +137,7 @@ def test_cudnn_cannot_be_asked_for() -> None:
         assert list(determinism_problems(fine)) == []
 
 
+@pytest.mark.tries("attention_backend")
 def test_the_backend_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """In both ways of computing attention on a device."""
     config = Layout().config()

@@ -263,6 +263,7 @@ def gathered_by(place: Place, layout: Layout) -> list[str]:
     return [event for event in recorder.events if event.startswith(("use", "gather"))]
 
 
+@pytest.mark.tries("prefetch_bytes")
 def test_prefetching_goes_as_far_as_the_bytes_allow(cluster: Cluster) -> None:
     """With three slots two blocks are on their way while one computes; with a limit of one byte a single one is."""
     layout = Layout(dp=2, strategy=PARAMS, slots="3", layers=6)
@@ -289,6 +290,7 @@ def chunks_of(place: Place, chunk_bytes: int) -> int:
     return len(messages)
 
 
+@pytest.mark.tries("exchange_chunk_bytes")
 def test_messages_go_in_chunks_of_the_option(cluster: Cluster) -> None:
     buckets = rank_bucket_plan(Layout(dp=2).config(), dp=2).buckets
     for chunk_bytes in (1 << 20, 1 << 12):

@@ -155,6 +155,7 @@ def alone() -> dict[bool, dict[str, tuple[list[int], list[int]]]]:
     return {tied: whole([chosen(SINGLE, zen(Layout(tied=tied, steps=10, layers=2)))]) for tied in (False, True)}
 
 
+@pytest.mark.tries("zenflow_topk_ratio")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -208,6 +209,7 @@ def crossing(place: Place, layout: Zen) -> tuple[int, int, int]:
     return after[0] - before[0], after[1] - before[1], elements
 
 
+@pytest.mark.tries("zenflow_update_interval", "zenflow_overlap_step")
 @pytest.mark.parametrize("zenflow", [FOUR, OVERLAP], ids=["inline", "overlap"])
 def test_what_crosses_is_what_is_cold(cluster: Cluster, zenflow: ZenFlowConfig) -> None:
     """At most (1 - k)(1 + 1/S) of the bf16 model in a step."""
@@ -369,6 +371,7 @@ def course(zenflow: ZenFlowConfig, steps: int) -> tuple[list[int], list[int]]:
     return closed, chose
 
 
+@pytest.mark.tries("zenflow_select_interval", "zenflow_full_warm_up_rounds", "zenflow_update_interval_cap")
 def test_windows_close_and_columns_are_chosen_as_the_options_say() -> None:
     assert course(FOUR, 11) == ([1, 5, 9], [1, 9])
     assert course(replace(FOUR, zenflow_full_warm_up_rounds=3), 8) == ([1, 2, 3, 7], [3])

@@ -55,6 +55,7 @@ def written(path: Path, calibration: Calibration) -> str:
     return str(path)
 
 
+@pytest.mark.tries("coefficients")
 def test_a_run_is_planned_with_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = replace(HOST, gpu=replace(CPU, name="desk", peak=CPU.peak / 50, hbm=CPU.hbm / 50, source="a desk"))
     file = written(tmp_path / "desk.json", measured)

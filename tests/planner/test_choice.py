@@ -108,6 +108,7 @@ def test_float32_takes_twice_the_bytes_and_its_own_peak() -> None:
     assert estimate(job_of(wide, host), HOST.fit).seconds > 1000 * estimate(jobs[0], FITTED).seconds
 
 
+@pytest.mark.tries("gpu", "nic_gbit")
 def test_a_dry_run_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*more: str) -> tuple[float, str]:
         assert main([*RUN, "--world-size", "16", *more]) == 0

@@ -14,6 +14,7 @@ from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config, LoraConfig
 from megatron_llama.errors import ConfigError
+from megatron_llama.plans.checks.ranges import value_problems
 from megatron_llama.plans.checks.zenflow import zenflow_notes, zenflow_problems, zenflow_warnings
 from megatron_llama.plans.resolve import assemble
 from megatron_llama.plans.zenflow import longest_window, selection_steps, sends_fp32
@@ -120,12 +121,12 @@ def test_options_that_cannot_be_are_named_together() -> None:
         zenflow_update_interval_cap=0,
         zenflow_full_warm_up_rounds=-1,
     )
-    found = "\n".join(zenflow_problems(Config(zenflow=wrong)))
+    found = "\n".join([*value_problems(wrong), *zenflow_problems(Config(zenflow=wrong))])
     for name in ("topk-ratio", "update-interval:", "update-interval-cap", "full-warm-up-rounds", "select-interval"):
         assert f"--zenflow-{name}" in found
     short = replace(MEANT, zenflow_select_interval="4")
     assert "at least the 8 steps of a window" in "\n".join(zenflow_problems(Config(zenflow=short)))
-    assert not list(zenflow_problems(Config(zenflow=MEANT))) and not list(zenflow_problems(Config()))
+    assert not list(value_problems(MEANT)) and not list(zenflow_problems(Config(zenflow=MEANT))) and not list(zenflow_problems(Config()))
 
 
 def test_what_has_no_effect_is_said() -> None:

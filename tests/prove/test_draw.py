@@ -22,8 +22,7 @@ from megatron_llama.prove.draw import (
     refusal,
     with_floors,
 )
-from megatron_llama.prove.given import SECTIONS
-from megatron_llama.prove.rules import LEFT_OUT
+from megatron_llama.prove.given import LEFT_OUT, SECTIONS
 
 COUNT = 32
 
@@ -46,7 +45,7 @@ def proposed(case: Case) -> set[str]:
 def test_every_option_is_drawn_or_cannot_change_what_is_computed() -> None:
     case = Case("", {**module.layout(random.Random(6))[0], **module._model(random.Random(1))}, 8)
     known = options_of(SECTIONS).keys()
-    assert known - proposed(case) - LEFT_OUT.keys() == set(), "give the option a line in VALUES, or a reason in rules.LEFT_OUT"
+    assert known - proposed(case) - LEFT_OUT == set(), "give the field draws=(...), or small=left_out(...)"
     assert proposed(case) <= known | {module.WORLD_SIZE}
 
 

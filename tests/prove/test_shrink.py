@@ -12,7 +12,7 @@ import torch
 from megatron_llama.api.common.options import read_options
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.families import FAMILIES
-from megatron_llama.config.parse import Parsed, flag, options_of
+from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, LaunchConfig, ModelConfig
 from megatron_llama.config.windows import layer_windows
@@ -24,8 +24,7 @@ from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.plans.run_engine import parameter_slots, rank_bucket_plan
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.draw import draw, refusal
-from megatron_llama.prove.given import SECTIONS
-from megatron_llama.prove.rules import KEPT, LEFT_OUT, SCALED
+from megatron_llama.prove.given import LEFT_OUT, SECTIONS, SMALL
 from megatron_llama.prove.shrink import shrink
 from megatron_llama.prove.world import World, worlds
 
@@ -245,8 +244,8 @@ def test_what_is_kept_is_kept_and_what_is_left_out_is_left_out(name: str) -> Non
         for section in fields(Config):
             for option in fields(getattr(here, section.name)):
                 values = [getattr(getattr(config, section.name), option.name) for config in (yours, here)]
-                assert option.name not in KEPT or values[0] == values[1], option.name
-        assert not case.options.keys() & LEFT_OUT.keys()
+                assert SMALL[option.name].fate != "kept" or values[0] == values[1], option.name
+        assert not case.options.keys() & LEFT_OUT
         told = {note.option for note in case.notes if note.yours != note.here}
         assert told >= {"--seq-length", "--vocab-size", "--hidden-size"}
         assert all(note.why for note in case.notes if note.yours != note.here)
@@ -296,12 +295,6 @@ def test_every_example_shrinks(path: Path) -> None:
         tokens = here.training.global_batch_size * here.training.seq_length
         assert here.model.hidden_size <= 256 and tokens <= 4096
         assert case.sft == ("sft" in path.stem or "lora" in path.stem)
-
-
-def test_every_option_has_one_rule() -> None:
-    """A new option is kept, scaled or left out: say which in ``prove/rules.py``."""
-    rules = [*KEPT, *SCALED, *LEFT_OUT]
-    assert sorted(rules) == sorted(options_of(SECTIONS))
 
 
 @pytest.mark.parametrize("name", {model.rope_scaling["rope_type"]: name for name, model in PRESETS.items() if model.rope_scaling}.values())

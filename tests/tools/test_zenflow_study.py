@@ -11,6 +11,7 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.offload import ZenFlowConfig
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import OptimizerConfig, TrainingConfig
+from megatron_llama.plans.checks.ranges import value_problems
 from megatron_llama.plans.checks.zenflow import zenflow_problems
 from megatron_llama.plans.resolve import assemble
 from megatron_llama.tune.commands import sft
@@ -33,7 +34,7 @@ def test_everybody_sees_as_many_samples(both: list[Task], one: Contender, tmp_pa
         training, optimizer, zenflow = (parsed.get(TrainingConfig), parsed.get(OptimizerConfig), parsed.get(ZenFlowConfig))
         assert training.train_iters * training.global_batch_size == task.steps * task.samples and training.seed == 7
         assert training.eval_interval == training.train_iters and optimizer.lr == task.lr
-        assert not list(zenflow_problems(replace(assemble(parsed), zenflow=zenflow)))
+        assert not list(value_problems(zenflow)) and not list(zenflow_problems(replace(assemble(parsed), zenflow=zenflow)))
         assert (zenflow != ZenFlowConfig()) == one.name.startswith("ZenFlow")
 
 

@@ -39,6 +39,7 @@ def written(folder: Path, config: Config) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.tries("mlflow_experiment", "mlflow_tracking_uri")
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
@@ -100,6 +101,7 @@ def test_mlflow_without_a_store_is_one_error(tmp_path: Path) -> None:
         MLflow(config)
 
 
+@pytest.mark.tries("trackio_project")
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))  # read when trackio is imported, here for the first time
     config = Config(log=LogConfig(trackio_project="llamas", job_name="small"))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_llama.config.option import left_out, section
 
+
+@section(changes="messages", small=left_out("a layout is given"))
 @dataclass(frozen=True)
 class AutoParallelConfig:
     """Let the planner choose the layout; with --dry-run it is only printed."""

@@ -15,10 +15,10 @@ from itertools import count
 
 import torch
 
+from megatron_llama.config.offload import core_list
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.errors import ConfigError, OffloadError, describe
-from megatron_llama.plans.offload import core_list
 
 
 def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...]:

@@ -21,13 +21,6 @@ def lora_problems(config: Config) -> Iterator[str]:
     train."""
     lora = config.lora
     model = config.model
-    if lora.lora_dropout:
-        yield describe(
-            "--lora-dropout",
-            got=lora.lora_dropout,
-            expected="0: nothing in a step is random",
-            do="leave it out",
-        )
     complete = (
         min(
             model.num_hidden_layers,

@@ -74,7 +74,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         *_label_problems(model),
     ]
     yield from problems
-    # Numbers out of range are named by ranges.py.
+    # Numbers out of range are named by their fields.
     numbers = [
         value
         for name, value in vars(model).items()
@@ -83,6 +83,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     sizes = (*MODEL_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
     positive = (*sizes, "rms_norm_eps", "rope_theta", "partial_rotary_factor")
     in_range = min(numbers) >= 0 and min(getattr(model, name) for name in positive) > 0
+    in_range = in_range and model.num_labels <= 1  # a config.json lists them
     if in_range and not problems:
         yield from _family_problems(replace(model, vocab_size=max(model.vocab_size, 1)))
 
@@ -133,7 +134,7 @@ def _kind_problems(model: ModelConfig) -> Iterator[str]:
 
 def _rotary_problems(model: ModelConfig) -> Iterator[str]:
     rotated = int(model.head_dim * model.partial_rotary_factor)
-    # A share that is not positive is named by ranges.py.
+    # A share that is not positive is named by its field.
     fits = rotated % 2 == 0 and 0 < rotated <= model.head_dim
     if model.head_dim > 0 and model.partial_rotary_factor > 0 and not fits:
         do = "choose another --partial-rotary-factor"
@@ -166,13 +167,6 @@ def token_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _label_problems(model: ModelConfig) -> Iterator[str]:
-    if model.num_labels > 1:
-        yield describe(
-            flag("num_labels"),
-            got=model.num_labels,
-            expected="0, a language model, or 1, a reward model",
-            do="classifiers with several labels are not supported",
-        )
     family = FAMILIES.get(model.model_type)
     if model.num_labels == 1 and family is not None and not family.classifier:
         yield describe(

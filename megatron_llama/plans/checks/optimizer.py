@@ -1,4 +1,4 @@
-"""The learning rate, its schedule, and Adam."""
+"""The learning rate, its schedule, and what an update rule cannot be used with."""
 
 from __future__ import annotations
 
@@ -16,17 +16,8 @@ LEAST_BF16 = 2.0**-8
 
 
 def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield what is wrong with Adam, the learning rate and its schedule. The length of the run is
+    """Yield what is wrong with the learning rate and its schedule. The length of the run is
     resolved, unless it is given in epochs of a dataset that has not been opened yet."""
-    for name in ("adam_beta1", "adam_beta2"):
-        beta = getattr(optimizer, name)
-        if not 0 <= beta < 1:
-            yield describe(
-                flag(name),
-                got=beta,
-                expected="a number in [0, 1)",
-                do=f"give {flag(name)} 0.9 or so",
-            )
     if optimizer.min_lr > optimizer.lr >= 0:
         yield describe(
             "--min-lr",

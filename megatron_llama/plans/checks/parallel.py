@@ -40,7 +40,6 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
         do = f"choose {nearest_divisors(heads, tp) if tp < heads else nearest_multiples(tp, heads)}"
         yield describe("--tensor-model-parallel-size", got=tp, expected=wanted, do=do)
     yield from _sequence_problems(config)
-    yield from _communicator_problems(parallel)
     yield from _sharding_problems(config, 0 if world is not None else world_size // (tp * pp))
     if model.num_hidden_layers > 0:
         # How many blocks may recompute can only be told of stages that can be built.
@@ -72,29 +71,10 @@ def _sequence_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _communicator_problems(parallel: ParallelConfig) -> Iterator[str]:
-    groups = parallel.high_priority_stream_groups
-    if "none" in groups and len(groups) > 1:
-        yield describe(
-            "--high-priority-stream-groups",
-            got=" ".join(groups),
-            expected="groups, or none alone",
-            do="leave out none",
-        )
-    if parallel.nccl_pp_max_ctas < 0:
-        yield describe(
-            "--nccl-pp-max-ctas",
-            got=parallel.nccl_pp_max_ctas,
-            expected="0 or more",
-            do="give 0 for as many as NCCL takes",
-        )
-
-
 def _sharding_problems(config: Config, ranks: int) -> Iterator[str]:
     """``ranks``: data-parallel ranks, context-parallel ones included; 0: unknown."""
     parallel = config.parallel
     shards = parallel.data_parallel_shard_size
-    slots = parallel.param_slots
     strategy = parallel.data_parallel_sharding_strategy
     if shards > 0 and strategy == NO_SHARD:
         do = "leave it out, or choose another --data-parallel-sharding-strategy"
@@ -111,15 +91,6 @@ def _sharding_problems(config: Config, ranks: int) -> Iterator[str]:
             got=shards,
             expected=wanted,
             do=f"choose {nearest_divisors(ranks, shards)}",
-        )
-    if slots not in ("default", "all", "auto") and not (
-        slots.isascii() and slots.isdecimal() and int(slots) > 0
-    ):
-        yield describe(
-            "--param-slots",
-            got=slots,
-            expected="default, all, auto, or a number of 1 or more",
-            do="give one of these",
         )
 
 

@@ -1,64 +1,20 @@
-"""Numbers that have to be positive, or must not be negative."""
+"""What each option says of its own value, and numbers too large to be planned with."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from types import MappingProxyType
+from typing import Any
 
 from megatron_llama.config.fields import shown
-from megatron_llama.config.limits import (
-    LARGEST_INTEGER,
-    LARGEST_LAYERS,
-    LARGEST_RAMP,
-    LARGEST_RANKS,
-    LARGEST_SIZE,
-)
+from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_RAMP, LARGEST_RANKS
+from megatron_llama.config.option import Check
 from megatron_llama.config.parse import flag, options_of
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 from megatron_llama.plans.schedule.builders import schedule_bound_problem
-
-_POSITIVE = (
-    "rms_norm_eps rope_theta embedding_multiplier partial_rotary_factor "
-    "make_vocab_size_divisible_by "
-    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-    "context_parallel_size grad_slots exchange_chunk_bytes reduce_bucket_size "
-    "distributed_timeout_minutes seq_length micro_batch_size initial_loss_scale min_loss_scale "
-    "loss_scale_window hysteresis loss_spike_window adam_eps lora_alpha log_interval "
-    "sample_tokens tensorboard_queue_size"
-)
-POSITIVE = frozenset(_POSITIVE.split())
-"""Numbers that must not be 0. All others may be."""
-_CHECKED_ELSEWHERE = (
-    "train_iters adam_beta1 adam_beta2 optimizer_offload_fraction zenflow_topk_ratio "
-    "zenflow_update_interval_cap zenflow_full_warm_up_rounds lora_dropout profile_step_end "
-    "nccl_pp_max_ctas pad_token_id"
-)
-CHECKED_ELSEWHERE = frozenset(_CHECKED_ELSEWHERE.split())
-"""Numbers of which another check says more exactly what they have to be."""
-
-
-_SIZES = (
-    "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-    "max_position_embeddings make_vocab_size_divisible_by seq_length micro_batch_size "
-    "global_batch_size lora_rank"
-)
-_RANKS = (
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "virtual_pipeline_model_parallel_size data_parallel_shard_size"
-)
-LARGEST: Mapping[str, int] = MappingProxyType(
-    {
-        "num_hidden_layers": LARGEST_LAYERS,
-        **dict.fromkeys(_SIZES.split(), LARGEST_SIZE),
-        **dict.fromkeys(_RANKS.split(), LARGEST_RANKS),
-    }
-)
-"""Numbers of which something is made that takes memory or time. All others end with int64."""
 
 
 def bound_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -80,9 +36,8 @@ def bound_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _too_large(config: Config) -> Iterator[str]:
-    for section, name in _all_numbers():
+    for section, name, most in _numbers():
         value = getattr(getattr(config, section), name)
-        most = LARGEST.get(name, LARGEST_INTEGER)
         if isinstance(value, float) and not math.isfinite(value):
             do = f"give {flag(name)} a number"
             yield describe(flag(name), got=value, expected="a finite number", do=do)
@@ -121,43 +76,35 @@ def _ramp_bounds(config: Config) -> Iterator[str]:
         )
 
 
+def value_problems(section: Any) -> Iterator[str]:
+    """Yield what is wrong with each value of a section, whatever the others are."""
+    for name, check in _checks(type(section)):  # type: ignore[arg-type]
+        value = getattr(section, name)
+        if value is not None and not check.holds(value):
+            got = " ".join(value) if isinstance(value, tuple) else value
+            do = check.do or f"give {flag(name)} N"
+            yield describe(flag(name), got=got, expected=check.expected, do=do)
+
+
 def range_problems(config: Config) -> Iterator[str]:
-    """Yield every number that is negative, or is 0 and must not be, and a port that is none."""
-    for section, name in _numbers():
-        value = getattr(getattr(config, section), name)
-        if value is None or value > 0 or (value == 0 and name not in POSITIVE):
-            continue
-        words = "a positive number" if name in POSITIVE else "0 or more"
-        yield describe(flag(name), got=value, expected=words, do=f"give {flag(name)} N")
-    address = config.log.open_metrics
-    if address is not None:
-        found = re.fullmatch(r"(?:.+:)?(\d{1,5})", address)
-        if found is None or not 0 < int(found[1]) < 65536:
-            yield describe(
-                "--open-metrics",
-                got=address,
-                expected="PORT or ADDRESS:PORT, a port from 1 to 65535",
-                do="correct it",
-            )
-
-
-@cache
-def _all_numbers() -> tuple[tuple[str, str], ...]:
-    """(section, name) of every option that is a number."""
-    return tuple(
-        (section.name, name)
-        for section in fields(Config)
-        for name, option in options_of([type(getattr(Config(), section.name))]).items()
-        if option.kind in (int, float, int | None, float | None)
-    )
+    """Yield what is wrong with each value of a run, whatever the others are."""
+    for item in fields(Config):
+        yield from value_problems(getattr(config, item.name))
 
 
 @cache  # the planner checks thousands of configurations
-def _numbers() -> tuple[tuple[str, str], ...]:
-    """(section, name) of every option that is a number and is checked here."""
+def _checks(section: type[Any]) -> tuple[tuple[str, Check], ...]:
+    """The options of a section that have a check."""
+    options = options_of([section]).items()
+    return tuple((name, option.check) for name, option in options if option.check is not None)
+
+
+@cache
+def _numbers() -> tuple[tuple[str, str, int], ...]:
+    """(section, name, largest value) of every option that is a number."""
     return tuple(
-        (section.name, name)
+        (section.name, name, option.rules.largest or LARGEST_INTEGER)
         for section in fields(Config)
         for name, option in options_of([type(getattr(Config(), section.name))]).items()
-        if option.kind in (int, float, int | None) and name not in CHECKED_ELSEWHERE
+        if option.kind in (int, float, int | None, float | None)
     )

@@ -10,7 +10,7 @@ from megatron_llama.errors import describe
 
 
 def bad_step_problems(config: Config) -> Iterator[str]:
-    """Yield what --on-bad-step, --on-bad-checkpoint and --loss-spike-factor lack."""
+    """Yield what --on-bad-step and --on-bad-checkpoint lack."""
     training = config.training
     saving = config.checkpoint
     if training.on_bad_step == "skip" and config.optimizer.clip_grad == 0 and not training.fp16:
@@ -39,14 +39,6 @@ def bad_step_problems(config: Config) -> Iterator[str]:
                 expected="checkpoints to go back to",
                 do="give --save FOLDER and --save-interval N",
             )
-    if 0 < training.loss_spike_factor <= 1:
-        do = "give --loss-spike-factor 2 or so"
-        yield describe(
-            "--loss-spike-factor",
-            got=training.loss_spike_factor,
-            expected="more than 1, or 0 for no spikes",
-            do=do,
-        )
 
 
 def determinism_problems(training: TrainingConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.config.offload import ZenFlowConfig
-from megatron_llama.config.parse import flag, without_repeats
+from megatron_llama.config.parse import without_repeats
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.plans.zenflow import AUTO, longest_window, steps_of
@@ -20,37 +20,8 @@ BLOCK = "zero_optimization.zenflow"
 
 
 def zenflow_problems(config: Config) -> Iterator[str]:
-    """Yields one line for each problem with the options."""
+    """Yields one line for each pair of options that do not fit each other."""
     options = config.zenflow
-    cap = config.zenflow.zenflow_update_interval_cap
-    if not 0 < options.zenflow_topk_ratio <= 1:
-        do = "give the share of columns that are updated at every step"
-        yield describe(
-            "--zenflow-topk-ratio",
-            got=options.zenflow_topk_ratio,
-            expected="more than 0, at most 1",
-            do=do,
-        )
-    for name in ("zenflow_select_interval", "zenflow_update_interval"):
-        if getattr(options, name) != AUTO and steps_of(getattr(options, name)) == 0:
-            yield describe(
-                flag(name),
-                got=getattr(options, name),
-                expected="a whole number from 1, or auto",
-                do="correct it",
-            )
-    if cap < 1:
-        yield describe(
-            "--zenflow-update-interval-cap",
-            got=cap,
-            expected="1 or more",
-            do="give the most steps of a window",
-        )
-    if options.zenflow_full_warm_up_rounds < 0:
-        got = options.zenflow_full_warm_up_rounds
-        yield describe(
-            "--zenflow-full-warm-up-rounds", got=got, expected="0 or more", do="correct it"
-        )
     strategy = options.zenflow_select_strategy
     chosen = options.zenflow_select_interval
     if strategy != AUTO and chosen == AUTO:

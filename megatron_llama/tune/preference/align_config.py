@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from megatron_llama.config.option import Check, left_out, option, section
+
 Method = Literal["dpo", "ipo", "orpo", "simpo", "kto", "reward"]
 PairFormat = Literal[
     "auto", "trl", "openai", "alpaca", "sharegpt", "ultrafeedback", "completion_label"
@@ -17,6 +19,7 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 """The methods that compare the model with a reference."""
 
 
+@section(small=left_out("prove runs pretrain and sft"))
 @dataclass(frozen=True)
 class AlignConfig:
     """The method of preference tuning, and what it compares with."""
@@ -29,7 +32,14 @@ class AlignConfig:
     """How strongly the model is held to the reference (dpo, kto), the paper's tau (ipo), the weight
     of the odds ratio, lambda (orpo), or the scale of the rewards (simpo). Default: 0.1, for simpo
     2."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = option(
+        0.0,
+        check=Check(
+            lambda value: 0 <= value < 0.5,
+            "0 or more, and less than 0.5",
+            "give the share of pairs that are taken to be swapped: of one half nothing is left",
+        ),
+    )
     """dpo: the share of pairs whose labels are taken to be swapped (conservative DPO). Below 0.5.
     """
     length_normalization: bool = False

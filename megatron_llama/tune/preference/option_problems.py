@@ -10,6 +10,7 @@ from typing import Any
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import LogConfig, ModelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe
+from megatron_llama.plans.checks.ranges import value_problems
 from megatron_llama.tune.preference.align_config import BETAS, WITH_REFERENCE, AlignConfig
 from megatron_llama.tune.sft.option_problems import data_problems, missing_data, refuse
 from megatron_llama.tune.sft.sft_config import SFTConfig
@@ -163,23 +164,7 @@ def _out_of_range(options: AlignConfig) -> Iterator[str]:
         usual = BETAS.get(options.method)
         do = f"{usual:g} is the usual one" if usual is not None else "leave it out"
         yield describe("--beta", got=f"{beta:g}", expected="more than 0", do=do)
-    if not 0 <= options.label_smoothing < 0.5:
-        yield describe(
-            "--label-smoothing",
-            got=options.label_smoothing,
-            expected="0 or more, and less than 0.5",
-            do="give the share of pairs that are taken to be swapped: of one half nothing is left",
-        )
-    for name in (
-        "sft_loss_weight",
-        "simpo_gamma",
-        "desirable_weight",
-        "undesirable_weight",
-        "center_rewards_coefficient",
-    ):
-        value = getattr(options, name)
-        if value < 0:
-            yield describe(flag(name), got=f"{value:g}", expected="0 or more", do="correct it")
+    yield from value_problems(options)
     if options.desirable_weight == 0 and options.undesirable_weight == 0:
         yield describe(
             "--desirable-weight, --undesirable-weight",

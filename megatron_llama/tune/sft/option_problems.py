@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.plans.checks.ranges import value_problems
 from megatron_llama.tune.sft.fields import MESSAGE_PARTS, NO_LEARNING
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
@@ -25,17 +26,7 @@ def require_valid(parsed: Parsed, *, needs_files: bool = True) -> None:
     ``needs_files``: the run reads --train-data."""
     options = parsed.get(SFTConfig)
     missing = missing_data(options) if needs_files else ()
-    refuse([*data_problems(parsed, "sft"), *_noise_problems(options), *missing])
-
-
-def _noise_problems(options: SFTConfig) -> Iterator[str]:
-    if options.neftune_noise_alpha < 0:
-        yield describe(
-            "--neftune-noise-alpha",
-            got=options.neftune_noise_alpha,
-            expected="0 or more",
-            do="5 is usual, 0 is none",
-        )
+    refuse([*data_problems(parsed, "sft"), *value_problems(options), *missing])
 
 
 def refuse(problems: list[str]) -> None:
