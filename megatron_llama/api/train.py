@@ -31,7 +31,7 @@ from megatron_llama.distributed.launcher import Place, fix_sums
 from megatron_llama.distributed.mesh import init_mesh, placement_warnings
 from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.errors import ConfigError
-from megatron_llama.hooks import imported, layouts
+from megatron_llama.hooks import layouts
 from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
 from megatron_llama.loop.start import Start
 from megatron_llama.model.llama import score_rule
@@ -39,6 +39,7 @@ from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.plans.checks.model import require_language_model
+from megatron_llama.registry import imported
 from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.loop import train as run_steps

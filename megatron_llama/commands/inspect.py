@@ -7,7 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.hooks import Format, formats, imported
+from megatron_llama.hooks import Format, formats
+from megatron_llama.registry import imported
 
 
 def inspect(words: list[str]) -> None:

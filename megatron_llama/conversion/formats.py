@@ -24,8 +24,9 @@ from megatron_llama.conversion.torch_dist.folder import is_torch_dist
 from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
-from megatron_llama.hooks import formats, imported
+from megatron_llama.hooks import formats
 from megatron_llama.plans.specs import Rectangle
+from megatron_llama.registry import imported
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta", "torch_dist")
 
