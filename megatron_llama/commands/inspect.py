@@ -128,8 +128,8 @@ def _verify(path: str) -> None:
 
 def _dataset(path: str) -> None:
     from megatron_llama.config.schema import DataConfig
+    from megatron_llama.data.datasets import open_dataset
     from megatron_llama.data.meta import SUMS, read_meta
-    from megatron_llama.data.remote_indexed import open_dataset
 
     path = _prefix(path)
     dataset = open_dataset(path, DataConfig())

@@ -155,7 +155,7 @@ def _memory_here(world: int) -> int:
 
 def _absent(parsed: Parsed, examples: NamedFiles | None) -> Iterator[tuple[str, str]]:
     """Yield the options that name files which are not on this machine, and what to say of each."""
-    from megatron_llama.data.shards import is_stream
+    from megatron_llama.data.words import is_stream
     from megatron_llama.loop.start import AUTO
 
     data = parsed.get(DataConfig)
