@@ -19,9 +19,9 @@ from megatron_llama.api.common.startup import OpenInputs, Ready, start_up
 from megatron_llama.api.common.watched import watched
 from megatron_llama.checkpoint.background import in_background
 from megatron_llama.checkpoint.lease import leasing
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
+from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.collectives import all_reduce

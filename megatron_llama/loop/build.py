@@ -20,7 +20,7 @@ from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.formats import hf_weights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.stream_places import text_streams
 from megatron_llama.data.verification import DatasetCheck, seen_files, share_of
@@ -158,7 +158,7 @@ def load_or_init(
     elif options.init_from_hf is not None:
         _require_one_commit(options.init_from_hf, mesh.world)
         with raise_on_all_ranks(mesh.world):
-            folder = HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+            folder = hf_weights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
             weights = weights_of(folder, config.model, config.training.seed)
     else:
         weights = InitialWeights.of(config)

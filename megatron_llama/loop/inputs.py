@@ -25,9 +25,7 @@ from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, sto
 from megatron_llama.config.batch_ramp import BatchSizes, with_epochs
 from megatron_llama.config.blend import Blend, read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config, LoraConfig, TrainingConfig
-from megatron_llama.conversion.export import weight_folders
-from megatron_llama.conversion.hf.reader import HFWeights
-from megatron_llama.conversion.hf.writer import require_export
+from megatron_llama.conversion.formats import hf_weights, weight_folders
 from megatron_llama.data.datasets import open_dataset
 from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples, found_files
 from megatron_llama.data.stream import TokenStream, megatron_split, split_documents
@@ -419,7 +417,7 @@ def _require_weights(config: Config, start: Start | None) -> None:
             require_adam(start.path, config)
         start.weights(config.model)
     elif options.init_from_hf is not None:
-        HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+        hf_weights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
 
 
 def _require_saveable(
@@ -428,6 +426,9 @@ def _require_saveable(
     """Raise DataError if the run will save its tokenizer and no file can express it, and
     CheckpointError if the folder to export into holds anything else."""
     if options.export_hf is not None:
+        # As for the readers, a run loads the writers that it needs.
+        from megatron_llama.conversion.hf.writer import require_export
+
         sources = weight_folders(vars(options))
         if start is not None and start.native:
             # A resumed run no longer names the model that it began with.
