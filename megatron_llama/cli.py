@@ -15,7 +15,8 @@ from megatron_llama.api.common.report import await_rank0, print_error
 from megatron_llama.api.common.watched import PRINTED
 from megatron_llama.distributed.launcher import launched_rank
 from megatron_llama.errors import ConfigError, UserError
-from megatron_llama.hooks import Command, commands, imported
+from megatron_llama.hooks import Command, commands
+from megatron_llama.registry import imported
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(commands())
 

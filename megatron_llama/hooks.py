@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from megatron_llama.registry import imported
+
 ROOMS = ("commands", "planner", "converter", "tune", "prove")
 """The rooms with a file ``hooks.py``."""
 
@@ -74,12 +76,6 @@ class Layouts:
     """Of a run whose processes a launcher has started."""
     imagined: str
     """Of a dry run, in one process."""
-
-
-def imported(place: str) -> Any:
-    """Import what ``room.module:name`` names."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"{__package__}.{module}"), name)
 
 
 def commands() -> Mapping[str, Command]:

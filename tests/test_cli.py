@@ -13,8 +13,8 @@ import pytest
 from megatron_llama import __version__
 from megatron_llama.cli import COMMANDS, main
 from megatron_llama.commands.common.configs import EvaluateConfig, ExportConfig, GenerateConfig
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import flag, options_of
+from megatron_llama.config.sections import config_sections
 from megatron_llama.converter.configs import ConvertConfig
 from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.planner.configs import ScheduleConfig

@@ -17,14 +17,16 @@ import pytest
 import yaml
 from megatron_llama import hooks
 from megatron_llama.cli import COMMANDS
+from megatron_llama.config.families.family import Family
 from megatron_llama.conversion.formats import FORMATS
+from megatron_llama.registry import imported
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_llama"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
-    *("errors", "files", "hooks", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
+    *("errors", "files", "registry", "hooks", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
     *("sharding", "pipeline", "checkpoint", "conversion", "loop", "train", "api", "commands", "planner", "converter"),
     *("tune", "prove"),
     *("cli", "__main__"),
@@ -52,9 +54,16 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def registered(call: ast.Call) -> list[str]:
+    """The places that a ``Registry`` is made of, all of which are literals."""
+    [places] = call.args
+    assert isinstance(places, ast.Dict), ast.unparse(call)
+    return [ast.literal_eval(place) for place in places.values]
+
+
 def imports(path: Path, *, inside_functions: bool = True) -> Iterator[tuple[ast.AST, str]]:
     """Everything that a file imports: ``package.module.name`` for ``from package.module import name``. An ``import_module`` of a literal, or
-    of an f-string that begins with one, counts too."""
+    of an f-string that begins with one, counts too, and so does what a ``Registry`` names."""
     for node in ast.walk(tree(path)) if inside_functions else tree(path).body:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{where(path, node)}: relative import"
@@ -63,6 +72,9 @@ def imports(path: Path, *, inside_functions: bool = True) -> Iterator[tuple[ast.
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name
+        elif inside_functions and isinstance(node, ast.Call) and ast.unparse(node.func) == "Registry":
+            for place in registered(node):
+                yield node, f"megatron_llama.{place.replace(':', '.')}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
             argument = node.args[0]
             first = argument.values[0] if isinstance(argument, ast.JoinedStr) else argument
@@ -70,9 +82,9 @@ def imports(path: Path, *, inside_functions: bool = True) -> Iterator[tuple[ast.
                 yield node, first.value
 
 
-def test_at_the_root_there_are_rooms_and_seven_files() -> None:
+def test_at_the_root_there_are_rooms_and_eight_files() -> None:
     names = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "files.py", "hooks.py", "py.typed"}
+    assert {name for name in names if "." in name} == {"__init__.py", "__main__.py", "cli.py", "errors.py", "files.py", "hooks.py", "registry.py", "py.typed"}
     assert {room(path) for path in FILES} - {"__init__"} == set(ROOMS)
 
 
@@ -123,8 +135,17 @@ def test_what_hooks_name_is_there() -> None:
     places = [layouts.chosen, layouts.imagined]
     places += [text for format in hooks.formats().values() for text in (vars(format)[field.name] for field in fields(format)) if text]
     for place in places:
-        assert callable(hooks.imported(place)), place
+        assert callable(imported(place)), place
     assert {"hf", "native", *hooks.formats()} == set(FORMATS)
+
+
+def test_what_registries_name_is_there() -> None:
+    """Each text names something that can be imported, and a look-up is the first to import it."""
+    calls = [node for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Registry"]
+    places = [place for call in calls for place in registered(call)]
+    assert len(calls) > 5
+    for place in places:
+        assert callable(imported(place)) or isinstance(imported(place), Family), place
 
 
 def test_each_command_has_a_place_of_its_own_in_the_help() -> None:
@@ -132,11 +153,14 @@ def test_each_command_has_a_place_of_its_own_in_the_help() -> None:
     assert places == sorted(set(places))
 
 
+def imported_modules(module: str) -> set[str]:
+    """The modules of the package that one of them imports when it is imported."""
+    names = {name for _, name in imports(MODULES[module], inside_functions=False)}
+    return {name if name in MODULES else name.rpartition(".")[0] for name in names} & MODULES.keys() - {module}
+
+
 def test_no_import_cycle() -> None:
-    graph = {}
-    for module, path in MODULES.items():
-        names = {name for _, name in imports(path, inside_functions=False)}
-        graph[module] = {name if name in MODULES else name.rpartition(".")[0] for name in names} & MODULES.keys() - {module}
+    graph = {module: imported_modules(module) for module in MODULES}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -171,7 +195,10 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-WALLS = (("shard", 16_000, ("config", "distributed", "engine", "errors", "nn", "plans", "sharding")),)
+WALLS = (
+    ("shard", 13_500, ("config", "distributed", "engine", "errors", "nn", "plans", "registry", "sharding")),
+    ("train", 40_000, tuple(room for room in ROOMS if room not in (*WINGS, "sharding", "commands", "cli", "__main__"))),
+)
 """Of a name of ``megatron_llama``: the most lines that its import loads, and the only rooms that they are in."""
 ENGINE_ONLY = {
     "config": ("offload", "option"),
@@ -192,12 +219,23 @@ def loaded_by(name: str) -> list[str]:
     return sorted(module.removeprefix("megatron_llama.") for module in done.stdout.split())
 
 
+def brought_by_one_import(modules: list[str]) -> str:
+    """The largest of some modules that only one other of them imports: what came in last is most likely among these."""
+    graph = {module: imported_modules(f"megatron_llama.{module}") for module in modules}
+    sole = []
+    for module in modules:
+        owners = [owner for owner in modules if f"megatron_llama.{module}" in graph[owner]]
+        if len(owners) == 1:
+            sole.append((len(MODULES[f"megatron_llama.{module}"].read_text().splitlines()), module, owners[0]))
+    return ", ".join(f"{module} ({lines}, by {owner})" for lines, module, owner in sorted(sole, reverse=True)[:20])
+
+
 @pytest.mark.parametrize(("name", "most", "rooms"), WALLS, ids=[name for name, *_ in WALLS])
 def test_what_an_import_pulls_in_stays_within_its_walls(name: str, most: int, rooms: tuple[str, ...]) -> None:
     modules = loaded_by(name)
     lines = sum(len(MODULES[f"megatron_llama.{module}"].read_text().splitlines()) for module in modules)
     assert [module for module in modules if module.split(".")[0] not in rooms] == []
-    assert lines <= most, f"megatron_llama.{name} loads {lines} lines"
+    assert lines <= most, f"megatron_llama.{name} loads {lines} lines; one import alone brings each of: {brought_by_one_import(modules)}"
 
 
 def test_the_engine_loads_no_configuration_no_model_and_no_world() -> None:

@@ -33,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import torch
 
-from megatron_llama.config.help import config_sections, help_text
+from megatron_llama.config.help import help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, parse
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.groups import close_mesh
 from megatron_llama.errors import ConfigError, UserError, describe

@@ -34,10 +34,11 @@ from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.checkpoint_dir import Retention, checkpoint_path
 from megatron_llama.checkpoint.folders import fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.config.help import config_sections, help_text
+from megatron_llama.config.help import help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
+from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.groups import close_mesh

@@ -34,7 +34,8 @@ from megatron_llama.checkpoint.storage import WrittenParts, write_index
 from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, VERSIONS
+from megatron_llama.conversion.torch_dist.files import BACKEND
+from megatron_llama.conversion.torch_dist.folder import COMMON, VERSIONS
 from megatron_llama.converter.megatron.args import make_args
 from megatron_llama.converter.megatron.names import TE, file_tensors, partition_of, their_name
 from megatron_llama.converter.torch_dist.names import LAYERS

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from megatron_llama.api.train import agreed_memory
 from megatron_llama.checkpoint.failures import require_writable
-from megatron_llama.config.help import config_sections, help_text
+from megatron_llama.config.help import help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, parse
 from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import Config
+from megatron_llama.config.sections import config_sections
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Mesh

@@ -19,9 +19,9 @@ from megatron_llama.api.common.startup import OpenInputs, Ready, start_up
 from megatron_llama.api.common.watched import watched
 from megatron_llama.checkpoint.background import in_background
 from megatron_llama.checkpoint.lease import leasing
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
+from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.collectives import all_reduce
@@ -31,7 +31,7 @@ from megatron_llama.distributed.launcher import Place, fix_sums
 from megatron_llama.distributed.mesh import init_mesh, placement_warnings
 from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.errors import ConfigError
-from megatron_llama.hooks import imported, layouts
+from megatron_llama.hooks import layouts
 from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
 from megatron_llama.loop.start import Start
 from megatron_llama.model.llama import score_rule
@@ -39,6 +39,7 @@ from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.plans.checks.model import require_language_model
+from megatron_llama.registry import imported
 from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.loop import train as run_steps

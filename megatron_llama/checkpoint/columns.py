@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
 from megatron_llama.checkpoint.index import StoredTensor
 from megatron_llama.distributed.axes import Mesh
-from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, ShardPiece
+from megatron_llama.engine.update_rule import bias_corrections
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.specs import Rectangle
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.hooks import Format, formats, imported
+from megatron_llama.hooks import Format, formats
+from megatron_llama.registry import imported
 
 
 def inspect(words: list[str]) -> None:
@@ -127,8 +128,8 @@ def _verify(path: str) -> None:
 
 def _dataset(path: str) -> None:
     from megatron_llama.config.schema import DataConfig
+    from megatron_llama.data.datasets import open_dataset
     from megatron_llama.data.meta import SUMS, read_meta
-    from megatron_llama.data.remote_indexed import open_dataset
 
     path = _prefix(path)
     dataset = open_dataset(path, DataConfig())

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.api.common.configs import AutoParallelConfig
 from megatron_llama.commands.common.configs import DryRunConfig
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.sections import config_sections
 
 if TYPE_CHECKING:
     from megatron_llama.api.common.startup import OpenInputs

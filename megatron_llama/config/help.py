@@ -15,11 +15,11 @@ from dataclasses import MISSING, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from megatron_llama.config.megatron_names import MEGATRON, Alias
 from megatron_llama.config.parse import Option, flag, options_of, section_name
-from megatron_llama.config.schema import Config
+from megatron_llama.config.sections import config_sections
 from megatron_llama.files import replacing
 
 _WIDTH = 100
@@ -74,12 +74,6 @@ def _class_body(owner: type[Any]) -> list[ast.stmt]:
 @cache
 def _module_tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
-
-
-def config_sections() -> list[type[Any]]:
-    """The sections of ``Config``, in order."""
-    kinds = get_type_hints(Config)
-    return [kinds[field.name] for field in fields(Config)]
 
 
 def help_text(usage: str, summary: str, sections: Sequence[type[Any]]) -> str:

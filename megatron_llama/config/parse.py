@@ -17,7 +17,6 @@ from itertools import pairwise
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megatron_llama.config.foreign_names import remedy_for
 from megatron_llama.config.limits import LARGEST_INTEGER, OPTION_FILE_CHARACTERS, SHOWN_OPTION
 from megatron_llama.config.megatron_names import Alias
 from megatron_llama.config.option import NOT_NEGATIVE, PLAIN, Check, Rules, rules_of
@@ -657,8 +656,12 @@ class _Reader:
         for an option, an option of another command, or a misspelt name."""
         if item.key in self.groups:
             return f"write its options below it, as in {item.key}: {{option: value}}"
-        if self.trains and (foreign := remedy_for(item.key)):
-            return foreign
+        if self.trains:
+            # Names of other trainers are loaded for an error alone.
+            from megatron_llama.config.foreign_names import remedy_for
+
+            if foreign := remedy_for(item.key):
+                return foreign
         remedies = []
         if near := self._nearest(item):
             names = [flag(name) if item.is_flag else name for name in near]

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import ModelConfig
 
 LLAMA_VOCABULARY = 32000
 """The vocabulary that plans assume where no tokenizer is at hand."""
-PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
-    {name: model for family in FAMILIES.values() for name, model in family.presets.items()}
-)
+
+
+class _Presets(Mapping[str, ModelConfig]):
+    """The presets of all families. Families are imported when somebody looks for one."""
+
+    def __getitem__(self, name: str) -> ModelConfig:
+        for family in FAMILIES.values():
+            if name in family.presets:
+                return family.presets[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        for family in FAMILIES.values():
+            yield from family.presets
+
+    def __len__(self) -> int:
+        return sum(len(family.presets) for family in FAMILIES.values())
+
+
+PRESETS: Mapping[str, ModelConfig] = _Presets()

@@ -13,6 +13,7 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.carried import NO_FILES, Carried
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
+from megatron_llama.conversion.formats import weight_folders
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.conversion.peft.adapter import write_peft
 from megatron_llama.distributed.axes import Mesh
@@ -29,11 +30,6 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 WEIGHTS = ".weights"
 """Ending of the folder that holds the checkpoint of a run that saves none, until it is exported."""
-
-
-def weight_folders(options: Mapping[str, Any]) -> list[str]:
-    """Return the folders from which a run with these checkpoint options takes its weights."""
-    return [folder for name in ("init_from_hf", "load") if (folder := options.get(name))]
 
 
 def export_checkpoint(
@@ -102,32 +98,29 @@ def export_adapter(
 
 
 class FinalExport:
-    """Writes the model of a run into --export-hf when the run has come to its end. Without that
-    option it does nothing. That it can work has been found at the start of the run, not after days
-    (``loop/inputs.py``)."""
+    """Writes the model of a run into --export-hf when the run has come to its end. That it can work
+    has been found at the start of the run, not after days (``loop/inputs.py``)."""
 
     def __init__(
         self,
+        target: str | Path,
         config: Config,
         mesh: Mesh,
         optimizer: OverlappedDistributedOptimizer,
         tokenizer: Tokenizer | None,
         carried: Carried = NO_FILES,
     ) -> None:
+        self._target = Path(target).resolve()
         self._config = config
         self._mesh = mesh
         self._optimizer = optimizer
         self._tokenizer = tokenizer
         self._carried = carried
-        folder = config.checkpoint.export_hf
-        self._target = Path(folder).resolve() if folder is not None else None
 
-    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> Path | None:
+    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> Path:
         """Export ``checkpoint``, or, where the run has saved none, what the engine holds, and
-        return the folder; None without --export-hf. Called when the run has come to its end.
-        Collective. Raises CheckpointError on every rank."""
-        if self._target is None:
-            return None
+        return the folder. Called when the run has come to its end. Collective. Raises
+        CheckpointError on every rank."""
         beside = self._target.with_name(self._target.name + WEIGHTS)
         try:
             if checkpoint is None:

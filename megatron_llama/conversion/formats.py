@@ -5,27 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.folders import INCOMPLETE
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.conversion.hf.reader import (
-    WEIGHT_FILES,
-    HFReader,
-    files_named_by,
-    present_weight_files,
-)
-from megatron_llama.conversion.native.reader import NativeReader
+from megatron_llama.conversion.hf.files import WEIGHT_FILES, files_named_by, present_weight_files
 from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.torch_dist.folder import is_torch_dist
-from megatron_llama.conversion.write_tasks import WriteTask
+from megatron_llama.conversion.torch_dist.files import is_torch_dist
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
-from megatron_llama.hooks import formats, imported
+from megatron_llama.hooks import formats
 from megatron_llama.plans.specs import Rectangle
+from megatron_llama.registry import Registry, imported
+
+if TYPE_CHECKING:
+    from megatron_llama.conversion.hf.reader import HFWeights
+    from megatron_llama.conversion.write_tasks import WriteTask
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta", "torch_dist")
 
@@ -120,7 +118,7 @@ class ModelWriter(Protocol):
 
 
 class Reading(NamedTuple):
-    """How a folder of another program is to be read; the arguments of ``open_model``."""
+    """How a folder is to be read; the arguments of ``open_model``."""
 
     config: str | Path | None
     vocab_size: int
@@ -129,9 +127,15 @@ class Reading(NamedTuple):
 
 
 class OpenFolder(Protocol):
-    """Opens a folder of another program, of the format ``kind``. Raises CheckpointError."""
+    """Opens a folder of the format ``kind``. Raises CheckpointError."""
 
     def __call__(self, folder: Path, kind: str, reading: Reading, /) -> ModelReader: ...
+
+
+OWN: Registry[OpenFolder] = Registry(
+    {"hf": "conversion.hf.reader:open_folder", "native": "conversion.native.reader:open_folder"}
+)
+"""Open folders of the formats that runs write themselves."""
 
 
 def open_model(
@@ -158,12 +162,17 @@ def open_model(
             "format", got=format, expected=f"one of {', '.join(FORMATS)}", do="correct it"
         )
     kind = format or detect(folder)
-    if kind == "hf":
-        return HFReader(folder, config, vocab_size, ignored)
-    if kind == "native":
-        return NativeReader(folder, config, vocab_size)
-    opened: OpenFolder = imported(formats()[kind].opened)
+    opened: OpenFolder = OWN[kind] if kind in OWN else imported(formats()[kind].opened)
     return opened(folder, kind, Reading(config, vocab_size, tokens, ignored))
+
+
+def hf_weights(folder: str | Path, *, ignored: Collection[str]) -> HFWeights:
+    """Open the weights of a HuggingFace folder, of whose ``config.json`` the ``ignored`` fields are
+    not refused. Raises CheckpointError."""
+    # The reader, and those of safetensors and torch's files, are loaded by a run that begins there.
+    from megatron_llama.conversion.hf.reader import HFWeights
+
+    return HFWeights(folder, ignored=ignored)
 
 
 def detect(folder: Path) -> str:
@@ -232,3 +241,8 @@ def candidates(folder: Path) -> Iterator[str]:
         yield "torch_dist"
     if next(folder.glob("consolidated.*.pth"), None) is not None:
         yield "meta"
+
+
+def weight_folders(options: Mapping[str, Any]) -> list[str]:
+    """Return the folders from which a run with these checkpoint options takes its weights."""
+    return [folder for name in ("init_from_hf", "load") if (folder := options.get(name))]

@@ -26,7 +26,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_llama.data.byte_ranges import SourceFile, is_url, read_range
+from megatron_llama.data.byte_ranges import SourceFile, read_range
+from megatron_llama.data.words import is_url
 from megatron_llama.distributed import device as devices
 from megatron_llama.errors import ConfigError, DataError
 

@@ -22,6 +22,7 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
+from megatron_llama.data.words import is_url
 from megatron_llama.errors import DataError
 
 READ_BYTES = 1 << 17
@@ -53,11 +54,6 @@ class SourceFile:
     version: str = ""
     """What another version of a remote file has not: its ETag, or else its time. Empty: only the
     size is compared."""
-
-
-def is_url(name: str) -> bool:
-    """Return whether a name is a URL, and not a path."""
-    return "://" in name
 
 
 def _is_http(name: str) -> bool:

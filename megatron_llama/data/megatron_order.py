@@ -25,7 +25,7 @@ from megatron_llama.data.loader import (
     reads_remotely,
     side_by_side,
 )
-from megatron_llama.data.stream import TokenStream
+from megatron_llama.data.stream import TokenStream, normalized
 from megatron_llama.errors import DataError
 
 SURPLUS = 0.005
@@ -33,16 +33,6 @@ SURPLUS = 0.005
 (``mid_level_dataset_surplus``). They change the order, because all are shuffled."""
 SEPARATE_BELOW = 0.80
 """The last epoch is shuffled by itself where less than this share of it is read."""
-
-
-def megatron_split(split: str, num_documents: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the document ranges (start, stop) for training and validation, rounded as Megatron
-    rounds them. ``split`` has been checked: one to three weights, not all 0."""
-    weights = [float(word) for word in split.split(",")]
-    shares = normalized([*weights, 0.0, 0.0][:3])
-    first = round(shares[0] * float(num_documents))
-    second = round((shares[0] + shares[1]) * float(num_documents))
-    return (0, first), (first, second)
 
 
 def shuffled_documents(
@@ -169,13 +159,6 @@ def blended_places(weights: Sequence[float], samples: int) -> NDArray[np.int16]:
         places.append(chosen)
         counts[chosen] += 1.0
     return np.frombuffer(places, np.int16) if samples else np.zeros(0, np.int16)
-
-
-def normalized(weights: Sequence[float]) -> list[float]:
-    """Return weights whose sum is 1, rounded as Megatron rounds them."""
-    values = np.array(weights, dtype=np.float64)
-    shares: list[float] = (values / np.sum(values)).tolist()
-    return shares
 
 
 class MegatronBlend:

@@ -12,8 +12,8 @@ from megatron_llama.config.fields import Fields, read_fields, shown
 from megatron_llama.config.json_file import parse_json_object
 from megatron_llama.config.limits import LARGEST_SIZE, LARGEST_SMALL_FILE
 from megatron_llama.config.model_files import read_bounded
-from megatron_llama.data.byte_ranges import find_file, is_url, read_range
 from megatron_llama.data.sums import DatasetSums
+from megatron_llama.data.words import is_url
 from megatron_llama.errors import DataError
 from megatron_llama.files import replace_file
 from megatron_llama.tokenizer.files import to_json
@@ -72,6 +72,9 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def _remote_meta(prefix: str) -> dict[str, Any] | None:
+    # Readers of URLs are loaded where a dataset is behind one.
+    from megatron_llama.data.byte_ranges import find_file, read_range
+
     file = find_file(f"{prefix}.meta.json")
     if file is None:
         return None

@@ -23,15 +23,8 @@ from megatron_llama.data.documents import LISTED, Problems, input_files, texts
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.preprocess_config import PreprocessConfig
-from megatron_llama.data.readers import (
-    CHUNK_BYTES,
-    JSON_LINES,
-    PARQUET,
-    Chunk,
-    chunks,
-    kind,
-    require_packages,
-)
+from megatron_llama.data.readers import CHUNK_BYTES, Chunk, chunks, require_packages
+from megatron_llama.data.words import JSON_LINES, PARQUET, kind
 from megatron_llama.data.workers import workers
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import Tokenizer

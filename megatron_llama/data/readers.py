@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import IO, Any, cast
 
 from megatron_llama.config.limits import LARGEST_RECORD
+from megatron_llama.data.words import COMPRESSED, JSON_LINES, PARQUET, kind
 from megatron_llama.errors import DataError, describe, listing
 
 CHUNK_BYTES = 1 << 20
@@ -24,9 +25,6 @@ together."""
 LONG_BYTES = 32 << 20
 """A document of more bytes is a chunk of its own. It is encoded piece by piece where it is written:
 so there is one at a time, and its tokens are never in memory together."""
-JSON_LINES = (".jsonl", ".json")
-PARQUET = ".parquet"
-COMPRESSED = (".gz", ".zst")
 _PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {".zst": ("zstandard", "zstd"), PARQUET: ("pyarrow", "parquet")}
 )
@@ -58,11 +56,6 @@ class Chunk:
         """Whether it is one document of more than ``LONG_BYTES``, in any of its columns."""
         texts = chain(self.lines, *(self.columns or {}).values())
         return any(text is not None and len(text) > LONG_BYTES for text in texts)
-
-
-def kind(file: Path) -> str:
-    """Return the suffix that says what is in a file, compressed or not."""
-    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
 
 
 def require_packages(files: Sequence[Path]) -> None:

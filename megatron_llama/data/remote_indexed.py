@@ -3,14 +3,19 @@ samples touch (``block_cache.py``)."""
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.block_cache import BlockCache, cache_folder
-from megatron_llama.data.byte_ranges import SourceFile, find_file, is_url
+from megatron_llama.data.byte_ranges import SourceFile, find_file, read_range
 from megatron_llama.data.indexed import IndexedDataset, Tokens
-from megatron_llama.data.meta import SUMS, read_meta
+from megatron_llama.data.sums import FileSums
 from megatron_llama.errors import ConfigError, DataError
+
+VERIFIED_BYTES = 8 << 20
+"""Bytes of one request while a file is compared with its sums."""
 
 
 class RemoteIndexedDataset(IndexedDataset):
@@ -65,11 +70,9 @@ def required_file(url: str) -> SourceFile:
     return found
 
 
-def open_dataset(prefix: str, data: DataConfig) -> IndexedDataset:
-    """Open an indexed dataset, on the disk or behind a URL. Raises DataError if it cannot be used,
-    ConfigError for options of the cache that cannot."""
-    if not is_url(prefix):
-        return _as_written(IndexedDataset(prefix))
+def open_remote(prefix: str, data: DataConfig) -> RemoteIndexedDataset:
+    """Open an indexed dataset behind a URL. Raises DataError if it cannot be used, ConfigError for
+    options of the cache that cannot."""
     if not data.data_cache_gib > 0:
         raise ConfigError(
             "--data-cache-gib",
@@ -79,13 +82,16 @@ def open_dataset(prefix: str, data: DataConfig) -> IndexedDataset:
         )
     folder = cache_folder(data.data_cache_path) / "blocks"
     cache = BlockCache(folder, int(data.data_cache_gib * 2**30))
-    return _as_written(RemoteIndexedDataset(prefix, cache))
+    return RemoteIndexedDataset(prefix, cache)
 
 
-def _as_written(dataset: IndexedDataset) -> IndexedDataset:
-    """Return a dataset. Raises DataError if it is at once to be seen that it is not the one of
-    which its meta.json has the sums."""
-    sums = (read_meta(dataset.prefix) or {}).get(SUMS)
-    if sums is not None:
-        dataset.require_sums(sums)
-    return dataset
+def verify_remote(name: str, sums: FileSums) -> None:
+    """Raise DataError unless a file behind a URL is what was written."""
+    file = required_file(name)
+    sums.require_size(name, file.size)
+    for piece in range(len(sums.pieces)):
+        digest = hashlib.sha256()
+        start, stop = sums.ends(piece)
+        for first in range(start, stop, VERIFIED_BYTES):
+            digest.update(read_range(file, first, min(first + VERIFIED_BYTES, stop)))
+        sums.require_piece(name, piece, digest)

@@ -13,11 +13,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlparse
 
-from megatron_llama.data.byte_ranges import SourceFile, find_file, is_url, local_file, remote_files
+from megatron_llama.data.byte_ranges import SourceFile, local_file, remote_files
 from megatron_llama.data.documents import files_below
-from megatron_llama.data.readers import COMPRESSED, JSON_LINES, PARQUET, kind
+from megatron_llama.data.words import COMPRESSED, JSON_LINES, WILD, is_text, is_url, kind
 from megatron_llama.errors import DataError
 
 LARGEST_PIECE = 64 << 20
@@ -26,7 +25,6 @@ SMALLEST_PIECE = 64 << 10
 PIECES_OF_A_LANE = 8
 """A lane takes so many pieces of a small corpus in each pass: all lanes end a pass at about the
 same time."""
-_WILD = re.compile(r"[*?\[]")
 _BESIDE = re.compile(
     r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?|_success|sha256sums|md5sums)"
     r"(\..*)?|.*\.(md|ya?ml|py|bib|png|jpg|svg|sha256|md5|crc|idx|lock|html)",
@@ -59,32 +57,13 @@ class Piece:
     stop: int
 
 
-def is_stream(word: str) -> bool:
-    """Return whether a word of --data-path names text, and not the prefix of an indexed dataset: a
-    URL, a pattern, a folder, or a file of text. A URL that may be either is asked for its .idx.
-    Raises DataError if the server does not say."""
-    if is_url(word):
-        place = urlparse(word)
-        patterned = _WILD.search(place.path) is not None or bool(place.query)
-        host = place.scheme in ("http", "https") and place.path in ("", "/")
-        sure = host or patterned or word.endswith("/") or _is_text(word)
-        return sure or find_file(f"{word}.idx") is None
-    if Path(f"{word}.idx").is_file():
-        return False
-    return (
-        _WILD.search(word) is not None
-        or Path(word).is_dir()
-        or (Path(word).is_file() and _is_text(word))
-    )
-
-
 def find_shards(word: str, pool: Executor) -> list[Shard]:
     """Return the files that a word of --data-path names, sorted by name. Sizes of remote ones are
     asked for by the threads of ``pool``. Raises DataError if there are none, and for files of which
     it is not known what they are."""
     found = list(remote_files(word, pool) if is_url(word) else _local_files(word))
     named = [(name, file) for name, file in found if not _beside(name)]
-    unknown = sorted(name for name, _ in named if not _is_text(name))
+    unknown = sorted(name for name, _ in named if not is_text(name))
     if unknown:
         arrow = any(name.endswith(".arrow") for name in unknown)
         do = (
@@ -114,7 +93,7 @@ def find_shards(word: str, pool: Executor) -> list[Shard]:
 
 def _local_files(word: str) -> Iterator[tuple[str, SourceFile]]:
     folder = Path(word)
-    if _WILD.search(word) is not None and not folder.exists():
+    if WILD.search(word) is not None and not folder.exists():
         paths = [Path(path) for path in glob.glob(word, recursive=True) if Path(path).is_file()]
         folder = Path(re.split(r"[^/]*[*?\[]", word)[0] or ".")
     elif folder.is_dir():
@@ -124,10 +103,6 @@ def _local_files(word: str) -> Iterator[tuple[str, SourceFile]]:
         folder = folder.parent
     for path in paths:
         yield os.path.relpath(path, folder).replace(os.sep, "/"), local_file(path)
-
-
-def _is_text(name: str) -> bool:
-    return kind(Path(PurePosixPath(name).name)) in (*JSON_LINES, PARQUET)
 
 
 def _beside(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,23 @@ def split_documents(
     # document.
     first, second = (round(num_documents * sum(weights[:count]) / sum(weights)) for count in (1, 2))
     return (0, first), (first, second), (second, num_documents)
+
+
+def megatron_split(split: str, num_documents: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the document ranges (start, stop) for training and validation, rounded as Megatron
+    rounds them. ``split`` has been checked: one to three weights, not all 0."""
+    weights = [float(word) for word in split.split(",")]
+    shares = normalized([*weights, 0.0, 0.0][:3])
+    first = round(shares[0] * float(num_documents))
+    second = round((shares[0] + shares[1]) * float(num_documents))
+    return (0, first), (first, second)
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    """Return weights whose sum is 1, rounded as Megatron rounds them."""
+    values = np.array(weights, dtype=np.float64)
+    shares: list[float] = (values / np.sum(values)).tolist()
+    return shares
 
 
 class TokenStream:

@@ -19,16 +19,14 @@ from megatron_llama.config.limits import LARGEST_RECORD
 from megatron_llama.data.byte_ranges import SourceFile, newlines_before, open_source
 from megatron_llama.data.documents import Problems, texts
 from megatron_llama.data.readers import (
-    COMPRESSED,
-    PARQUET,
     Chunk,
     ZstdFrames,
     column_problems,
-    kind,
     library_error,
     refuse_long,
     unreadable,
 )
+from megatron_llama.data.words import COMPRESSED, PARQUET, kind
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer.load import load_tokenizer
 

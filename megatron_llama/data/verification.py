@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -18,11 +18,10 @@ from typing import TypeVar
 
 from megatron_llama.config.limits import DATASET_CHECK_SECONDS
 from megatron_llama.data import page_cache
-from megatron_llama.data.byte_ranges import SourceFile, is_url, read_range
 from megatron_llama.data.meta import SUMS, read_meta
 from megatron_llama.data.mounts import file_identity
-from megatron_llama.data.remote_indexed import required_file
 from megatron_llama.data.sums import SUFFIXES, DatasetSums, FileSums
+from megatron_llama.data.words import is_url
 from megatron_llama.distributed import device as devices
 from megatron_llama.errors import DataError, listing
 
@@ -59,7 +58,10 @@ def verify_dataset(prefix: str) -> DatasetSums:
         name = prefix + suffix
         try:
             if is_url(name):
-                _verify_remote(name, file_sums)
+                # A run compares files on disks alone: readers of URLs are loaded for `inspect`.
+                from megatron_llama.data.remote_indexed import verify_remote
+
+                verify_remote(name, file_sums)
             else:
                 _verify_local(name, file_sums)
         except DataError as problem:
@@ -80,21 +82,6 @@ def _verify_local(name: str, sums: FileSums) -> None:
         do = "mend the disk or its permissions, or copy the dataset again"
         got = _words(error)
         raise DataError(name, got=got, expected="a readable file", do=do) from error
-
-
-def _verify_remote(name: str, sums: FileSums) -> None:
-    file = required_file(name)
-    sums.require_size(name, file.size)
-    for piece in range(len(sums.pieces)):
-        digest = hashlib.sha256()
-        for content in _remote_blocks(file, *sums.ends(piece)):
-            digest.update(content)
-        sums.require_piece(name, piece, digest)
-
-
-def _remote_blocks(file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
-    for first in range(start, stop, 2 * BLOCK_BYTES):
-        yield read_range(file, first, min(first + 2 * BLOCK_BYTES, stop))
 
 
 class PieceReader:

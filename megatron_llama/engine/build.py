@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.host.gloo import carries
-from megatron_llama.engine.offload.build import build_update_rules
-from megatron_llama.engine.offload.copies import Copies
-from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
 from megatron_llama.engine.optimizer import DTYPES, Attach, OverlappedDistributedOptimizer
+from megatron_llama.engine.rules import RuleInputs, build_update_rules
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.buckets import BucketPlan
 from megatron_llama.plans.engine_memory import chunk_problem
 from megatron_llama.plans.engine_options import EngineOptions
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.offload.copies import Copies
+    from megatron_llama.engine.offload.worker import WorkerFactory
 
 
 def build_engine(
@@ -26,7 +29,7 @@ def build_engine(
     stages: Iterable[nn.Module] = (),
     attach: Attach | None = None,
     copies: Copies | None = None,
-    worker_factory: WorkerFactory = HostWorker,
+    worker_factory: WorkerFactory | None = None,
     blocking: bool = False,
     steps_per_epoch: int = 0,
     inline: bool = False,
@@ -36,9 +39,9 @@ def build_engine(
 
     Parameters go to ``attach``, by default into the modules ``stages``. ``copies`` copies between
     device and host where the optimizer is offloaded, and ``worker_factory`` makes the worker that
-    updates there. ``blocking`` waits for such an optimizer at once, for comparison.
-    ``steps_per_epoch`` is 0 where an epoch has no meaning. ``inline`` is explained at
-    ``OverlappedDistributedOptimizer``. ``tp_bucket_plans`` has the bucket plans of all
+    updates there, by default a ``HostWorker``. ``blocking`` waits for such an optimizer at once,
+    for comparison. ``steps_per_epoch`` is 0 where an epoch has no meaning. ``inline`` is explained
+    at ``OverlappedDistributedOptimizer``. ``tp_bucket_plans`` has the bucket plans of all
     tensor-parallel ranks in their order, for Muon, whose matrices they share; by default this rank
     is the only one.
 
@@ -52,15 +55,17 @@ def build_engine(
         stages,
         bucket_plan,
         build_update_rules(
-            options,
-            bucket_plan,
-            mesh,
-            dtype=DTYPES[options.dtype],
-            copies=copies,
-            worker_factory=worker_factory,
-            blocking=blocking,
-            steps_per_epoch=steps_per_epoch,
-            tp_bucket_plans=tp_bucket_plans or (bucket_plan,),
+            RuleInputs(
+                options,
+                bucket_plan,
+                mesh,
+                dtype=DTYPES[options.dtype],
+                tp_bucket_plans=tp_bucket_plans or (bucket_plan,),
+                steps_per_epoch=steps_per_epoch,
+                copies=copies,
+                worker_factory=worker_factory,
+                blocking=blocking,
+            )
         ),
         mesh,
         options,

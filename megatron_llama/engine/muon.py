@@ -28,7 +28,8 @@ from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.exchange import Exchange, Piece, transfer
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.distributed.comm.worker import Worker
-from megatron_llama.engine.update_rule import Shard, UpdateRule
+from megatron_llama.engine.rules import RuleInputs
+from megatron_llama.engine.update_rule import AdamW, Shard, UpdateRule, UpdateRules
 from megatron_llama.plans.buckets import BucketPlan
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.muon import Matrix, MuonPlan, muon_plan
@@ -120,6 +121,16 @@ class _Bucket:
     update: _Update | None = None
     begun: Future = field(default_factory=CompletedFuture)
     """The end of the reading of the gradient."""
+
+
+def muon_rules(inputs: RuleInputs) -> UpdateRules:
+    """Build Muon for the matrices of blocks, and AdamW for the rest."""
+    groups = inputs.options.groups
+    chunk_bytes = inputs.options.chunk_bytes
+    muon = Muon(groups, inputs.tp_bucket_plans, inputs.mesh, chunk_bytes=chunk_bytes)
+    adamw = AdamW(groups)
+    kinds = [bucket.kind for bucket in inputs.bucket_plan.buckets]
+    return UpdateRules([muon if kind.muon else adamw for kind in kinds], [muon, adamw])
 
 
 class Muon(UpdateRule):

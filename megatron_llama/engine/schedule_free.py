@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
-from megatron_llama.engine.update_rule import Shard, UpdateRule
+from megatron_llama.engine.rules import RuleInputs
+from megatron_llama.engine.update_rule import Shard, UpdateRule, UpdateRules
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.engine_memory import UPDATE_PIECE
 from megatron_llama.plans.engine_options import UpdateOptions
+
+
+def schedule_free_rules(inputs: RuleInputs) -> UpdateRules:
+    """Build schedule-free AdamW for all buckets."""
+    rule = ScheduleFreeAdamW(inputs.options.groups)
+    return UpdateRules([rule] * len(inputs.bucket_plan.buckets), [rule])
 
 
 class ScheduleFreeAdamW(UpdateRule):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
-from megatron_llama.data.text_stream import text_streams
+from megatron_llama.data.stream_places import text_streams
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.errors import counted

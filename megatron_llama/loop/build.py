@@ -20,9 +20,9 @@ from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.formats import hf_weights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
-from megatron_llama.data.text_stream import text_streams
+from megatron_llama.data.stream_places import text_streams
 from megatron_llama.data.verification import DatasetCheck, seen_files, share_of
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import (
@@ -38,7 +38,6 @@ from megatron_llama.loop.start import Start, weights_of
 from megatron_llama.loop.take_over import take_over
 from megatron_llama.metrics.events import FAULT, tracked_runs
 from megatron_llama.metrics.log import LINES, MetricLog, MetricLogger
-from megatron_llama.metrics.open_metrics import OpenMetrics
 from megatron_llama.metrics.trackers import Tracker, open_trackers
 from megatron_llama.model.init import InitialWeights, WithAdapters
 
@@ -159,7 +158,7 @@ def load_or_init(
     elif options.init_from_hf is not None:
         _require_one_commit(options.init_from_hf, mesh.world)
         with raise_on_all_ranks(mesh.world):
-            folder = HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+            folder = hf_weights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
             weights = weights_of(folder, config.model, config.training.seed)
     else:
         weights = InitialWeights.of(config)
@@ -232,6 +231,9 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     lines = list[str]()
     with raise_on_all_ranks(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):
         if mesh.rank == 0 and config.log.open_metrics is not None:
+            # The server is loaded by the rank that serves.
+            from megatron_llama.metrics.open_metrics import OpenMetrics
+
             loggers.append(OpenMetrics(config.log))
         if mesh.rank == 0:
             known = {} if folder is None else tracked_runs(folder)

@@ -17,7 +17,7 @@ from megatron_llama.checkpoint.carried import (
 )
 from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import Config
-from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.formats import hf_weights
 from megatron_llama.loop.start import Start
 from megatron_llama.tokenizer.base import Tokenizer
 
@@ -37,7 +37,7 @@ def carried_files(
         carried = read_carried(folder)
         where = folder
         ignored = config.checkpoint.ignore_hf_config_fields
-        weights = HFWeights(folder, ignored=ignored)
+        weights = hf_weights(folder, ignored=ignored)
         lines += weights.notes
         left_out = weights.files_left_out(_names_of(tokenizer))
         if left_out:

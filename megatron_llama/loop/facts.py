@@ -9,7 +9,7 @@ from typing import Any
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import BlendedSamples
-from megatron_llama.data.text_stream import text_streams
+from megatron_llama.data.stream_places import text_streams
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import place_from_environment

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.adapters import saved_lora, takes_up
@@ -22,24 +22,15 @@ from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.checkpoint.history import ROLLBACK
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
-from megatron_llama.config.batch_ramp import BatchSizes, run_samples, with_epochs
+from megatron_llama.config.batch_ramp import BatchSizes, with_epochs
 from megatron_llama.config.blend import Blend, read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config, LoraConfig, TrainingConfig
-from megatron_llama.conversion.export import weight_folders
-from megatron_llama.conversion.hf.reader import HFWeights
-from megatron_llama.conversion.hf.writer import require_export
+from megatron_llama.conversion.formats import hf_weights, weight_folders
+from megatron_llama.data.datasets import open_dataset
 from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples, found_files
-from megatron_llama.data.megatron_order import (
-    MegatronBlend,
-    MegatronStream,
-    megatron_split,
-    samples_of_blend,
-    samples_of_parts,
-)
-from megatron_llama.data.remote_indexed import open_dataset
-from megatron_llama.data.shards import is_stream
-from megatron_llama.data.stream import TokenStream, split_documents
-from megatron_llama.data.text_stream import fits, seek, text_streams
+from megatron_llama.data.stream import TokenStream, megatron_split, split_documents
+from megatron_llama.data.stream_places import fits, seek, text_streams
+from megatron_llama.data.words import is_stream
 from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.object_collectives import (
     broadcast_object,
@@ -63,11 +54,10 @@ from megatron_llama.loop.start import (
     update_changes,
 )
 from megatron_llama.loop.take_over import require_adam, update_lines
-from megatron_llama.loop.text_inputs import text_samples
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
-from megatron_llama.metrics.open_metrics import require_port
 from megatron_llama.pipeline.objective import Objective
 from megatron_llama.plans.checks.optimizer import optimizer_problems
+from megatron_llama.registry import Registry
 from megatron_llama.tokenizer.base import Tokenizer
 
 TRAINING = 0
@@ -76,6 +66,27 @@ USUAL_PASSES = 4
 """Training on the same text more often is rarely meant, unless --epochs asks for it."""
 Source = Callable[[Config, int], Samples]
 """Makes the samples of TRAINING or VALIDATION. Raises DataError. It must not be collective."""
+
+
+class OpenSamples(Protocol):
+    """Makes the samples of a part of a blend. The rest is as for ``stream_samples``."""
+
+    def __call__(
+        self,
+        config: Config,
+        blend: Blend,
+        part: int,
+        *,
+        eod: int | None,
+        tokenizer: Tokenizer | None,
+        share: tuple[int, int],
+    ) -> Samples: ...
+
+
+OTHER_SAMPLES: Registry[OpenSamples] = Registry(
+    {"text": "loop.text_inputs:text_samples", "megatron": "loop.megatron_inputs:megatron_samples"}
+)
+"""Samples of --data-path that are not those of indexed datasets in the order of their files."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +163,11 @@ def stream_samples(
     ``tokenizer`` and ``share`` are as for ``open_stream``."""
     blend = read_blend(config.data.data_path)
     if any(map(is_stream, blend.prefixes)):
-        return text_samples(
-            config, blend, validation=part == VALIDATION, tokenizer=tokenizer, eod=eod
-        )
+        return OTHER_SAMPLES["text"](config, blend, part, eod=eod, tokenizer=tokenizer, share=share)
     if part == TRAINING and config.data.megatron_data_order:
-        return megatron_samples(config, blend, eod=eod, tokenizer=tokenizer, share=share)
+        return OTHER_SAMPLES["megatron"](
+            config, blend, part, eod=eod, tokenizer=tokenizer, share=share
+        )
     parts = [
         StreamSamples(
             open_stream(
@@ -170,37 +181,6 @@ def stream_samples(
     if len(parts) == 1:
         return parts[0]
     return BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
-
-
-def megatron_samples(
-    config: Config,
-    blend: Blend,
-    *,
-    eod: int | None,
-    tokenizer: Tokenizer | None,
-    share: tuple[int, int],
-) -> Samples:
-    """Open the training samples of --megatron-data-order, for the whole length of the run. Raises
-    DataError, also where Megatron's order ends before the run."""
-    training = config.training
-    wanted = run_samples(training)
-    parts = []
-    for prefix, samples in zip(blend.prefixes, samples_of_parts(blend, wanted), strict=True):
-        stream = open_stream(config, prefix, TRAINING, tokenizer=tokenizer, share=share)
-        ordered = MegatronStream(stream, seed=training.seed, num_samples=samples)
-        parts.append(StreamSamples(ordered, config.data, eod))
-    if len(parts) == 1 and blend.shares is None:
-        return parts[0]
-    sizes = [len(part) for part in parts]
-    found = MegatronBlend(parts, blend.shares or sizes, samples_of_blend(blend, wanted, sizes))
-    if len(found) < wanted:
-        raise DataError(
-            "--megatron-data-order",
-            got=f"{len(found):,} samples: Megatron reads datasets without weights once",
-            expected=f"{wanted:,}, those of --train-iters",
-            do="give each dataset of --data-path its weight, or train for fewer iterations",
-        )
-    return found
 
 
 def open_inputs(
@@ -437,7 +417,7 @@ def _require_weights(config: Config, start: Start | None) -> None:
             require_adam(start.path, config)
         start.weights(config.model)
     elif options.init_from_hf is not None:
-        HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+        hf_weights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
 
 
 def _require_saveable(
@@ -446,6 +426,9 @@ def _require_saveable(
     """Raise DataError if the run will save its tokenizer and no file can express it, and
     CheckpointError if the folder to export into holds anything else."""
     if options.export_hf is not None:
+        # As for the readers, a run loads the writers that it needs.
+        from megatron_llama.conversion.hf.writer import require_export
+
         sources = weight_folders(vars(options))
         if start is not None and start.native:
             # A resumed run no longer names the model that it began with.
@@ -467,7 +450,11 @@ def require_outputs(config: Config) -> None:
         require_writable(local_folder(options.save) if is_remote(folder) else folder)
     if log.tensorboard_dir is not None:
         require_writable(Path(log.tensorboard_dir, log.job_name or ""))
-    require_port(log)
+    if log.open_metrics is not None:
+        # The server is loaded by a run that serves.
+        from megatron_llama.metrics.open_metrics import require_port
+
+        require_port(log)
     if log.record_timeline is not None:
         require_writable(Path(log.record_timeline).parent)
     if log.profile:

@@ -28,8 +28,13 @@ from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
-from megatron_llama.conversion.formats import SavedRun, candidates, open_model, saved_run
-from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.formats import (
+    SavedRun,
+    candidates,
+    hf_weights,
+    open_model,
+    saved_run,
+)
 from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
@@ -483,7 +488,7 @@ def trained_weights(config: Config) -> TrainedWeights:
         state = start.state() if start.resumable else TrainState(0, 0)
         return TrainedWeights(start.weights(config.model), state, folder)
     if options.init_from_hf is not None:
-        weights = HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+        weights = hf_weights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
         return TrainedWeights(
             weights_of(weights, config.model, config.training.seed), TrainState(0, 0), folder
         )

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.blend import Blend
 from megatron_llama.config.schema import Config, DataConfig
 from megatron_llama.data.loader import BlendedSamples, Samples
 from megatron_llama.data.readers import require_packages
-from megatron_llama.data.shards import Shard, find_shards, is_stream, shards_of
-from megatron_llama.data.text_stream import (
-    ENDLESS,
-    StreamedSamples,
-    StreamSettings,
-    TextStream,
-    furthest,
-    places,
-    text_streams,
-)
+from megatron_llama.data.shards import Shard, find_shards, shards_of
+from megatron_llama.data.stream_places import ENDLESS, StreamedSamples
+from megatron_llama.data.text_stream import StreamSettings, TextStream
+from megatron_llama.data.words import is_stream
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.object_collectives import all_gather_object
 from megatron_llama.errors import ConfigError, DataError, describe, listing
+from megatron_llama.loop.inputs import VALIDATION
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import Fingerprint
 
@@ -34,11 +25,19 @@ NO_SPLIT = "100,0,0"
 
 
 def text_samples(
-    config: Config, blend: Blend, *, validation: bool, tokenizer: Tokenizer | None, eod: int | None
+    config: Config,
+    blend: Blend,
+    part: int,
+    *,
+    eod: int | None,
+    tokenizer: Tokenizer | None,
+    share: tuple[int, int],
 ) -> Samples:
-    """Open the text of --data-path for training, or the files of it that are for ``validation``.
-    Raises ConfigError with every option that a text does not go with, DataError for files and
-    tokenizers that cannot be used."""
+    """Open the text of --data-path for training, or the files of it that are for validation. What
+    a rank reads of it follows from its samples, whatever its ``share`` is. Raises ConfigError with
+    every option that a text does not go with, DataError for files and tokenizers that cannot be
+    used."""
+    validation = part == VALIDATION
     problems = list(text_problems(config, blend, validation=validation))
     if problems:
         raise ConfigError(
@@ -179,12 +178,3 @@ def _settings(
         step_samples=training.global_batch_size,
         identity=f"{fingerprint.tokens} {fingerprint.probe}",
     )
-
-
-def with_places(state: TrainState, samples: Samples, world: Axis) -> TrainState:
-    """Return the state with where the streams of the run have come to, which each rank knows of its
-    own lanes. Collective for samples of a text."""
-    if not text_streams(samples):
-        return state
-    found = all_gather_object(places(samples, state.consumed_samples), world)
-    return replace(state, places=furthest(found))

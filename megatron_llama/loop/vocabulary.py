@@ -13,9 +13,8 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
-from megatron_llama.data.byte_ranges import is_url
 from megatron_llama.data.meta import read_meta
-from megatron_llama.data.shards import is_stream
+from megatron_llama.data.words import is_stream, is_url
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.loop.start import AUTO, named_start
 from megatron_llama.plans.checks.model import token_problems

@@ -15,10 +15,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed.device import start_thread
 from megatron_llama.errors import ConfigError, counted
 from megatron_llama.metrics.log import MetricLogger, StepRecord, ValidationRecord
-from megatron_llama.metrics.mlflow import MLflow
-from megatron_llama.metrics.tensorboard import TensorBoard
-from megatron_llama.metrics.trackio import Trackio
-from megatron_llama.metrics.wandb import WandB
+from megatron_llama.registry import Registry
 
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a service that has not taken everything."""
@@ -33,6 +30,17 @@ class TrackedRun(MetricLogger, Protocol):
     def run(self) -> str:
         """What finds this run again, when the training is resumed."""
         ...
+
+
+SERVICES: Registry[Callable[[Config, str | None], TrackedRun]] = Registry(
+    {
+        "W&B": "metrics.wandb:WandB",
+        "MLflow": "metrics.mlflow:MLflow",
+        "Trackio": "metrics.trackio:Trackio",
+    }
+)
+"""Services by name. They take the configuration, and the run that they are to go on with, if there
+is one; they raise ConfigError where they cannot be reached."""
 
 
 class Tracker:
@@ -114,20 +122,23 @@ def open_trackers(
     trackers = list[Tracker]()
     lines = list[str]()
     if log.tensorboard_dir is not None:
+        # As of services, a run loads those that it writes to.
+        from megatron_llama.metrics.tensorboard import TensorBoard
+
         board = TensorBoard(log, iteration)
         trackers.append(Tracker(f"TensorBoard {log.tensorboard_dir}", board))
-    services: tuple[tuple[str, str | None, Callable[[Config, str | None], TrackedRun]], ...] = (
-        ("W&B", log.wandb_project, WandB),
-        ("MLflow", log.mlflow_experiment, MLflow),
-        ("Trackio", log.trackio_project, Trackio),
-    )
-    for service, project, connect in services:
+    projects = {
+        "W&B": log.wandb_project,
+        "MLflow": log.mlflow_experiment,
+        "Trackio": log.trackio_project,
+    }
+    for service, project in projects.items():
         if project is None:
             continue
         name = f"{service} {project}"
         before = known.get(name) if iteration else None
         try:
-            receiver = connect(config, before)
+            receiver = SERVICES[service](config, before)
         except ConfigError as error:
             if not iteration:
                 for tracker in trackers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,13 +12,15 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.host.gloo import carries
 from megatron_llama.engine.build import build_engine
-from megatron_llama.engine.offload.copies import Copies
-from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
 from megatron_llama.engine.optimizer import DTYPES, OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.engine_memory import chunk_problem
 from megatron_llama.plans.engine_options import MUON
 from megatron_llama.plans.run_engine import compute_dtype_name, engine_options, rank_bucket_plan
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.offload.copies import Copies
+    from megatron_llama.engine.offload.worker import WorkerFactory
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -31,7 +34,7 @@ def build_optimizer(
     mesh: Mesh,
     *,
     copies: Copies | None = None,
-    worker_factory: WorkerFactory = HostWorker,
+    worker_factory: WorkerFactory | None = None,
     blocking: bool = False,
     steps_per_epoch: int = 0,
     inline: bool = False,

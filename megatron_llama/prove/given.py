@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_llama.api.common.configs import AutoParallelConfig
 from megatron_llama.api.common.loaded import loaded_model
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.option import Small
 from megatron_llama.config.parse import Parsed, flag, options_of
 from megatron_llama.config.presets import LLAMA_VOCABULARY
@@ -23,6 +22,7 @@ from megatron_llama.config.schema import (
     ParallelConfig,
     TrainingConfig,
 )
+from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError, counted
 from megatron_llama.loop.start import find_start
 from megatron_llama.loop.vocabulary import find_vocabulary

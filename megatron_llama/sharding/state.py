@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.data_mesh import new_group
-from megatron_llama.engine.offload.zenflow.columns import bias_corrections
+from megatron_llama.engine.update_rule import bias_corrections
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.sharding.names import clean_name

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from megatron_llama.cli import main
 from megatron_llama.commands.quickstart import GLOBAL_BATCH, RECIPE, next_steps, processes_for
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.sections import config_sections
 
 from tests.launch import ROOT
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from megatron_llama.config.foreign_names import remedy_for
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import options_of
+from megatron_llama.config.sections import config_sections
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.sft.sft_config import SFTConfig
 

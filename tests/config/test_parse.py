@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.foreign_names import FAMILIES, INSTEAD, NOT_NEEDED
-from megatron_llama.config.help import config_sections, field_docs, help_text, main, options_markdown
+from megatron_llama.config.help import field_docs, help_text, main, options_markdown
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, differences, options_of, parse
 from megatron_llama.config.schema import (
@@ -23,6 +23,7 @@ from megatron_llama.config.schema import (
     ParallelConfig,
     TrainingConfig,
 )
+from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.sft.sft_config import SFTConfig
@@ -575,7 +576,7 @@ def test_help_names_every_option() -> None:
 def test_reading_options_loads_nothing_slow() -> None:
     code = (
         "import sys; from megatron_llama.config.parse import parse; from megatron_llama.config.megatron_names import MEGATRON;"
-        "from megatron_llama.config.help import config_sections, help_text; s = config_sections();"
+        "from megatron_llama.config.help import help_text; from megatron_llama.config.sections import config_sections; s = config_sections();"
         "parse(['--lr', '1'], s, aliases=MEGATRON); help_text('pretrain', '', s);"
         "print([m for m in ('torch', 'numpy', 'yaml', 'argparse', 'json', 'difflib', 'tqdm') if m in sys.modules])"
     )

@@ -16,7 +16,8 @@ from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron_llama.data.megatron_order import blended_places, megatron_split, normalized
+from megatron_llama.data.megatron_order import blended_places
+from megatron_llama.data.stream import megatron_split, normalized
 from megatron_llama.errors import DataError
 from megatron_llama.loop.build import build_loader
 from megatron_llama.loop.inputs import TRAINING, VALIDATION, stream_samples

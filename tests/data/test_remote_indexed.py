@@ -20,13 +20,14 @@ from megatron_llama.config.schema import DataConfig
 from megatron_llama.data import block_cache, byte_ranges
 from megatron_llama.data.block_cache import SLICE_BYTES, BlockCache, cache_folder
 from megatron_llama.data.byte_ranges import SourceFile, find_file
+from megatron_llama.data.datasets import open_dataset
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.loader import STEPS_AHEAD, BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.megatron_order import MegatronStream
 from megatron_llama.data.meta import read_meta
-from megatron_llama.data.remote_indexed import RemoteIndexedDataset, open_dataset
-from megatron_llama.data.shards import is_stream
+from megatron_llama.data.remote_indexed import RemoteIndexedDataset
 from megatron_llama.data.stream import TokenStream
+from megatron_llama.data.words import is_stream
 from megatron_llama.errors import ConfigError, DataError
 from tools.range_server import RangeServer, serving
 

@@ -21,9 +21,11 @@ from megatron_llama.data import byte_ranges, readers, text_worker
 from megatron_llama.data.byte_ranges import local_file
 from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples
 from megatron_llama.data.readers import chunks
-from megatron_llama.data.shards import find_shards, is_stream, shards_of
-from megatron_llama.data.text_stream import ENDLESS, StreamedSamples, StreamSettings, TextStream, furthest, places, seek, text_streams
+from megatron_llama.data.shards import find_shards, shards_of
+from megatron_llama.data.stream_places import ENDLESS, StreamedSamples, furthest, places, seek, text_streams
+from megatron_llama.data.text_stream import StreamSettings, TextStream
 from megatron_llama.data.text_worker import read_documents
+from megatron_llama.data.words import is_stream, is_url
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from pyarrow import parquet
@@ -275,7 +277,7 @@ def found(word: str | Path) -> list:
 def test_an_object_store_gives_the_same_samples(folder: Path, settings: StreamSettings, expected: list[list[list[int]]]) -> None:
     """``file://`` goes the way of every store of fsspec."""
     remote = open_stream(f"file://{folder}", settings)
-    assert byte_ranges.is_url(found(f"file://{folder}")[0].file.path)
+    assert is_url(found(f"file://{folder}")[0].file.path)
     assert remote.identity() == open_stream(folder, settings).identity()
     assert steps([remote], 1, 0, 8) == expected[:8]
     assert [shard.name for shard in found(f"file://{folder}/data/*.jsonl")] == ["a.jsonl", "validation-0.jsonl"]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
+from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh

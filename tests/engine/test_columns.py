@@ -20,11 +20,11 @@ from megatron_llama.engine.offload.zenflow.columns import (
     Packing,
     adamw_columns,
     adamw_columns_,
-    bias_corrections,
     blocks_of,
 )
 from megatron_llama.engine.offload.zenflow.schedule import AutoInterval, Intervals, Step, UpdateWindows
 from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
+from megatron_llama.engine.update_rule import bias_corrections
 from megatron_llama.plans.buckets import BucketPlan, Segment
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.run_engine import rank_bucket_plan

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.hf import hf_config_from_model
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import flag, options_of, parse
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
+from megatron_llama.config.sections import config_sections
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.plans.resolve import assemble, check, problems, resolve

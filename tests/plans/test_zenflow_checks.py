@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config, LoraConfig
+from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.checks.ranges import value_problems
 from megatron_llama.plans.checks.zenflow import zenflow_notes, zenflow_problems, zenflow_warnings

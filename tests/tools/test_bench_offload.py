@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
+from megatron_llama.config.sections import config_sections
 from megatron_llama.engine.offload.exact import UPDATING, ExactOffload, Speculation
 from megatron_llama.engine.offload.zenflow.rule import APPLYING
 from megatron_llama.errors import ConfigError

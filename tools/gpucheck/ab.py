@@ -29,10 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, a
 import torch
 import torch.distributed as dist
 
-from megatron_llama.config.help import config_sections, help_text
+from megatron_llama.config.help import help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
+from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.groups import close_mesh
 from megatron_llama.distributed.join import join

@@ -177,7 +177,7 @@ def train_on_dataset(shop: Workshop) -> Values:
 def inspect_dataset(_: Workshop) -> Values:
     """Verify a dataset, and read all its documents."""
     from megatron_llama.config.schema import DataConfig
-    from megatron_llama.data.remote_indexed import open_dataset
+    from megatron_llama.data.datasets import open_dataset
 
     command("inspect", "dataset", READ / "d", "--verify")
     dataset = open_dataset(str(READ / "d"), DataConfig())

@@ -26,7 +26,7 @@ from megatron_llama.config.schema import (
 )
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError, UserError, listing
-from megatron_llama.hooks import imported, layouts
+from megatron_llama.hooks import layouts
 from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.plans.engine_memory import sized
@@ -39,6 +39,7 @@ from megatron_llama.plans.params import (
     trained_beside_adapters,
 )
 from megatron_llama.plans.schedule import Schedule
+from megatron_llama.registry import imported
 
 if TYPE_CHECKING:
     from megatron_llama.distributed.axes import Axis
@@ -154,7 +155,7 @@ def _memory_here(world: int) -> int:
 
 def _absent(parsed: Parsed, examples: NamedFiles | None) -> Iterator[tuple[str, str]]:
     """Yield the options that name files which are not on this machine, and what to say of each."""
-    from megatron_llama.data.shards import is_stream
+    from megatron_llama.data.words import is_stream
     from megatron_llama.loop.start import AUTO
 
     data = parsed.get(DataConfig)

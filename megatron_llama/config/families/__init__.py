@@ -3,23 +3,19 @@ their tensors are called, and their presets. ``docs/add-a-family.md`` says how t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from megatron_llama.config.families.family import Family
-from megatron_llama.config.families.gemma2 import GEMMA2
-from megatron_llama.config.families.gemma3_text import GEMMA3_TEXT
-from megatron_llama.config.families.llama import LLAMA
-from megatron_llama.config.families.mistral import MISTRAL
-from megatron_llama.config.families.olmo2 import OLMO2
-from megatron_llama.config.families.phi3 import PHI3
-from megatron_llama.config.families.qwen2 import QWEN2
-from megatron_llama.config.families.qwen3 import QWEN3
+from megatron_llama.registry import Registry
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Registry[Family] = Registry(
     {
-        family.model_type: family
-        for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3_TEXT, OLMO2)
+        "llama": "config.families.llama:LLAMA",
+        "mistral": "config.families.mistral:MISTRAL",
+        "qwen2": "config.families.qwen2:QWEN2",
+        "qwen3": "config.families.qwen3:QWEN3",
+        "phi3": "config.families.phi3:PHI3",
+        "gemma2": "config.families.gemma2:GEMMA2",
+        "gemma3_text": "config.families.gemma3_text:GEMMA3_TEXT",
+        "olmo2": "config.families.olmo2:OLMO2",
     }
 )
-"""model_type -> family."""
+"""model_type -> family. A run imports that of its model."""

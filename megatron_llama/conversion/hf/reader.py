@@ -14,9 +14,10 @@ from torch import Tensor
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.hf import read_hf_config
-from megatron_llama.config.json_file import read_weight_map
 from megatron_llama.config.model_files import SUMS, read_sums, require_model_file
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.formats import Reading
+from megatron_llama.conversion.hf.files import DOWNLOAD, files_named_by, present_weight_files
 from megatron_llama.conversion.model_fields import read_config
 from megatron_llama.conversion.safetensors_file import DTYPES, row_blocks
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
@@ -25,13 +26,6 @@ from megatron_llama.errors import CheckpointError, counted, describe
 from megatron_llama.plans.params import VOCABULARY_TENSORS, hf_shapes
 from megatron_llama.plans.specs import Rectangle
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-OLD_SINGLE = "pytorch_model.bin"
-OLD_INDEX = "pytorch_model.bin.index.json"
-WEIGHT_FILES = (SINGLE, INDEX, OLD_SINGLE, OLD_INDEX)
-"""The file that says where the weights are, preferred first, as in transformers."""
-DOWNLOAD = "copy the file again from where the model came from"
 WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
         "_orig_mod.": "a module of torch.compile",
@@ -188,6 +182,11 @@ class HFWeights:
             raise CheckpointError(where, got=error, expected="its values", do=DOWNLOAD) from error
 
 
+def open_folder(folder: Path, kind: str, reading: Reading) -> HFReader:
+    """Open a HuggingFace folder, as an ``OpenFolder``."""
+    return HFReader(folder, reading.config, reading.vocab_size, reading.ignored)
+
+
 class HFReader:
     """A HuggingFace folder as a ModelReader."""
 
@@ -221,31 +220,6 @@ class HFReader:
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         self._weights(rectangle, out)
-
-
-def present_weight_files(folder: Path) -> list[Path]:
-    """Return those of WEIGHT_FILES that are there; the weights are read from the first. Raises
-    CheckpointError when there is none."""
-    found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
-    if not found:
-        do = "save the model with transformers' save_pretrained, which writes one of them"
-        raise CheckpointError(folder, got="no weights", expected=f"{SINGLE} or {INDEX}", do=do)
-    return found
-
-
-def files_named_by(named: Path) -> list[Path]:
-    """Return the files of the weights: those that an index names, or ``named`` itself. Raises
-    CheckpointError with all that are missing."""
-    if named.name not in (INDEX, OLD_INDEX):
-        return [named]
-    paths = [named.parent / name for name in sorted(set(read_weight_map(named).values()))]
-    missing = [
-        describe(path, got="no such file", expected=f"it, by {named.name}", do=DOWNLOAD)
-        for path in paths
-        if not path.is_file()
-    ]
-    refuse(f"{named.parent} is incomplete:", missing)
-    return paths
 
 
 def _is_equal(one: Any, other: Any, name: str) -> bool:

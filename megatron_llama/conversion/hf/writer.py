@@ -19,7 +19,7 @@ from megatron_llama.checkpoint.listed_files import seal_files
 from megatron_llama.config.hf import carried_config
 from megatron_llama.config.model_files import SUMS
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.hf.reader import INDEX, SINGLE
+from megatron_llama.conversion.hf.files import INDEX, SINGLE
 from megatron_llama.conversion.safetensors_file import is_exported, write_safetensors
 from megatron_llama.conversion.tokenizer_files import with_end_tokens
 from megatron_llama.conversion.write_tasks import WriteTask

@@ -8,10 +8,16 @@ from torch import Tensor
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
+from megatron_llama.conversion.formats import Reading
 from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.specs import Rectangle
+
+
+def open_folder(folder: Path, kind: str, reading: Reading) -> NativeReader:
+    """Open a native checkpoint, as an ``OpenFolder``."""
+    return NativeReader(folder, reading.config, reading.vocab_size)
 
 
 class NativeReader:

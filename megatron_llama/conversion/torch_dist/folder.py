@@ -11,16 +11,15 @@ from typing import Any
 from megatron_llama.checkpoint.checksums import file_sum
 from megatron_llama.checkpoint.container import COPY_AGAIN, Container
 from megatron_llama.checkpoint.index import METADATA
-from megatron_llama.checkpoint.meta import META
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.model_files import MANIFEST as MANIFEST
 from megatron_llama.config.model_files import read_sums, sum_problem
+from megatron_llama.conversion.torch_dist.files import BACKEND
 from megatron_llama.conversion.tracked_folder import find_folder
 from megatron_llama.errors import CheckpointError, describe
 
-BACKEND = "metadata.json"
 COMMON = "common.pt"
 MODELOPT = "modelopt_state"
 """A folder in which TensorRT Model Optimizer keeps what it has changed in a model."""
@@ -34,14 +33,6 @@ VERSIONS: Mapping[str, Any] = MappingProxyType(
 )
 """What ``metadata.json`` says of the format that is read here."""
 SAVE_AGAIN = "load it with Megatron-LM and save it with --ckpt-format torch_dist"
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Return whether a folder has files of Megatron's sharded formats, of which ``torch_dist`` is
-    the one that can be read."""
-    return (folder / BACKEND).is_file() or (
-        (folder / METADATA).is_file() and not (folder / META).is_file()
-    )
 
 
 def chunk_files(path: Path) -> list[Path]:

@@ -34,7 +34,8 @@ from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_p
 from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.torch_dist.folder import BACKEND, COMMON, MANIFEST, VERSIONS
+from megatron_llama.conversion.torch_dist.files import BACKEND
+from megatron_llama.conversion.torch_dist.folder import COMMON, MANIFEST, VERSIONS
 from megatron_llama.conversion.torch_file import require_finite, write_torch_file
 from megatron_llama.conversion.write_tasks import ProgressSource, WriteTask
 from megatron_llama.converter.megatron.args import held_problems, make_args

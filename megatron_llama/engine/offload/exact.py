@@ -25,9 +25,11 @@ from torch import Tensor
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.engine.offload.build import Host
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker, errors_of_bucket
+from megatron_llama.engine.rules import RuleInputs
 from megatron_llama.engine.update_rule import Shard, UpdateRule, adamw_step
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.offload import FACTORS, STAGED, OffloadPlan
@@ -90,6 +92,25 @@ class Speculation:
 
     kept: int = 0
     redone: int = 0
+
+
+def exact_offload(inputs: RuleInputs, host: Host) -> ExactOffload:
+    """Build the rule of exact offload."""
+    bucket_plan = inputs.bucket_plan
+    return ExactOffload(
+        inputs.options.groups,
+        host.plan,
+        master_dtype=inputs.master_dtype,
+        compute_dtype=inputs.dtype,
+        device=inputs.mesh.device,
+        largest=max(map(bucket_plan.shard_numel, host.plan.buckets), default=0),
+        label=bucket_plan.label,
+        worker=host.worker,
+        copies=host.copies,
+        recorder=inputs.mesh.recorder,
+        blocking=inputs.blocking,
+        unclipped=inputs.options.grad_divisor,
+    )
 
 
 class ExactOffload(UpdateRule):

@@ -8,9 +8,9 @@ from os import PathLike
 from typing import Any
 
 from megatron_llama.api.common.options import Options, read_options
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.parts import completed, part_of
+from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import given_of

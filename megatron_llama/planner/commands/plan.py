@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import MappingProxyType
 
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
+from megatron_llama.config.sections import config_sections
 from megatron_llama.planner.api.plan import search_plan
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.configs import PlanConfig

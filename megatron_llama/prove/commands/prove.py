@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.api.common.configs import AutoParallelConfig
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.errors import ClusterError, ConfigError, counted
 from megatron_llama.planner.outputs import write_text

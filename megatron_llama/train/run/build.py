@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.saver import Saver
-from megatron_llama.conversion.export import FinalExport
+from megatron_llama.config.schema import Config
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.loop.banner import already_finished, banner
 from megatron_llama.loop.build import (
     build_loader,
@@ -28,6 +30,7 @@ from megatron_llama.loop.inputs import Inputs, require_outputs
 from megatron_llama.loop.start import folder_from_elsewhere
 from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.metrics.events import FAULT, START
+from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -39,11 +42,14 @@ from megatron_llama.train.run.data_files import DataFiles
 from megatron_llama.train.run.export import Export
 from megatron_llama.train.run.loop import BuiltRun
 from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
-from megatron_llama.train.run.profiling import Profiling
 from megatron_llama.train.run.progress import Progress
 from megatron_llama.train.run.replica_check import ReplicaCheck
 from megatron_llama.train.run.text_samples import SampleTexts
 from megatron_llama.train.run.validation import Evaluator, Validation
+
+if TYPE_CHECKING:
+    from megatron_llama.conversion.export import FinalExport
+    from megatron_llama.train.run.profiling import Profiling
 
 
 @contextmanager
@@ -152,11 +158,13 @@ def open_run(
             callbacks=users,
         )
         data_files = stack.enter_context(DataFiles(config, mesh, log))
-        profiling = stack.enter_context(
-            Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
+        tracing = tuple(
+            stack.enter_context(part)
+            for part in _tracing(config, mesh, log, optimizer.settle, progress.restart_clock)
         )
-        final_export = FinalExport(config, mesh, optimizer, inputs.tokenizer, inputs.carried)
-        export = Export(final_export, checkpoints, course, log, mesh.recorder)
+        export = Export(
+            _final_export(inputs, mesh, optimizer), checkpoints, course, log, mesh.recorder
+        )
         if course.is_last:
             log.say(f" {already_finished(inputs)}")
         yield BuiltRun(
@@ -184,7 +192,7 @@ def open_run(
                 checkpoints,
                 SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts, log),
                 data_files,
-                profiling,
+                *tracing,
                 export,
             ),
             open_prefetcher=partial(
@@ -196,3 +204,31 @@ def open_run(
                 checks=(data_files, weight_check),
             ),
         )
+
+
+def _final_export(
+    inputs: Inputs, mesh: Mesh, optimizer: OverlappedDistributedOptimizer
+) -> FinalExport | None:
+    """Return what writes --export-hf; None without that option."""
+    folder = inputs.config.checkpoint.export_hf
+    if folder is None:
+        return None
+    # Writers of HuggingFace's format are loaded by a run that exports, before its first step.
+    from megatron_llama.conversion.export import FinalExport
+
+    return FinalExport(folder, inputs.config, mesh, optimizer, inputs.tokenizer, inputs.carried)
+
+
+def _tracing(
+    config: Config,
+    mesh: Mesh,
+    log: MetricLog,
+    settle: Callable[[], None],
+    restart_clock: Callable[[], None],
+) -> Iterator[Profiling]:
+    """Yield the part that traces steps, in a run that is to trace some."""
+    if config.log.profile or config.log.record_timeline is not None:
+        # What traces is loaded by such a run alone.
+        from megatron_llama.train.run.profiling import Profiling
+
+        yield Profiling(config, mesh, log, settle, restart_clock)

@@ -10,11 +10,13 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.checkpoint.storage_paths import storage_path
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.data.loader import Samples
+from megatron_llama.data.stream_places import furthest, places, text_streams
+from megatron_llama.distributed.axes import Axis, Mesh
+from megatron_llama.distributed.comm.object_collectives import all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop.inputs import Inputs
-from megatron_llama.loop.text_inputs import with_places
 from megatron_llama.loop.weight_check import WeightCheck
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.train.run.bad_steps import BadSteps
@@ -155,7 +157,7 @@ class Checkpoints(Part):
     def _state(self) -> TrainState:
         """Return the current state as a checkpoint keeps it. Collective for samples of a text."""
         state = self._bad_steps.with_history(self._course.state)
-        state = with_places(state, self._inputs.training, self._mesh.world)
+        state = _with_places(state, self._inputs.training, self._mesh.world)
         return replace(state, callbacks=self._callbacks.save_state())
 
     def _wait_for_weights(self) -> None:
@@ -171,3 +173,12 @@ class Checkpoints(Part):
     def _tell(self, run: Run) -> None:
         for path in self._saver.take_written():
             self._callbacks.on_save(run, path)
+
+
+def _with_places(state: TrainState, samples: Samples, world: Axis) -> TrainState:
+    """Return the state with where the streams of the run have come to, which each rank knows of its
+    own lanes. Collective for samples of a text."""
+    if not text_streams(samples):
+        return state
+    found = all_gather_object(places(samples, state.consumed_samples), world)
+    return replace(state, places=furthest(found))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_llama.conversion.export import FinalExport
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.train.run.callbacks import Part, Run
 from megatron_llama.train.run.checkpoints import Checkpoints
 from megatron_llama.train.run.course import Course
+
+if TYPE_CHECKING:
+    from megatron_llama.conversion.export import FinalExport
 
 
 class Export(Part):
@@ -17,12 +20,13 @@ class Export(Part):
 
     def __init__(
         self,
-        final_export: FinalExport,
+        final_export: FinalExport | None,
         checkpoints: Checkpoints,
         course: Course,
         log: MetricLog,
         recorder: Recorder,
     ) -> None:
+        """``final_export``: None without --export-hf."""
         self._final_export = final_export
         self._checkpoints = checkpoints
         self._course = course
@@ -32,6 +36,8 @@ class Export(Part):
         """Where the model is; None if none was written."""
 
     def before_end(self, run: Run) -> None:
+        if self._final_export is None:
+            return
         # What is published has begun with weights that are known to be sound.
         if self._course.is_complete and self._checkpoints.are_weights_compared:
             with self._recorder.outside_steps("exporting"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from signal import Signals
 
-from megatron_llama.data.text_stream import seek
+from megatron_llama.data.stream_places import seek
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import on_rank0
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer

@@ -22,7 +22,7 @@ from megatron_llama.checkpoint.failures import require_writable, writing
 from megatron_llama.checkpoint.meta import without_effect
 from megatron_llama.config.rope import normal_rope
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.formats import hf_weights
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.engine.optimizer import WeightSource
@@ -100,7 +100,7 @@ def first_weights(config: Config, start: Start | None) -> WeightSource:
 
 
 def _hf_weights(config: Config, folder: str) -> WeightSource:
-    weights = HFWeights(folder, ignored=config.checkpoint.ignore_hf_config_fields)
+    weights = hf_weights(folder, ignored=config.checkpoint.ignore_hf_config_fields)
     return weights_of(weights, config.model, config.training.seed)
 
 

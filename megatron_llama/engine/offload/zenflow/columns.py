@@ -9,7 +9,6 @@ times, so each has a bias correction of its own.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.engine.update_rule import adamw_step
+from megatron_llama.engine.update_rule import adamw_step, bias_corrections
 from megatron_llama.plans.buckets import ALIGN, Segment, align_up
 from megatron_llama.plans.engine_options import UpdateOptions
 
@@ -198,19 +197,6 @@ def adamw_equal_counts(
     (0-dim fp32; counted up unless skipped)."""
     moments = {"exp_avg": state[1], "exp_avg_sq": state[2], "step": steps}
     adamw_step(state[0], grad, moments, options, decay=decay, scale=scale, skip=skip, lr=lr)
-
-
-def bias_corrections(
-    counts: Tensor, options: UpdateOptions, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns 1 - beta1^n and the square root of 1 - beta2^n for columns that get their n-th
-    update; ``counts`` has n in any shape."""
-    n = counts.to(torch.float64)
-    first, second = (
-        -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
-        for beta in (options.adam_beta1, options.adam_beta2)
-    )
-    return first.to(dtype), second.sqrt().to(dtype)
 
 
 def adamw_columns(

@@ -24,6 +24,7 @@ from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.engine.offload.build import Host
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker, errors_of_bucket
@@ -42,10 +43,12 @@ from megatron_llama.engine.offload.zenflow.schedule import (
     UpdateWindows,
 )
 from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
+from megatron_llama.engine.rules import RuleInputs
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRule
 from megatron_llama.plans.buckets import BucketPlan
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.offload import FACTORS
+from megatron_llama.plans.zenflow import AUTO, longest_window, selection_steps, sends_fp32
 
 ACCUMULATE_FIRST = 0
 UPDATE_LAST = 1
@@ -290,6 +293,36 @@ class ShardColumns:
     def refresh(self) -> None:
         """The state on the host was written: the shard in the compute dtype follows."""
         self.shard.param_shard.copy_(self.cold.state[0])
+
+
+def zenflow(inputs: RuleInputs, host: Host) -> ZenFlow:
+    """Build the rule of offload by ZenFlow."""
+    options = inputs.options.zenflow
+    wire = inputs.dtype
+    if sends_fp32(options):
+        wire = inputs.master_dtype
+    elif wire == torch.float16:
+        # Gradients in float16 overflow where the norm, in fp32, does not.
+        wire = torch.bfloat16
+    return ZenFlow(
+        inputs.options.groups,
+        options.zenflow_topk_ratio,
+        Intervals(
+            update=longest_window(options),
+            auto=options.zenflow_update_interval == AUTO,
+            overlap=options.zenflow_overlap_step,
+            warm_up_rounds=options.zenflow_full_warm_up_rounds,
+            selection=selection_steps(options, inputs.steps_per_epoch),
+        ),
+        inputs.bucket_plan,
+        inputs.mesh,
+        host.plan.buckets,
+        master_dtype=inputs.master_dtype,
+        compute_dtype=inputs.dtype,
+        wire=wire,
+        worker=host.worker,
+        copies=host.copies,
+    )
 
 
 class ZenFlow(UpdateRule):
