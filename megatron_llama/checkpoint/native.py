@@ -69,8 +69,10 @@ from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.plans.buckets import BucketKind, in_blocks
 from megatron_llama.plans.engine_memory import keeps_fp32
-from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, MUON, SCHEDULE_FREE
-from megatron_llama.plans.params import adapter_shapes, hf_shapes, stage_units, whole_model
+from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, SCHEDULE_FREE
+from megatron_llama.plans.lora import adapter_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.run_params import whole_model_units
 from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 
@@ -320,18 +322,9 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
     container = open_native(folder)
     # A converted checkpoint has no optimizer state.
     optimizer = optimizer and any(is_state(key) for key in container.tensors)
-    model = config.model
-    units = stage_units(
-        model,
-        whole_model(model),
-        0,
-        freeze=config.optimizer.freeze,
-        lora=config.lora,
-        muon=config.optimizer.optimizer == MUON,
-    )
     wanted = [
         region
-        for unit in units
+        for unit in whole_model_units(config)
         for spec in unit.params
         for part in {part.name: part for part in spec.slices}.values()
         for region in _whole_tensors(spec, part, config, optimizer=optimizer and spec.trainable)

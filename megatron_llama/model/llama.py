@@ -71,8 +71,8 @@ from megatron_llama.plans.params import (
     padded_vocab_size,
     padding_idx,
     partition_of,
-    rank_units,
 )
+from megatron_llama.plans.run_params import rank_units
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.nn.param_handle import param_handle_of
-from megatron_llama.plans.params import parameter_count, rank_units
+from megatron_llama.plans.params import parameter_count
+from megatron_llama.plans.run_params import rank_units
 from megatron_llama.plans.specs import Rectangle
 from torch import Tensor, nn
 

@@ -13,7 +13,7 @@ from megatron_llama.checkpoint.native import load, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.muon import Muon
-from megatron_llama.plans.params import param_groups
+from megatron_llama.plans.run_params import param_groups
 from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.native import load, read_meta, require_complete, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.plans.params import param_groups
+from megatron_llama.plans.run_params import param_groups
 from torch import Tensor
 
 from tests.engine.test_moments import Found, whole

@@ -27,7 +27,8 @@ from megatron_llama.model.llama import Block, Stage, build_stages
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.params import hf_shapes, param_groups, rank_units
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.run_params import param_groups, rank_units
 from megatron_llama.plans.specs import Rectangle
 from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor

@@ -17,7 +17,7 @@ from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import Engine, FixedWeights, PipelineRuntime
-from megatron_llama.plans.params import is_frozen
+from megatron_llama.plans.freeze import is_frozen
 from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
 

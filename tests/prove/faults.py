@@ -47,7 +47,8 @@ from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans import lr, params, zigzag
-from megatron_llama.plans.params import LORA_A, Shapes
+from megatron_llama.plans.lora import LORA_A
+from megatron_llama.plans.params import Shapes
 from megatron_llama.plans.specs import ParamSpec, Rectangle
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
