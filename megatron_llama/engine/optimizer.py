@@ -29,7 +29,7 @@ from megatron_llama.distributed.comm import exchange
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
-from megatron_llama.engine.counting import GradientRounds
+from megatron_llama.engine.counting import Counting
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.parameters import ParameterBuckets
@@ -190,7 +190,6 @@ class OverlappedDistributedOptimizer:
             reduced=_weak_on_reduced(self),
             before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
             gathers_to_come=self.parameters.gathers_to_come,
-            find_unused=options.find_unused,
         )
         self.masters = [
             self._master(bucket, master_dtype) for bucket in range(len(bucket_plan.buckets))
@@ -321,24 +320,20 @@ class OverlappedDistributedOptimizer:
         self._announced = _fixed(lr), clip
 
     def begin_step(
-        self,
-        microbatches: int,
-        accesses: Sequence[WeightAccess] | None,
-        rounds: GradientRounds | None = None,
+        self, microbatches: int, accesses: Sequence[WeightAccess], counting: Counting | None = None
     ) -> Tensor:
         """Start a step of so many microbatches. Returns the factor for the loss, 0-dim.
 
-        ``accesses`` are all weight accesses of the step, in order. None: they are not known, so
-        each comes through ``access_unplanned``, and unless ``rounds`` says which contributions
-        there will be, counting them is open. With ``accesses`` and without ``rounds`` each
-        microbatch has the contributions of the bucket plan."""
+        ``accesses`` are all weight accesses of the step, in order; those that are not among them
+        come through ``access_unplanned``. ``counting`` says which contributions complete a bucket;
+        None: each microbatch has those of the bucket plan."""
         self._updated = {}
         self._show(average=False)
-        if rounds is None and accesses is not None:
+        if counting is None:
             self.gradients.begin_step(microbatches)
         else:
-            self.gradients.begin_rounds(rounds)
-        self.parameters.begin(accesses or ())
+            self.gradients.begin_rounds(counting)
+        self.parameters.begin(accesses)
         return self.loss_scale.value
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
@@ -385,9 +380,8 @@ class OverlappedDistributedOptimizer:
         self.gradients.send_delayed()
 
     def end_backward(self) -> None:
-        """A backward pass has ended. Where contributions are counted openly, and each microbatch is
-        reduced, what has been written is reduced now. Calling this is optional where they are
-        planned: it raises RuntimeError, with the names, where the pass had others."""
+        """A backward pass has ended. Calling this is optional where its contributions are planned:
+        it raises RuntimeError, with the names, where the pass had others."""
         self.gradients.end_backward()
 
     def discard_step(self) -> None:
@@ -401,11 +395,6 @@ class OverlappedDistributedOptimizer:
         self.parameters.abandon()
         for rule in self.rules.distinct:
             rule.discard()
-
-    def recorded_rounds(self) -> GradientRounds:
-        """Returns the contributions of the last step in which they were counted openly, once
-        ``step`` has ended it, for ``begin_step`` of steps that do the same."""
-        return self.gradients.recorded_rounds()
 
     def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: compute them

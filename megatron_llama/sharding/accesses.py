@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_llama.engine.counting import Counting, PlannedCounting
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import TrainingError, UserError
 from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.holders import Holders, UnitHolders
-from megatron_llama.sharding.order import AccessOrder
+from megatron_llama.sharding.open_counting import OpenCounting, UnusedCounting
+from megatron_llama.sharding.order import REDUCTION, AccessOrder
 from megatron_llama.sharding.peers import OrderError, Peers
 from megatron_llama.sharding.placeholders import Placeholder, Resolve
 from megatron_llama.sharding.specs import ModuleUnit
@@ -88,13 +90,18 @@ class Accesses:
         *,
         microbatches: int,
         casts: bool,
+        find_unused: bool,
     ) -> None:
-        """``casts`` says whether floating inputs of the model and of its units are cast."""
+        """``casts`` says whether floating inputs of the model and of its units are cast,
+        ``find_unused`` whether ranks may leave out different parameters."""
         self.engine = engine
         self.holders = holders
         self.order = order
         self.peers = peers
         self.step = StepProgress(microbatches)
+        self._find_unused = find_unused
+        self.open_counting: OpenCounting | None = None
+        """The gradients of this step as they are found out; None: they are planned."""
         self.suspended = False
         """Whether the modules hold whole parameters, so that calls are none of the engine's
         business."""
@@ -143,6 +150,27 @@ class Accesses:
                 for name, parameter in holders.parameters.items()
             }
         )
+
+    def begin_step(self) -> None:
+        """Begin a step of the engine, by the plan if there is one."""
+        microbatches = self.step.microbatches
+        plan = self.order.begin_step(microbatches)
+        gradients = self.engine.gradients
+        counting: Counting
+        if plan is None or self._find_unused:
+            # Ranks that may leave out different parameters have no rounds in common.
+            make = UnusedCounting if self._find_unused else OpenCounting
+            counting = self.open_counting = make(gradients, self._agree_to_reduce)
+        else:
+            counting = PlannedCounting(plan.rounds, self.engine.bucket_plan.label)
+            self.open_counting = None
+        with self.peers.explained():
+            self.engine.begin_step(microbatches, () if plan is None else plan.accesses, counting)
+        self.step.begun = True
+        self.step.backward_passes = 0
+
+    def _agree_to_reduce(self, bucket: int) -> None:
+        self.order.agree(REDUCTION - bucket)
 
     def require_working(self) -> None:
         """Raise PassError or OrderError if the engine has come to its end."""

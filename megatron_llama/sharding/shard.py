@@ -261,6 +261,7 @@ def _build(
         peers,
         microbatches=microbatches,
         cast_to=cast_to,
+        find_unused=options.find_unused,
         require_values=values.require_initialized,
     )
     holders.uninstall()
