@@ -9,7 +9,8 @@ embedding is tied. A rank sends two numbers for each tensor, and whole tensors o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from megatron_llama.distributed.comm.object_collectives import (
     all_reduce_max,
     raise_error_on_all_ranks,
 )
-from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Replicated
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import block_tensors, shard_tensors
 from megatron_llama.errors import TrainingError, describe
+from megatron_llama.plans.buckets import ALIGN, BucketKind
 
 AXES = ("dp", "dp_replica", "tp", "kv", "embedding")
 """The order in which all ranks compare, so that ranks which share several axes cannot deadlock."""
@@ -30,10 +33,25 @@ CHUNK = 1 << 20
 """Elements that are converted to int64 at once."""
 
 
+@dataclass(frozen=True)
+class Replicated:
+    """A part of a parameter or of its optimizer state that all ranks of an axis must hold alike."""
+
+    axis: Axis
+    name: str
+    """The name of the parameter."""
+    what: str
+    """``gathered``, ``master``, or the name of the update rule's state."""
+    start: int
+    """First element of the parameter."""
+    tensor: Tensor
+    """Flat, live."""
+
+
 def has_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> bool:
     """Return whether any rank holds something that another one must hold alike, in the whole run.
     Collective, and the same on all ranks."""
-    found, agreed = all_reduce_max(int(engine.has_replicas), mesh.world)
+    found, agreed = all_reduce_max(int(_has_replicas(engine)), mesh.world)
     agreed.wait()
     return bool(found)
 
@@ -45,7 +63,7 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
     Raises TrainingError on every rank if something differs. It names the first such parameter, the
     element and the ranks."""
     engine.settle()
-    found = list(engine.replicated())
+    found = list(replicated(engine))
     problems = (
         _difference([one for one in found if one.axis.name == name], mesh.device, iteration)
         for name in AXES
@@ -53,6 +71,48 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
     # All axes are compared before anybody raises: another axis has other ranks, which would wait.
     errors = [problem for problem in problems if problem is not None]
     raise_error_on_all_ranks(errors[0] if errors else None, mesh.world)
+
+
+def replicated(engine: OverlappedDistributedOptimizer) -> Iterator[Replicated]:
+    """Yields everything that this rank and others hold, in the same order on all of them. Call
+    ``settle`` first."""
+    for bucket in engine.bucket_plan.buckets:
+        kind = bucket.kind
+        if engine.mesh.dp.size > 1 and engine.parameters.is_unsharded(bucket.index):
+            whole = engine.parameters.unsharded[bucket.index]
+            for placed in bucket.placements:
+                piece = whole[placed.start : placed.stop]
+                yield Replicated(engine.mesh.dp, placed.spec.name, "gathered", 0, piece)
+        tensors = shard_tensors(engine, bucket.index)
+        of_blocks = block_tensors(engine, bucket.index)
+        for axis in _replica_axes(engine, kind):
+            for part in engine.bucket_plan.segments(bucket.index, engine.mesh.dp_shard.rank):
+                stop = part.in_shard + part.length
+                for what, tensor in tensors.items():
+                    piece = tensor[part.in_shard : stop]
+                    yield Replicated(axis, part.spec.name, what, part.in_param, piece)
+                for what, tensor in of_blocks.items():
+                    piece = tensor[part.in_shard // ALIGN : stop // ALIGN]
+                    yield Replicated(axis, part.spec.name, what, part.in_param, piece)
+
+
+def _has_replicas(engine: OverlappedDistributedOptimizer) -> bool:
+    """Whether ``replicated`` can yield anything on this rank."""
+    return any(
+        _replica_axes(engine, bucket.kind)
+        or (engine.mesh.dp.size > 1 and engine.bucket_plan.has_own_slot(bucket.index))
+        for bucket in engine.bucket_plan.buckets
+    )
+
+
+def _replica_axes(engine: OverlappedDistributedOptimizer, kind: BucketKind) -> list[Axis]:
+    """Returns the axes whose other ranks hold the same shards of this kind."""
+    axes = [engine.mesh.dp_replica]
+    if kind.copies > 1:
+        axes.append(engine.copies_axis(kind))
+    if kind.tied:
+        axes.append(engine.mesh.embedding)
+    return [axis for axis in axes if axis.size > 1]
 
 
 def _difference(

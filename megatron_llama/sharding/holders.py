@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
+from megatron_llama.engine.handle import BucketParamHandle
+from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.plans.buckets import PlacedParam
 from megatron_llama.sharding.linear import waits_itself
 from megatron_llama.sharding.names import ParameterNames, clean_name
@@ -56,33 +57,6 @@ Explained = Callable[[], AbstractContextManager[None]]
 """Makes a section in which the end of a wait becomes the reason of the rank that has left."""
 
 
-@dataclass(frozen=True)
-class _ExplainedHandle:
-    """The handle of a parameter, whose waits for other ranks say why they ended."""
-
-    handle: ParamHandle
-    explained: Explained
-
-    def wait_unsharded(self) -> int:
-        with self.explained():
-            return self.handle.wait_unsharded()
-
-    def check_version(self, version: int) -> None:
-        with self.explained():
-            self.handle.check_version(version)
-
-    def grad_view(self) -> tuple[Tensor, float]:
-        with self.explained():
-            return self.handle.grad_view()
-
-    def grad_written(self) -> None:
-        with self.explained():
-            self.handle.grad_written()
-
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
-        return self.handle.keep_wgrad(work)
-
-
 class Holders:
     """The parameters of a model, which are views of the engine's slots, and their placeholders."""
 
@@ -94,11 +68,11 @@ class Holders:
         """By name, the parameter whose values are in the engine's slot while its unit runs."""
         self.placeholders: dict[str, Placeholder] = {}
 
-    def attach(self, placed: PlacedParam, view: Tensor, handle: ParamHandle) -> None:
+    def attach(self, placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
         """Make the parameter of a view of a slot: the engine calls this for each."""
         parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
         vars(parameter).update(self._attributes[placed.spec.name])
-        attach_param_handle(parameter, _ExplainedHandle(handle, self._explained))
+        attach_param_handle(parameter, replace(handle, waits=self._explained))
         self.parameters[placed.spec.name] = parameter
 
     def make_placeholders(self, resolve: Mapping[str, Resolve]) -> None:

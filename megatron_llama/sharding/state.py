@@ -28,6 +28,7 @@ from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.data_mesh import new_group
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
+from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.sharding.names import clean_name
@@ -221,7 +222,7 @@ def _recounted(
     corrects all of it by the number of steps."""
     engine = values.engine
     factors: dict[str, dict[str, Tensor]] = {what: {} for what in MOMENTS}
-    for column in engine.column_state():
+    for column in column_state(engine):
         name = column.spec.name
         step = engine.rules.by_bucket[values.bucket_of[name]].state(values.bucket_of[name])["step"]
         beta1, beta2 = groups[column.spec.group]["betas"]
@@ -329,13 +330,13 @@ class _Loading:
         if self._steps:
             # A rule that counts the updates of single columns takes the steps for all of them, and
             # selects columns anew.
-            for column in values.engine.column_state():
+            for column in column_state(values.engine):
                 column.updates.fill_(self._steps[values.bucket_of[column.spec.name]])
                 column.selected.zero_()
-            progress = values.engine.progress()
+            progress = rule_progress(values.engine)
             if progress is not None:
                 progress.zero_()
-            values.engine.resume(int(max(self._steps.values())))
+            resume_rules(values.engine, int(max(self._steps.values())))
         for group, lr in self._rates:
             group["lr"] = lr
 

@@ -37,6 +37,7 @@ from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.parameters import ParameterBuckets
+from megatron_llama.engine.pieces import step_counts
 from megatron_llama.loop import inputs
 from megatron_llama.model import init, llama
 from megatron_llama.model.llama import Positions, Stage
@@ -527,7 +528,7 @@ def step_count_forgotten() -> AbstractContextManager[object]:
 
     def load(path: str | Path, loaded: OverlappedDistributedOptimizer, *args: Any, **options: Any) -> TrainState:
         state = correct(path, loaded, *args, **options)
-        for count in loaded.step_counts():
+        for count in step_counts(loaded):
             count.zero_()
         return state
 

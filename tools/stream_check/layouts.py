@@ -31,6 +31,7 @@ from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
@@ -178,7 +179,7 @@ class _Run:
             prefetcher.restart(0)
         if "save" in wanted:
             optimizer.settle()
-            pieces = chain(optimizer.pieces(), column_pieces(optimizer, self._mesh))
+            pieces = chain(shard_pieces(optimizer), column_pieces(optimizer, self._mesh))
             primary = (piece for piece in pieces if piece.primary)
             self._copy_for_save(tuple(part for one in regions(primary) for part in one.split()))
         if "timeline" in wanted:
