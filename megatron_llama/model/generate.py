@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.rope import longest_sequence
-from megatron_llama.model.llama import Continuation, Stage
+from megatron_llama.model.continuation import Continuation
+from megatron_llama.model.llama import Stage
 from megatron_llama.nn.cache import KVCache
 
 FinishReason = Literal["stop", "length"]

@@ -21,18 +21,17 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.config.windows import window_of
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.device import is_host
+from megatron_llama.model.continuation import Continuation
 from megatron_llama.nn.attention import (
     LONGEST_MASKED,
     PLAIN_SCORES,
     AttentionBackend,
     Documents,
     ScoreRule,
-    attend,
     attends_by_document,
     causal_attention,
 )
 from megatron_llama.nn.backward import pre_backward_hook
-from megatron_llama.nn.cache import KVCache
 from megatron_llama.nn.compiled import chosen_ops
 from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
@@ -62,7 +61,7 @@ from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_project
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.rotary import Rotary
 from megatron_llama.nn.score import Score
-from megatron_llama.nn.sliding import continued_attention, sliding_attention
+from megatron_llama.nn.sliding import sliding_attention
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
     Partition,
@@ -112,21 +111,6 @@ class StageOptions:
         """Return what the block at this position of the stage recomputes."""
         recomputes = self.recompute_layers is None or position < self.recompute_layers
         return self.recompute if recomputes else "none"
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The tokens follow others, whose keys and values are in a cache (one process).
-
-    ``slots`` [s, b] and ``length`` are those of ``KVCache``. ``last``, int64 [b], is the place in
-    each sequence of the one token whose logits are wanted, and of the last one that is no padding.
-    ``shortest`` is how many tokens of the shortest sequence were read before."""
-
-    cache: KVCache
-    slots: Tensor
-    length: int
-    last: Tensor
-    shortest: int
 
 
 @dataclass(frozen=True)
@@ -281,7 +265,9 @@ class Attention(nn.Module):
             return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops, rule=rule)
         query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
         if before is not None:
-            return self._continue(query, key, value, before, positions.mask)
+            return before.attend(
+                self, query, key, value, positions.mask, rule=rule, backend=self.backend
+            )
         if self.cp.size > 1:
             return context_attention(
                 query,
@@ -307,29 +293,6 @@ class Attention(nn.Module):
             document_ids=positions.document_ids,
             backend=self.backend,
         )
-
-    def _continue(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        before: Continuation,
-        mask: Tensor | Documents | None,
-    ) -> Tensor:
-        """Attend to what was read before, too, [s, b, n or n_kv, d] -> [s, b, n * d], and remember
-        keys and values."""
-        rule = self.scores
-        assert not isinstance(mask, Documents)
-        if rule.window:
-            counts = before.last + 1
-            key, value = before.cache.slide(self, key, value, rule.window, counts)
-            return continued_attention(query, key, value, rule, before.slots[0], before.shortest)
-        key, value = before.cache.extend(self, key, value, before.slots, before.length)
-        if not rule.softcap:
-            return causal_attention(query, key, value, mask, backend=self.backend, scale=rule.scale)
-        heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        out, _ = attend(*heads, causal=mask is None, mask=mask, backend=self.backend, rule=rule)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class MLP(nn.Module):
@@ -554,8 +517,7 @@ class Stage(nn.Module):
 
         self.on_weight_access(unit, False)
         if positions.continuation is not None:
-            last = positions.continuation.last
-            x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
+            x = positions.continuation.last_of(x)
         _, normed = self.model.norm(x)
         if self.config.num_labels:
             scores = cast(Tensor, self.score(normed))

@@ -38,6 +38,7 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.pipeline.scoring import predict_tokens
 from megatron_llama.plans.resolve import problems, resolve
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Step
@@ -170,7 +171,8 @@ class _Run:
             float(loss)
         if "texts" in wanted:
             ids = self._batches()[0].tokens
-            predicted = runtime.predict(Batch(ids.to(self._mesh.device), ids.to(self._mesh.device)))
+            batch = Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))
+            predicted = predict_tokens(runtime, batch)
             predicted.cpu().tolist()
         if "rollback" in wanted:
             # As after a bad step, with the first weights as the checkpoint to which it returns.
