@@ -429,6 +429,19 @@ def test_each_line_of_the_page_of_inputs_names_a_test() -> None:
         assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"docs/inputs.md: no {name} in {file}"
 
 
+def test_the_step_is_read_in_an_evening() -> None:
+    """The files that docs/architecture.md lists, from the table of parameters to the updated shard."""
+    section = re.search(r"^## The reading spine\n(.*?)^## ", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert section is not None
+    rows = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("| `")]
+    spine = [PACKAGE / name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    # Each step of the way has a file here; a list without one of them would be short by leaving something out.
+    assert {"params.py", "buckets.py", "prefetch.py", "builders.py", "loop.py", "runtime.py", "llama.py", "linear.py"} <= {path.name for path in spine}
+    assert {"parameters.py", "gradients.py", "optimizer.py", "update_rule.py"} <= {path.name for path in spine}
+    lines = sum(len(path.read_text().splitlines()) for path in spine)
+    assert lines <= 5_500, f"the reading spine has {lines} lines"
+
+
 def test_the_package_is_as_large_as_the_readme_says() -> None:
     """Within a twentieth: the figures are an order of magnitude, and no page to change with every line."""
     core, whole = re.findall(r"has\s([\d,]+)( lines)?[.;]", (ROOT / "README.md").read_text())

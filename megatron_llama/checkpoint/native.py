@@ -65,10 +65,10 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_on_all_ranks,
 )
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.engine.pieces import shard_pieces, step_counts, weight_sums
+from megatron_llama.engine.pieces import in_blocks, shard_pieces, step_counts, weight_sums
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.plans.buckets import BucketKind, in_blocks
+from megatron_llama.plans.buckets import BucketKind
 from megatron_llama.plans.engine_memory import keeps_fp32
 from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, SCHEDULE_FREE
 from megatron_llama.plans.lora import adapter_shapes

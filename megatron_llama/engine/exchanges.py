@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_llama.distributed.axes import Axis
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce
 from megatron_llama.distributed.comm.host.gloo import carries
-from megatron_llama.plans.buckets import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS, Slot
+from megatron_llama.plans.buckets import Slot
+from megatron_llama.plans.engine_memory import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS
 
 
 class BucketExchanges:

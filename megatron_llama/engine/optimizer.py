@@ -159,6 +159,8 @@ class OverlappedDistributedOptimizer:
         ]
         self._unscaled = torch.full((), options.grad_divisor, device=mesh.device)
         """The scale of a gradient that nothing clips."""
+        self.numbers = (self._squared_norms, self._total, self._unscaled)
+        """The memory of norms and scales."""
         self._announced: tuple[LearningRate, float] | None = None
         self._updated: dict[int, Future | None] = {}
         """Buckets that have been updated during this step's backward, and the end of the update
@@ -197,33 +199,6 @@ class OverlappedDistributedOptimizer:
                 view = whole.data[placed.start : placed.stop].view(placed.spec.shape)
                 handle = BucketParamHandle(self.parameters, self.gradients, bucket.index, placed)
                 attach(placed, view, handle)
-
-    @property
-    def memory(self) -> dict[str, list[Tensor]]:
-        """All tensors that live as long as the engine, by the components of
-        ``engine_memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
-        also in two components: what counts is the first one."""
-        states = [
-            tensor
-            for bucket in self.gradients.trainable
-            for tensor in self.rules.by_bucket[bucket].state(bucket).values()
-        ]
-        return {
-            "parameters": self.parameters.unsharded,
-            "parameter shards": self.parameters.shards,
-            "gradients": self.gradients.memory,
-            "staging": self.gradients.staging,
-            "master weights": self.masters,
-            "moments": [tensor for tensor in states if tensor.dim()],
-            "update buffers": [tensor for rule in self.rules.distinct for tensor in rule.buffers],
-            "scalars": [
-                *(tensor for tensor in states if not tensor.dim()),
-                *self.loss_scale.memory,
-                self._squared_norms,
-                self._total,
-                self._unscaled,
-            ],
-        }
 
     def load_weights(self, source: WeightSource) -> None:
         """Fill this rank's master shards from a source of HuggingFace rectangles, and gather the

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.update_rule import ColumnState
-from megatron_llama.plans.buckets import ALIGN, in_blocks
+from megatron_llama.plans.buckets import ALIGN
 from megatron_llama.plans.specs import Rectangle
 
 
@@ -45,6 +45,17 @@ def shard_pieces(engine: OverlappedDistributedOptimizer) -> Iterator[ShardPiece]
                 blocks = in_blocks(rectangle)
                 views = {name: tensor[part].view(blocks.size) for name, tensor in of_blocks.items()}
                 yield ShardPiece(blocks, views, primary)
+
+
+def in_blocks(rectangle: Rectangle) -> Rectangle:
+    """Returns where the blocks of ALIGN elements of a matrix's rows are that a rectangle consists
+    of, in the matrix of all blocks. The columns of a rectangle, on every rank, begin and end at
+    multiples of ALIGN where this is used (``checks/optimizer.py``)."""
+    shape, offset, size = (
+        (*sides[:-1], sides[-1] // ALIGN)
+        for sides in (rectangle.shape, rectangle.offset, rectangle.size)
+    )
+    return Rectangle(rectangle.name, shape, offset, size, rectangle.start // ALIGN)
 
 
 def shard_tensors(engine: OverlappedDistributedOptimizer, bucket: int) -> dict[str, Tensor]:
@@ -103,3 +114,28 @@ def resume_rules(engine: OverlappedDistributedOptimizer, step: int) -> None:
     """All state has been written: have the rules continue from it, after ``step`` updates."""
     for rule in engine.rules.distinct:
         rule.resume(step)
+
+
+def held_memory(engine: OverlappedDistributedOptimizer) -> dict[str, list[Tensor]]:
+    """All tensors that live as long as the engine, by the components of
+    ``engine_memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
+    also in two components: what counts is the first one."""
+    states = [
+        tensor
+        for bucket in engine.gradients.trainable
+        for tensor in engine.rules.by_bucket[bucket].state(bucket).values()
+    ]
+    return {
+        "parameters": engine.parameters.unsharded,
+        "parameter shards": engine.parameters.shards,
+        "gradients": engine.gradients.memory,
+        "staging": engine.gradients.staging,
+        "master weights": engine.masters,
+        "moments": [tensor for tensor in states if tensor.dim()],
+        "update buffers": [tensor for rule in engine.rules.distinct for tensor in rule.buffers],
+        "scalars": [
+            *(tensor for tensor in states if not tensor.dim()),
+            *engine.loss_scale.memory,
+            *engine.numbers,
+        ],
+    }

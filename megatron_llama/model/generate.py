@@ -111,7 +111,7 @@ class Reader:
 
     def _switches(self, shorter: int, longer: int) -> bool:
         """Whether a sequence of one length rotates its first tokens unlike that of the other."""
-        boundary = self._stage.rotary.switches_at
+        boundary = self._stage.rotaries.plain.switches_at
         return boundary is not None and shorter <= boundary < longer
 
     def _read_again(self) -> None:

@@ -21,9 +21,8 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.config.windows import window_of
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.device import is_host
-from megatron_llama.model.continuation import Continuation
+from megatron_llama.model.positions import Positions, Rotaries, with_documents
 from megatron_llama.nn.attention import (
-    LONGEST_MASKED,
     PLAIN_SCORES,
     AttentionBackend,
     Documents,
@@ -33,7 +32,7 @@ from megatron_llama.nn.attention import (
 )
 from megatron_llama.nn.backward import pre_backward_hook
 from megatron_llama.nn.compiled import chosen_ops
-from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
+from megatron_llama.nn.context import Comm, context_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
     add_norm,
@@ -59,7 +58,6 @@ from megatron_llama.nn.ops import PLAIN, Ops
 from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
 from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.rotary import Rotary
 from megatron_llama.nn.score import Score
 from megatron_llama.nn.sliding import sliding_attention
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
@@ -111,26 +109,6 @@ class StageOptions:
         """Return what the block at this position of the stage recomputes."""
         recomputes = self.recompute_layers is None or position < self.recompute_layers
         return self.recompute if recomputes else "none"
-
-
-@dataclass(frozen=True)
-class Positions:
-    """What attention needs to know of a microbatch.
-
-    ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
-    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are given
-    as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s]. With it, for
-    layers with a window or with capped scores, and instead of a mask that would be too large, they
-    are given as ``document_ids``, int [s, b] of the whole sequence. With a continuation the mask is
-    [b, 1, s, length], and None when nothing was read before; it has no window."""
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | Documents | None = None
-    document_ids: Tensor | None = None
-    continuation: Continuation | None = None
-    sliding_cos: Tensor | None = None
-    sliding_sin: Tensor | None = None
 
 
 class AddRMSNorm(nn.Module):
@@ -424,8 +402,7 @@ class Stage(nn.Module):
         self.is_last = index == partition.stages - 1
         self.scores = {layer: score_rule(config, layer) for layer in partition.layers[index]}
         """How each layer of this stage makes attention scores."""
-        self.rotary = Rotary.of(config)
-        self.sliding_rotary = Rotary.of_sliding_layers(config)
+        self.rotaries = Rotaries(config, mesh.cp)
         self.on_weight_access: Callable[[int, bool], None] = lambda unit, backward: None
         """Called with the index of a unit of this stage and False right before its forward pass,
         and with True right before its backward pass: the engine gathers its weights. The
@@ -589,38 +566,21 @@ class Stage(nn.Module):
         documents: Documents | None = None,
         lengths: Tensor | None = None,
     ) -> Positions:
-        """Make the tables for a whole sequence of ``length`` positions from 0, or for given ids
-        [s, b]; with context parallelism those of this rank's part only.
-
-        ``documents`` are those of ``document_ids``, and replace the mask where there is a kernel
-        for them. ``lengths``, int64 [b], are those of the whole sequences, on which some rotary
-        scalings depend; by default each sequence ends behind the largest of its ids."""
-        ids = position_ids
-        if ids is None:
-            ids = torch.arange(length, device=device).unsqueeze(-1)
-        if self.rotary.depends_on_length and lengths is None:
-            lengths = ids.amax(0) + 1
-        own_ids = local_sequence(ids, self.mesh.cp)
-        cos, sin = self.rotary.table(own_ids, lengths)
-        positions = Positions(cos, sin)
-        if self.sliding_rotary is not None:
-            sliding_cos, sliding_sin = self.sliding_rotary.table(own_ids)
-            positions = replace(positions, sliding_cos=sliding_cos, sliding_sin=sliding_sin)
+        """Make what attention needs to know of a microbatch (``Rotaries.positions``)."""
+        positions = self.rotaries.positions(length, device, position_ids, lengths)
         if document_ids is None:
             return positions
-        if self.mesh.cp.size > 1:
-            return replace(positions, document_ids=document_ids)
-        rules = set(self.scores.values())
-        if any(not rule.is_plain(length) for rule in rules):
-            positions = replace(positions, document_ids=document_ids)
         dtype = next(self.parameters()).dtype
-        if documents is not None and attends_by_document(device, dtype, self.config.head_dim):
-            return replace(positions, mask=documents)
-        if length > LONGEST_MASKED:
-            return replace(positions, document_ids=document_ids)
-        if any(rule.is_plain(length) for rule in rules):
-            return replace(positions, mask=causal_document_mask(document_ids))
-        return positions
+        if not attends_by_document(device, dtype, self.config.head_dim):
+            documents = None  # there is no kernel for them
+        return with_documents(
+            positions,
+            document_ids,
+            documents,
+            length=length,
+            cp=self.mesh.cp,
+            rules=set(self.scores.values()),
+        )
 
 
 def score_rule(model: ModelConfig, layer: int) -> ScoreRule:

@@ -33,7 +33,7 @@ and gathers again what was taken from it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_llama.plans.buckets import BucketPlan, Slot
 from megatron_llama.plans.weight_access import WeightAccess
@@ -331,33 +331,6 @@ class PrefetchPlan:
                 return
             taken[self.slots[bucket]] = bucket
             yield bucket
-
-
-def gathers(
-    prefetch: PrefetchPlan,
-    accesses: Sequence[WeightAccess],
-    frozen: Container[int] = (),
-    steps: int = 2,
-) -> Counter[int]:
-    """Returns how often each bucket is gathered in the last of ``steps``. From the second step on
-    all are equal.
-
-    A step is: begin, every access, an update of all buckets but the ``frozen`` ones, ``try_gather``
-    in forward order. This walks ``prefetch``, so give it one of its own."""
-    accesses = tuple(accesses)
-    order = dict.fromkeys(
-        bucket for access in accesses for bucket in prefetch.unit_buckets[access.unit]
-    )
-    trained = [bucket for bucket in order if bucket not in frozen]
-    count: Counter[int] = Counter()
-    for _ in range(steps):
-        count = Counter(prefetch.begin(accesses))
-        for access in accesses:
-            count.update(prefetch.advance(access))
-        for bucket in trained:
-            prefetch.invalidate(bucket)
-        count.update(bucket for bucket in trained if prefetch.try_gather(bucket))
-    return count
 
 
 def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:

@@ -251,7 +251,7 @@ def test_documents_by_blocks_equal_those_by_a_mask(monkeypatch: pytest.MonkeyPat
     documents = torch.stack((torch.arange(16) // 5, torch.arange(16) // 16), dim=1).int()
     found = []
     for longest in (16, 15):
-        monkeypatch.setattr("megatron_llama.model.llama.LONGEST_MASKED", longest)
+        monkeypatch.setattr("megatron_llama.model.positions.LONGEST_MASKED", longest)
         monkeypatch.setattr("megatron_llama.nn.sliding.BLOCK", 4)
         positions = stage.positions(16, CPU, None, documents)
         assert (positions.mask is None) is (longest == 15)

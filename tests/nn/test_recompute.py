@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.recorder import Traffic
-from megatron_llama.model.llama import Positions
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn.functional import gated, recomputable_add_norm, recomputable_gated, rms_norm, split_heads
 from megatron_llama.nn.linear import column_linear
 from megatron_llama.nn.ops import PLAIN

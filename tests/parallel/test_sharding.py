@@ -15,7 +15,8 @@ from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.exchanges import BucketExchanges
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
-from megatron_llama.model.llama import Positions, build_stages
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.plans.engine_memory import host_buffer_bytes, squares_bytes, state_bytes

@@ -40,7 +40,8 @@ from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.pieces import step_counts
 from megatron_llama.loop import inputs
 from megatron_llama.model import init, llama
-from megatron_llama.model.llama import Positions, Stage
+from megatron_llama.model.llama import Stage
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn import context, loss, ops, recompute, rotary, sliding_context
 from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import local_sequence
