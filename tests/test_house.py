@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -102,18 +103,22 @@ def test_commands_are_where_their_rooms_say() -> None:
 
 
 @cache
-def loaded(code: str) -> tuple[str, ...]:
-    """The modules of the package that a fresh process has loaded after ``code``."""
+def loaded(code: str, root: Path = ROOT) -> tuple[str, ...]:
+    """The modules of the package, without its name, that a fresh process has loaded after ``code``. ``root`` is the folder of the package."""
     shown = "print(*(name for name in sys.modules if name.startswith('megatron_llama.')))"
-    done = subprocess.run([sys.executable, "-c", f"import sys, megatron_llama as ml; {code}; {shown}"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", f"import sys, megatron_llama as ml; {code}; {shown}"], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    return tuple(done.stdout.split())
+    return tuple(sorted(module.removeprefix("megatron_llama.") for module in done.stdout.split()))
+
+
+def wings_of(code: str, root: Path = ROOT) -> list[str]:
+    return [module for module in loaded(code, root) if module.split(".")[0] in WINGS]
 
 
 @pytest.mark.parametrize("code", ["ml.train", "ml.load, ml.generate, ml.save_hf", "import megatron_llama.train.run.loop"])
 def test_the_trainer_loads_no_wing(code: str) -> None:
     """The order of rooms says what files may import; this, what is there when they have."""
-    assert [name for name in loaded(code) if name.split(".")[1] in WINGS] == []
+    assert wings_of(code) == []
 
 
 def test_what_hooks_name_is_there() -> None:
@@ -171,8 +176,12 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-WALLS = (("shard", 16_000, ("config", "distributed", "engine", "errors", "nn", "plans", "sharding")),)
-"""Of a name of ``megatron_llama``: the most lines that its import loads, and the only rooms that they are in."""
+SHARD = "ml.shard"
+STEP = "; ".join([SHARD, *(f"import {module}" for module, path in MODULES.items() if room(path) in ("model", "pipeline"))])
+"""A step of a run: the engine, and all of the rooms of the model and of the pipeline."""
+ENGINE_ROOMS = ("config", "distributed", "engine", "errors", "nn", "plans", "sharding")
+WALLS = {"shard": (SHARD, 16_000, ENGINE_ROOMS), "step": (STEP, 27_000, (*ENGINE_ROOMS, "model", "pipeline"))}
+"""What a fresh process does: the most lines of the package that it loads, and the only rooms that they are in."""
 ENGINE_ONLY = {
     "config": ("offload",),
     "distributed": ("axes", "comm", "data_mesh", "device", "groups", "host_memory", "machine", "recorder"),
@@ -184,30 +193,43 @@ NEVER_WITH_THE_ENGINE = ("distributed.comm.watch", "distributed.comm.store")
 """Whoever watches a run or joins one loads them."""
 
 
-def loaded_by(name: str) -> list[str]:
-    """The modules of the package that a fresh process loads for a name of it, without the package's own."""
-    code = f"import sys, megatron_llama; megatron_llama.{name}; print(*(name for name in sys.modules if name.startswith('megatron_llama.')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return sorted(module.removeprefix("megatron_llama.") for module in done.stdout.split())
-
-
-@pytest.mark.parametrize(("name", "most", "rooms"), WALLS, ids=[name for name, *_ in WALLS])
-def test_what_an_import_pulls_in_stays_within_its_walls(name: str, most: int, rooms: tuple[str, ...]) -> None:
-    modules = loaded_by(name)
-    lines = sum(len(MODULES[f"megatron_llama.{module}"].read_text().splitlines()) for module in modules)
-    assert [module for module in modules if module.split(".")[0] not in rooms] == []
-    assert lines <= most, f"megatron_llama.{name} loads {lines} lines"
-
-
-def test_the_engine_loads_no_configuration_no_model_and_no_world() -> None:
-    beyond = []
-    for module in loaded_by("shard"):
+def beyond(wall: str, root: Path = ROOT) -> list[str]:
+    """The modules that are loaded across a wall."""
+    code, _, rooms = WALLS[wall]
+    found = []
+    for module in loaded(code, root):
         room, _, rest = module.partition(".")
-        if room in ENGINE_ONLY and rest and rest.split(".")[0] not in ENGINE_ONLY[room]:
-            beyond.append(module)
-        beyond += [module for never in NEVER_WITH_THE_ENGINE if module == never]
-    assert beyond == []
+        unused_by_engine = wall == "shard" and room in ENGINE_ONLY and rest and rest.split(".")[0] not in ENGINE_ONLY[room]
+        if room not in rooms or unused_by_engine or module in NEVER_WITH_THE_ENGINE:
+            found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_what_an_import_pulls_in_stays_within_its_walls(wall: str) -> None:
+    """The engine loads no configuration, no model and no world; a step loads no data, no checkpoints and no trainer."""
+    code, most, _ = WALLS[wall]
+    lines = sum(len(MODULES[f"megatron_llama.{module}"].read_text().splitlines()) for module in loaded(code))
+    assert beyond(wall) == []
+    assert lines <= most, f"{wall}: {lines} lines"
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "across"),
+    [
+        ("sharding/passes.py", "config.schema", lambda root: beyond("shard", root)),
+        ("pipeline/runtime.py", "data.loader", lambda root: beyond("step", root)),
+        ("train/run/loop.py", "planner.links", lambda root: wings_of("ml.train", root)),
+    ],
+    ids=["shard", "step", "train"],
+)
+def test_one_import_across_a_wall_is_named(tmp_path: Path, importer: str, imported: str, across: Callable[[Path], list[str]]) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "megatron_llama", ignore=shutil.ignore_patterns("__pycache__"))
+    assert across(tmp_path) == []
+    with (tmp_path / "megatron_llama" / importer).open("a") as file:
+        file.write(f"import megatron_llama.{imported}\n")
+    loaded.cache_clear()
+    assert imported in across(tmp_path)
 
 
 def test_no_globals_and_no_mutable_module_state() -> None:
