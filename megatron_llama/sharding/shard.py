@@ -171,7 +171,8 @@ def _build(
     layout: StateLayout,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
-    engine_options = options.for_engine(next(iter(names)).dtype, ranks=mesh.dp.size, groups=groups)
+    compute_dtype = options.dtype or next(model.parameters()).dtype
+    engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size)
     bucket_plan = module_bucket_plan(
         unit_specs(model, units, groups), engine_options, shards=mesh.dp_shard.size
     )

@@ -49,17 +49,16 @@ class ShardOptions:
         return {**first, **given, **self.offload_options}
 
     def for_engine(
-        self, parameters: torch.dtype, *, ranks: int, groups: Sequence[ParameterGroup]
+        self, dtype: torch.dtype, groups: Sequence[ParameterGroup], *, ranks: int
     ) -> EngineOptions:
-        """Return what the engine obeys. ``parameters`` is the dtype of the model's parameters, in
-        which the engine computes unless another one is given."""
+        """Return what the engine obeys. ``dtype`` is that in which it computes."""
         offload = OffloadConfig(optimizer_offload=self.optimizer_offload)  # type: ignore[arg-type]
         return EngineOptions(
             strategy=self.strategy,
             param_slots=None if self.param_slots == "all" else int(self.param_slots),
             grad_slots=self.grad_slots,
             bucket_size=self.bucket_size,
-            dtype=DTYPE_NAMES[self.dtype or parameters],
+            dtype=DTYPE_NAMES[dtype],
             reduces_in_bf16=self.reduce_dtype == torch.bfloat16,
             grad_divisor=float(ranks) if self.reduction == "mean" else 1.0,
             find_unused=self.find_unused,
