@@ -130,6 +130,7 @@ class PlannedCounting(Counting):
         return number == len(self._rounds.by_bucket[bucket])
 
     def make_way(self, holder: int, slot: Slot, *, bucket: int, name: str) -> None:
+        # To wait would be for ever: what is missing comes from the thread that waits.
         raise RuntimeError(
             f"{name}: {self._label(bucket)} needs gradient slot {slot} "
             f"while {self._label(holder)} still misses {', '.join(self._missing[holder])}"
@@ -144,6 +145,7 @@ class PlannedCounting(Counting):
     def _is_complete_with(self, bucket: int, name: str) -> bool:
         missing = self._missing[bucket]
         if name not in missing:
+            # The slot may be on its way to other ranks: this would be lost, or sent in part.
             passes = self._rounds.passes
             planned = passes[min(len(self.passes), len(passes) - 1)].get(name, 0)
             raise RuntimeError(

@@ -36,6 +36,7 @@ class EvaluationWeights:
             return
         self._shown = average
         self._parameters.settle()  # a shard that is being gathered must not change
+        # Gathered by all ranks here, at a fixed point of the program, as prefetching demands.
         self._parameters.invalidate(self.buckets)
         for bucket in self.buckets:
             rule = self._rules.by_bucket[bucket]

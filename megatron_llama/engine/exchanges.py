@@ -79,6 +79,8 @@ class BucketExchanges:
             b: reductions.scatter(tensor, shards[b], index=b, buffer=self._buffer[b])
             for b, tensor in unsharded.items()
         }
+        # A later round may not be received into the shard, which has the first one: it comes into
+        # this rank's part of the slot, which has been sent, and is added from there.
         self._later = self._first | {
             b: reductions.scatter(tensor, parts[b], index=b, buffer=self._buffer[b])
             for b, tensor in unsharded.items()

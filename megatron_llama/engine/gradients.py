@@ -195,6 +195,7 @@ class GradientBuckets:
     def run_wgrads(self, key: Hashable) -> None:
         """Compute the weight gradients that were kept under ``key``, in the order of the pass."""
         with torch.no_grad():
+            # A sum of floats depends on its order, and a split pass has the bits of a whole one.
             for work in self._wgrads.pop(key, ()):
                 work()
 
@@ -205,6 +206,7 @@ class GradientBuckets:
             self._open(bucket, placement.spec.name)
         name = placement.spec.name
         unwritten = self._unwritten[bucket]
+        # To zero every slot would be one more pass over the memory of all gradients.
         beta = 0.0 if name in unwritten else 1.0
         unwritten.discard(name)
         return self._views[name], beta
@@ -253,6 +255,7 @@ class GradientBuckets:
     def discard(self) -> None:
         """Throw away the gradients of the step under way: its reductions end, and nothing is
         written to any more. Ranks must have begun the same reductions."""
+        # A reduction that peers have begun cannot be taken back: their messages are on the way.
         self.send_delayed()
         for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
@@ -346,6 +349,7 @@ class GradientBuckets:
             for bucket, names in self._counting.lacking(self._names).items()
             if names
         ]
+        # Before anything more is sent: peers without the error would wait for what comes after.
         if missing:
             raise RuntimeError(
                 f"parameters without gradient at the end of the step: {'; '.join(missing)}"

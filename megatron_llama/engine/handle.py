@@ -43,4 +43,5 @@ class BucketParamHandle:
             self.gradients.grad_written(self.bucket, self.placement)
 
     def keep_wgrad(self, work: Callable[[], None]) -> bool:
+        # The only one that waits for nothing.
         return self.gradients.keep_wgrad(work)

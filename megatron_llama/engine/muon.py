@@ -163,6 +163,7 @@ class Muon(UpdateRule):
         plan = self._plan
         dp = self._mesh.dp_shard
         tp = self._mesh.tp
+        # Made once, with views of the buffers: a step allocates nothing and finds no offsets.
         shards = _taking(self._buffers["shards"])
         gathered = _taking(self._buffers["gathered"])
         whole = _taking(self._buffers["whole"])
@@ -196,6 +197,7 @@ class Muon(UpdateRule):
                             received.append((rank, place))
                 parts = [local]
                 if tp.size > 1:
+                    # Of ranks that hold the same part one sends it, and all need the result.
                     primaries = range(0, tp.size, matrix.copies)
                     if tp.rank != matrix.tp_owner:
                         if tp.rank in primaries:

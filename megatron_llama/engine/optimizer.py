@@ -115,6 +115,8 @@ class OverlappedDistributedOptimizer:
             paced=any(rules.by_bucket[bucket].is_async for bucket in trained),
         )
         self._queues = (comm_queue, stream)
+        # The threads do not end by themselves, and a script may forget ``close``. The finalizer
+        # knows the queues and not the engine, which it would keep alive.
         self._closing = weakref.finalize(self, _close, self._queues, rules)
         self.parameters = ParameterBuckets(
             bucket_plan,
@@ -235,6 +237,7 @@ class OverlappedDistributedOptimizer:
         follow. Calling this is optional.
 
         Without clipping every bucket is then updated as soon as it is reduced."""
+        # A scheduler may go on to change its list before the step.
         self._announced = _fixed(lr), clip
 
     def begin_step(
@@ -431,6 +434,7 @@ class OverlappedDistributedOptimizer:
         """Returns the global L2 norm of the step's gradient (times the loss scale), in which no
         copied or tied parameter counts twice, and how many ranks ask to skip the update."""
         self._sum_copies()
+        # One message for both numbers: its time is the latency.
         self._total[0] = self._squared_norms.sum()
         self._total[1] = 0.0 if skip_update is None else skip_update
         self._sum_total.start()
@@ -444,6 +448,7 @@ class OverlappedDistributedOptimizer:
         whole gradients."""
         kinds = {bucket.index: bucket.kind for bucket in self.bucket_plan.buckets}
         shards = self.gradients.shards
+        # All are under way before the first is waited for: they are small, and latency adds up.
         for copy_sum in self._copy_sums:
             copy_sum.start()
         for copy_sum in self._copy_sums:

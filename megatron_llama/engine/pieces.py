@@ -40,6 +40,7 @@ def shard_pieces(engine: OverlappedDistributedOptimizer) -> Iterator[ShardPiece]
         for rectangle, place in engine.bucket_plan.rectangles(bucket, engine.mesh.dp_shard.rank):
             views = {name: tensor[place].view(rectangle.size) for name, tensor in tensors.items()}
             yield ShardPiece(rectangle, views, primary)
+            # Their rectangles count blocks, so they cannot be views in the piece of the elements.
             if of_blocks:
                 part = slice(place.start // ALIGN, place.stop // ALIGN)
                 blocks = in_blocks(rectangle)

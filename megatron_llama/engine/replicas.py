@@ -83,6 +83,7 @@ def replicated(engine: OverlappedDistributedOptimizer) -> Iterator[Replicated]:
             for placed in bucket.placements:
                 piece = whole[placed.start : placed.stop]
                 yield Replicated(engine.mesh.dp, placed.spec.name, "gathered", 0, piece)
+        # In one order on all ranks: they compare by position, and names are never sent.
         tensors = shard_tensors(engine, bucket.index)
         of_blocks = block_tensors(engine, bucket.index)
         for axis in _replica_axes(engine, kind):

@@ -232,6 +232,7 @@ class PipelineRuntime:
             self.engine.begin_preliminary(plan.accesses)
         else:
             self.engine.begin_evaluation(plan.accesses)
+        # Before the first pass: a collective in between would wait for ranks that are in theirs.
         loss = objective.begin(batches, self.mesh, known)
         step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, read_logits)
         recorder = self.mesh.recorder
@@ -248,6 +249,7 @@ class PipelineRuntime:
                 # data-parallel replica has its part, and each tp rank has it once.
                 total = sums / self.mesh.tp.size
                 summed = all_reduce(total, self.mesh.world)
+        # A buffer that is being sent may not be freed, and a step leaves nothing under way.
         for transfer in step.sends.values():
             transfer.wait()
         summed.wait()
@@ -264,6 +266,7 @@ class PipelineRuntime:
             )
             accesses = rank_weight_accesses(self._config, actions, rank=self.mesh.pp.rank)
             last = self._partition.stages - 1
+            # Kept, because the prefetcher recognises a list of accesses by its identity.
             self._plans[key] = _RankPlan(
                 actions, accesses, last_forward, training and backward_comes_next(actions, last)
             )
@@ -414,6 +417,7 @@ class PipelineRuntime:
             step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))
 
     def _backward_input(self, step: _Step, key: Key) -> None:
+        # The next stage waits for the gradient of the input, and nobody for that of a weight.
         self.engine.postpone_wgrads(key)
         self._backward(step, key)
         self.engine.postpone_wgrads(None)
@@ -432,6 +436,8 @@ class PipelineRuntime:
         that it does."""
         if (op, to) in step.sends:
             step.sends.pop((op, to)).wait()
+        # Each direction has a communicator: a GPU's runs one message at a time, and the two would
+        # wait for each other.
         link = self.mesh.link(self.mesh.pp.rank, to, backward=op is Op.SEND_BACKWARD)
         step.sends[op, to] = p2p.send(tensor, link, to)
 

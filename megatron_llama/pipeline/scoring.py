@@ -70,6 +70,7 @@ def score_tokens(runtime: PipelineRuntime, batches: Sequence[Microbatch]) -> lis
     runtime.forward(batches, read)
     for losses, likeliest in scores:
         # Ranks of other stages, and of other parts of the sequence, have 0 and -1.
+        # tp ranks have computed the same from the same sums.
         for axis in (mesh.pp, mesh.cp):
             all_reduce(losses, axis, async_op=False).wait()
             all_reduce(likeliest, axis, dist.ReduceOp.MAX, async_op=False).wait()

@@ -243,6 +243,7 @@ class Accesses:
         """Let a unit's modules hold its parameters, for what is recomputed in them, and those of
         units that are done with hold placeholders."""
         self.current = unit
+        # Its slot may be taken by the next unit; a placeholder raises where a view would be wrong.
         for other in self.held:
             if other is not unit and not other.related(unit):
                 other.holders.hold_placeholders()
@@ -263,6 +264,7 @@ class Accesses:
         def resolve(placeholder: Placeholder) -> nn.Parameter | None:
             if self.suspended or not (self.active or self.step.in_backward):
                 return None
+            # A call of the part that is under way has announced it already.
             if part not in self.active:
                 self.access_and_return(part, backward=in_backward_pass())
             return parameter

@@ -225,6 +225,7 @@ class ModuleEngine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # Peers in a planned step would wait for this rank until their timeout.
         if error is not None:
             self._passes.tell_peers(error)
         self.close()

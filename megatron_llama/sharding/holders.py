@@ -113,6 +113,7 @@ class Holders:
 
     def of_unit(self, unit: ModuleUnit) -> UnitHolders:
         """Return the places of one unit, for swapping."""
+        # A module may be in two units, and then both swap its parameters.
         owned = set(unit.owned)
         return UnitHolders(
             [place for place in self._places if place.module in owned],
@@ -143,6 +144,7 @@ class UnitHolders:
         names |= dict.fromkeys(place.name for place in self._others)
         self._in_forward = parameters
         self._trained = [(parameters[name], parameters[name].requires_grad, name) for name in names]
+        # They count what users write: gathers and updates write the slot, which has its own.
         self._versions = [parameter._version for parameter, *_ in self._trained]
 
     def changed(self) -> str | None:

@@ -58,6 +58,7 @@ class InterceptedModel(Intercepted):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert the buffers, where ``to`` and its like leave the parameters as they are. Raises
         ShardedParameterError where they would change."""
+        # torch would convert placeholder by placeholder, and stop in the middle.
         sharded = [p for p in self.parameters() if isinstance(p, Placeholder)]
         if not sharded:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -103,6 +104,7 @@ def _intercepted(base: type[nn.Module], mixin: type[Intercepted]) -> type[nn.Mod
 
 def intercept(module: nn.Module, interceptor: Interceptor) -> None:
     """Let calls of a module go to ``interceptor(forward, args, kwargs)``."""
+    # Past ``nn.Module.__setattr__``, and so past any that a user's class has.
     object.__setattr__(module, _INTERCEPTOR, interceptor)
     module.__class__ = _intercepted(type(module), Intercepted)  # type: ignore[arg-type]
 

@@ -59,6 +59,7 @@ def _parameter_problems(
         )
         return
     for parameter, (name, *_) in names.items():
+        # DTensors, quantised weights and lazy ones have values that are no view of a slot.
         if type(parameter) is not nn.Parameter:
             yield describe(
                 clean_name(name),
@@ -74,6 +75,7 @@ def _parameter_problems(
                 expected="real numbers",
                 do="register it as a buffer, or keep it out of the model",
             )
+        # Hooks of the parameter would stay behind with it, and never be called again.
         elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield describe(
                 clean_name(name),
@@ -81,6 +83,7 @@ def _parameter_problems(
                 expected="none: the engine trains a parameter of its own in this place",
                 do="call self.weight.register_hook in forward, or scale what the module returns",
             )
+        # It would be lost: gradients live in the slots from now on.
         elif parameter.grad is not None:
             yield describe(
                 clean_name(name),

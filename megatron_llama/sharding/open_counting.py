@@ -49,6 +49,7 @@ class OpenCounting(Counting):
         return False  # only the end of the step shows that
 
     def make_way(self, holder: int, slot: Slot, *, bucket: int, name: str) -> None:
+        # Ranks that disagree whose turn it is would add up different buckets.
         self._agree(holder)
 
     def end_step(self, names: Iterable[str]) -> Sequence[int]:

@@ -85,6 +85,7 @@ class AccessOrder:
         planned = accesses[self._repeated] if self._repeated < len(accesses) else None
         if access != planned:
             raise self._another_way(self._described(access), planned)
+        # A pass that was broken off may come again: what it gathered then is not gathered twice.
         self._repeated += 1
         if self._repeated <= self.position:
             return False
@@ -109,6 +110,7 @@ class AccessOrder:
             expected=f"{expected} as in the first step",
             do=do,
         )
+        # No collective could say it: the others are on their way to a gather.
         if self._peers.axis.size > 1:
             self._peers.leave(str(error))
         return error
@@ -123,6 +125,7 @@ class AccessOrder:
         """Return the unit that will probably follow an access that is in no plan."""
         if access in self._successors:
             return self._successors[access]
+        # Nearly all models run in the order in which they register; a wrong guess costs one gather.
         neighbour = access.unit + (-1 if access.backward else 1)
         return neighbour if 0 <= neighbour < len(self._names) else None
 
@@ -140,6 +143,7 @@ class AccessOrder:
         with self._peers.explained():
             codes = [int(found) for found in all_gather_float(code, self._peers.axis)]
         if len(set(codes)) > 1:
+            # All ranks have all codes, so all raise the same error, and nobody waits for it.
             by_code: dict[int, list[int]] = {}
             for rank, found in enumerate(codes):
                 by_code.setdefault(found, []).append(rank)
@@ -160,6 +164,7 @@ class AccessOrder:
     def end_step(self, rounds: Callable[[], GradientRounds]) -> bool:
         """The step has ended: keep what it did as the plan of the next ones. Returns whether this
         is the first plan."""
+        # A step in which a pass was broken off has accesses that no other step has.
         if self.plan is not None or not self.static or not self._whole:
             return False
         self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())

@@ -73,6 +73,7 @@ class Placeholder(nn.Parameter):
     ) -> Placeholder:
         """Make the placeholder of one parameter; ``resolve`` is asked before anything is
         refused."""
+        # It has no storage: a placeholder of a large matrix costs as little as one of a vector.
         made: Placeholder = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -103,6 +104,7 @@ class Placeholder(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # Libraries ask shapes and devices all the time, also of modules that do not run.
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -119,6 +121,7 @@ class Placeholder(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # Operators that come below ``__torch_function__``, as those that C++ calls.
         found = next(value for value in args if isinstance(value, Placeholder))
         raise _refused(found.parameter_name, str(func))
 

@@ -176,6 +176,7 @@ def _build(
     bucket_plan = module_bucket_plan(
         unit_specs(model, units, groups), engine_options, shards=mesh.dp_shard.size
     )
+    # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)
     holders = Holders(model, names, peers.explained)
     engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
@@ -200,6 +201,7 @@ def _build(
         find_unused=options.find_unused,
         require_values=values.require_initialized,
     )
+    # Last: everything before reads the values of the module's own parameters.
     holders.uninstall()
     return ModuleEngine(
         model, units, engine, values, passes, groups, layout, clip=options.clip, linears=linears

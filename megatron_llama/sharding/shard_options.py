@@ -92,6 +92,7 @@ class ShardOptions:
                 also = ', or "all"' if name == "param_slots" else ""
                 expected = f"a whole number from {least}{also}"
                 yield describe(name, got=repr(number), expected=expected, do=f"change {name}")
+        # Refuses NaN as well, with which no comparison holds.
         if not 0.0 <= self.clip < float("inf"):
             yield describe(
                 "clip", got=self.clip, expected="a norm, or 0 for none", do="change clip"

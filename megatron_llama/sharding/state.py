@@ -199,6 +199,7 @@ def optimizer_state(
     """Return the optimizer's part of ``state_dict``. Collective."""
     values.engine.settle()
     factors = _recounted(values, groups)
+    # One after the other: beside the result a rank holds one whole bucket.
     moments = {w: sharded_parameters(values, layout, w, f) for w, f in factors.items()}
     steps = {
         bucket: values.engine.rules.by_bucket[bucket].state(bucket)["step"]
