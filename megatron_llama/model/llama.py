@@ -60,7 +60,7 @@ from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_project
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.score import Score
 from megatron_llama.nn.sliding import sliding_attention
-from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
+from megatron_llama.plans.chunks import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
     Partition,
     has_tied_head,

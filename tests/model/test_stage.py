@@ -11,7 +11,7 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.param_handle import attach_param_handle
-from megatron_llama.plans.activation_memory import GRANULARITIES, Granularity
+from megatron_llama.plans.chunks import GRANULARITIES, Granularity
 from megatron_llama.plans.params import Partition, stage_units, whole_model
 from megatron_llama.plans.run_params import trained_units
 from megatron_llama.plans.schedule import Action, Op

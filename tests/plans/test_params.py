@@ -11,7 +11,7 @@ from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, Optimi
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.model.llama import Stage, StageOptions
-from megatron_llama.plans.activation_memory import Granularity
+from megatron_llama.plans.chunks import Granularity
 from megatron_llama.plans.lora import adapter_shapes, projections
 from megatron_llama.plans.params import (
     Partition,

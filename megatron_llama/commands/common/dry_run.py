@@ -27,8 +27,8 @@ from megatron_llama.config.schema import (
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.hooks import imported, layouts
-from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
+from megatron_llama.plans.chunks import GRANULARITIES
 from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.lora import adapter_shapes, trained_beside_adapters
 from megatron_llama.plans.memory import MemoryPlan
