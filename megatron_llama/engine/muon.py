@@ -267,10 +267,10 @@ class Muon(UpdateRule):
             if param_shard.dtype == shard.master_dtype
             else torch.zeros_like(param_shard, dtype=shard.master_dtype)
         )
-        one = self._buckets[shard.bucket]
-        one.shard = shard
-        one.master = master
-        one.state = {
+        own = self._buckets[shard.bucket]
+        own.shard = shard
+        own.master = master
+        own.state = {
             "momentum_buffer": torch.zeros_like(master),
             "step": torch.zeros((), dtype=torch.float32, device=master.device),
         }

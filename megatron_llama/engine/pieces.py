@@ -42,9 +42,9 @@ def shard_pieces(engine: OverlappedDistributedOptimizer) -> Iterator[ShardPiece]
             yield ShardPiece(rectangle, views, primary)
             # Their rectangles count blocks, so they cannot be views in the piece of the elements.
             if of_blocks:
-                part = slice(place.start // ALIGN, place.stop // ALIGN)
+                span = slice(place.start // ALIGN, place.stop // ALIGN)
                 blocks = in_blocks(rectangle)
-                views = {name: tensor[part].view(blocks.size) for name, tensor in of_blocks.items()}
+                views = {name: tensor[span].view(blocks.size) for name, tensor in of_blocks.items()}
                 yield ShardPiece(blocks, views, primary)
 
 
@@ -107,8 +107,8 @@ def column_state(engine: OverlappedDistributedOptimizer) -> list[ColumnState]:
 
 def rule_progress(engine: OverlappedDistributedOptimizer) -> Tensor | None:
     """Returns the live vector of the rule that has a schedule of its own, or None."""
-    found = (rule.progress() for rule in engine.rules.distinct)
-    return next((progress for progress in found if progress is not None), None)
+    of_rules = (rule.progress() for rule in engine.rules.distinct)
+    return next((progress for progress in of_rules if progress is not None), None)
 
 
 def resume_rules(engine: OverlappedDistributedOptimizer, step: int) -> None:

@@ -51,9 +51,9 @@ class Replicated:
 def has_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> bool:
     """Return whether any rank holds something that another one must hold alike, in the whole run.
     Collective, and the same on all ranks."""
-    found, agreed = all_reduce_max(int(_has_replicas(engine)), mesh.world)
+    any_rank, agreed = all_reduce_max(int(_has_replicas(engine)), mesh.world)
     agreed.wait()
-    return bool(found)
+    return bool(any_rank)
 
 
 def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration: int) -> None:
@@ -63,9 +63,11 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
     Raises TrainingError on every rank if something differs. It names the first such parameter, the
     element and the ranks."""
     engine.settle()
-    found = list(replicated(engine))
+    tensors = list(replicated(engine))
     problems = (
-        _difference([one for one in found if one.axis.name == name], mesh.device, iteration)
+        _difference(
+            [tensor for tensor in tensors if tensor.axis.name == name], mesh.device, iteration
+        )
         for name in AXES
     )
     # All axes are compared before anybody raises: another axis has other ranks, which would wait.
@@ -87,14 +89,14 @@ def replicated(engine: OverlappedDistributedOptimizer) -> Iterator[Replicated]:
         tensors = shard_tensors(engine, bucket.index)
         of_blocks = block_tensors(engine, bucket.index)
         for axis in _replica_axes(engine, kind):
-            for part in engine.bucket_plan.segments(bucket.index, engine.mesh.dp_shard.rank):
-                stop = part.in_shard + part.length
+            for segment in engine.bucket_plan.segments(bucket.index, engine.mesh.dp_shard.rank):
+                stop = segment.in_shard + segment.length
                 for what, tensor in tensors.items():
-                    piece = tensor[part.in_shard : stop]
-                    yield Replicated(axis, part.spec.name, what, part.in_param, piece)
+                    piece = tensor[segment.in_shard : stop]
+                    yield Replicated(axis, segment.spec.name, what, segment.in_param, piece)
                 for what, tensor in of_blocks.items():
-                    piece = tensor[part.in_shard // ALIGN : stop // ALIGN]
-                    yield Replicated(axis, part.spec.name, what, part.in_param, piece)
+                    piece = tensor[segment.in_shard // ALIGN : stop // ALIGN]
+                    yield Replicated(axis, segment.spec.name, what, segment.in_param, piece)
 
 
 def _has_replicas(engine: OverlappedDistributedOptimizer) -> bool:
@@ -125,51 +127,53 @@ def _difference(
         return None
     axis = tensors[0].axis
     digests = _gathered(
-        torch.stack([_digest(one.tensor).to(device, non_blocking=True) for one in tensors]),
+        torch.stack([_digest(tensor.tensor).to(device, non_blocking=True) for tensor in tensors]),
         axis,
         device,
     )
     if bool((digests == digests[:1]).all()):
         return None  # at once: the loop takes seconds for thousands of ranks and tensors
-    for number, one in enumerate(tensors):
+    for number, tensor in enumerate(tensors):
         same: dict[tuple[int, ...], list[int]] = {}
         for position, digest in enumerate(digests[:, number].tolist()):
             same.setdefault(tuple(digest), []).append(position)
         if len(same) > 1:
-            return _complaint(one, max(same.values(), key=len), iteration, device)
+            return _complaint(tensor, max(same.values(), key=len), iteration, device)
     return None
 
 
 def _complaint(
-    one: Replicated, majority: Sequence[int], iteration: int, device: torch.device
+    tensor: Replicated, majority: Sequence[int], iteration: int, device: torch.device
 ) -> TrainingError:
     """Returns the error for a tensor that differs. ``majority`` has the positions on the axis whose
     tensors are alike; of two equal groups, that of the lowest position."""
-    bits = _bits(one.tensor)
-    ranks = one.axis.ranks
+    bits = _bits(tensor.tensor)
+    ranks = tensor.axis.ranks
     count = 0
-    found: tuple[int, Tensor] | None = None
+    first_difference: tuple[int, Tensor] | None = None
     # Chunk by chunk: the tensors of all ranks need not fit into the memory of the device.
     for start in range(0, len(bits), CHUNK):
         # NCCL sends no 16-bit integers.
-        values = _gathered(bits[start : start + CHUNK].to(torch.int64), one.axis, device)
+        values = _gathered(bits[start : start + CHUNK].to(torch.int64), tensor.axis, device)
         differs = (values != values[majority[0]]).any(dim=0)
         count += int(differs.sum())
-        if found is None and bool(differs.any()):
+        if first_difference is None and bool(differs.any()):
             first = int(differs.nonzero()[0])
-            found = start + first, values[:, first].to(bits.dtype)
-    assert found is not None, "digests differ, and so do values"
-    place, odd_values = found
+            first_difference = start + first, values[:, first].to(bits.dtype)
+    assert first_difference is not None, "digests differ, and so do values"
+    place, odd_values = first_difference
     odd = [
         position
-        for position in range(one.axis.size)
+        for position in range(tensor.axis.size)
         if odd_values[position] != odd_values[majority[0]]
     ]
-    shown = odd_values.view(one.tensor.dtype).tolist()
+    shown = odd_values.view(tensor.tensor.dtype).tolist()
     wrong = ", ".join(f"{shown[position]:.9g} on rank {ranks[position]}" for position in odd)
-    where = f"{one.name} ({one.what}) at iteration {iteration}, element {one.start + place}"
+    where = (
+        f"{tensor.name} ({tensor.what}) at iteration {iteration}, element {tensor.start + place}"
+    )
     agreeing = ", ".join(str(ranks[position]) for position in majority)
-    expected = f"{shown[majority[0]]:.9g} as on rank {agreeing}, over {one.axis.name}"
+    expected = f"{shown[majority[0]]:.9g} as on rank {agreeing}, over {tensor.axis.name}"
     do = (
         "look for a faulty memory, device or link there; "
         "resume from a checkpoint, on other machines"
@@ -200,7 +204,7 @@ def _gathered(tensor: Tensor, axis: Axis, device: torch.device) -> Tensor:
     """Returns the tensors of all ranks, [size, *shape], on the host."""
     # An axis carries what is on the device; only the group of all ranks has a backend for the host.
     local = tensor.to(device)
-    found = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
+    gathered = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
     with axis.recorder.waiting(AGREEMENT):
-        all_gather_single(found, local, group=axis.communicator)
-    return found.cpu().view(axis.size, *local.shape)
+        all_gather_single(gathered, local, group=axis.communicator)
+    return gathered.cpu().view(axis.size, *local.shape)

@@ -172,13 +172,13 @@ class BackwardPasses:
             return  # the end of the step reduces everything, in the order of the plan
         with self._accesses.peers.explained():
             by_rank = all_gather_object(tuple(counting.sequence), axis)
-        rank = next((rank for rank, found in enumerate(by_rank) if found != by_rank[0]), None)
+        rank = next((rank for rank, sequence in enumerate(by_rank) if sequence != by_rank[0]), None)
         if rank is None:
             return
         alone = [
-            f"{', '.join(map(clean_name, names))} on rank {one} and not on rank {other}"
-            for one, other in ((0, rank), (rank, 0))
-            if (names := sorted(set(by_rank[one]) - set(by_rank[other])))
+            f"{', '.join(map(clean_name, names))} on rank {having} and not on rank {lacking}"
+            for having, lacking in ((0, rank), (rank, 0))
+            if (names := sorted(set(by_rank[having]) - set(by_rank[lacking])))
         ]
         raise PassError(
             f"backward pass {self._step.backward_passes + 1} of a step",
@@ -259,8 +259,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif is_dataclass(output) and not isinstance(output, Mapping | type):
-        for each in fields(output):
-            yield from _tensors(getattr(output, each.name))
+        for field in fields(output):
+            yield from _tensors(getattr(output, field.name))
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _tensors(value)

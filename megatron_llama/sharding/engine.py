@@ -244,6 +244,6 @@ class ModuleEngine:
 
 def _close(close: WeakMethod[Callable[[], None]]) -> None:
     """Close an engine that still exists."""
-    found = close()
-    if found is not None:
-        found()
+    close_engine = close()
+    if close_engine is not None:
+        close_engine()

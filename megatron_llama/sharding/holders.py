@@ -183,12 +183,12 @@ class UnitHolders:
 
     def _hold(self, chosen: Mapping[str, nn.Parameter]) -> None:
         for held, leaf, name in self._direct:
-            found = held[leaf]
+            present = held[leaf]
             # Another tensor comes from the user: to put ours over it would undo that in silence.
             if (
-                found is not self._placeholders[name]
-                and found is not self._in_forward[name]
-                and found is not self._parameters[name]
+                present is not self._placeholders[name]
+                and present is not self._in_forward[name]
+                and present is not self._parameters[name]
             ):
                 raise ShardedParameterError(
                     clean_name(name),

@@ -42,7 +42,7 @@ class Intercepted(nn.Module):
         reduced: Any = super().__reduce_ex__(1)
         make, arguments, *rest = reduced
         plain = type(self).__bases__[1]
-        arguments = tuple(plain if each is type(self) else each for each in arguments)
+        arguments = tuple(plain if argument is type(self) else argument for argument in arguments)
         if rest and isinstance(rest[0], dict):
             rest[0] = {
                 name: _without_engine(value) if name in _STATE_HOOKS else value
@@ -64,11 +64,11 @@ class InterceptedModel(Intercepted):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
         probe = torch.empty(0, dtype=sharded[0].dtype, device=sharded[0].device)
-        found = fn(probe)
-        if (found.dtype, found.device) != (probe.dtype, probe.device):
+        converted = fn(probe)
+        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
             raise ShardedParameterError(
                 "model",
-                got=f"a move to {found.dtype} on {found.device}",
+                got=f"a move to {converted.dtype} on {converted.device}",
                 expected=f"{probe.dtype} on {probe.device}, as in shard()",
                 do="move it before shard(), or give shard(dtype=)",
             )

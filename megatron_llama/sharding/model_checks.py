@@ -24,11 +24,11 @@ def model_device(model: nn.Module, mesh: Ranks) -> torch.device | None:
     (on the meta device) this process's accelerator."""
     if isinstance(mesh, DeviceMesh):
         return torch.device(mesh.device_type) if mesh.device_type == "cpu" else None
-    found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    on_accelerator = {device for device in found if not devices.is_host(device)}
+    held_on = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    on_accelerator = {device for device in held_on if not devices.is_host(device)}
     if on_accelerator:
         return next(iter(on_accelerator))
-    return next(iter(found), None)
+    return next(iter(held_on), None)
 
 
 def model_problems(
@@ -95,12 +95,12 @@ def _parameter_problems(
     for parameter, (name, *_) in names.items():
         dtypes.setdefault(parameter.dtype, []).append(clean_name(name))
     if dtype is None and len(dtypes) > 1:
-        found = ", ".join(
+        listed = ", ".join(
             f"{kind} of {counted(len(which), 'parameter')} ({which[0]}, ...)"
             for kind, which in dtypes.items()
         )
         yield describe(
-            "dtype", got=f"None for {found}", expected="one dtype", do="give shard(dtype=)"
+            "dtype", got=f"None for {listed}", expected="one dtype", do="give shard(dtype=)"
         )
     elif dtype is None and dtypes and next(iter(dtypes)) not in COMPUTE_DTYPES:
         yield describe(

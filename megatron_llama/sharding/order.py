@@ -141,16 +141,16 @@ class AccessOrder:
         if self._peers.axis.size == 1 or (self.plan is not None and code != DISCARD):
             return
         with self._peers.explained():
-            codes = [int(found) for found in all_gather_float(code, self._peers.axis)]
+            codes = [int(code_of_rank) for code_of_rank in all_gather_float(code, self._peers.axis)]
         if len(set(codes)) > 1:
             # All ranks have all codes, so all raise the same error, and nobody waits for it.
             by_code: dict[int, list[int]] = {}
-            for rank, found in enumerate(codes):
-                by_code.setdefault(found, []).append(rank)
+            for rank, code_of_rank in enumerate(codes):
+                by_code.setdefault(code_of_rank, []).append(rank)
             ways = "; ".join(
                 f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
-                f"{self._point(found)}"
-                for found, ranks in by_code.items()
+                f"{self._point(code_of_rank)}"
+                for code_of_rank, ranks in by_code.items()
             )
             raise OrderError(
                 f"access {len(self._made)} of the step",

@@ -493,10 +493,10 @@ class Passes:
         by_rank = all_gather_object(missing, self._peers.axis)
         if any(by_rank):
             rank = next(rank for rank, names in enumerate(by_rank) if names)
-            found = ", ".join(map(clean_name, by_rank[rank]))
+            unused = ", ".join(map(clean_name, by_rank[rank]))
             raise PassError(
                 "engine.step()",
-                got=f"no gradient of {found}"
+                got=f"no gradient of {unused}"
                 + (f" on rank {rank}" if self._peers.axis.size > 1 else ""),
                 expected="one of every trainable parameter",
                 do="freeze what is not used, or shard(find_unused=True)",

@@ -122,8 +122,8 @@ class Placeholder(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # Operators that come below ``__torch_function__``, as those that C++ calls.
-        found = next(value for value in args if isinstance(value, Placeholder))
-        raise _refused(found.parameter_name, str(func))
+        placeholder = next(value for value in args if isinstance(value, Placeholder))
+        raise _refused(placeholder.parameter_name, str(func))
 
 
 def arrived(parameter: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ def arrived(parameter: Tensor) -> Tensor:
     ShardedParameterError if it may not be read now."""
     if not isinstance(parameter, Placeholder):
         return parameter
-    found: Tensor = _resolved(parameter, linear)
-    return found
+    resolved: Tensor = _resolved(parameter, linear)
+    return resolved
 
 
 def _resolved(value: Any, func: Callable[..., Any]) -> Any:
@@ -143,7 +143,7 @@ def _resolved(value: Any, func: Callable[..., Any]) -> Any:
             raise _refused(value.parameter_name, _described(func))
         return parameter
     if isinstance(value, list | tuple):
-        return type(value)(_resolved(each, func) for each in value)
+        return type(value)(_resolved(element, func) for element in value)
     return value
 
 

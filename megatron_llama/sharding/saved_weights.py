@@ -50,8 +50,8 @@ def checks_reads(
         if saved.is_weight:
             require_announced()
         if outer is not None:
-            found: Tensor = outer[1](saved.packed)
-            return found
+            unpacked: Tensor = outer[1](saved.packed)
+            return unpacked
         kept: Tensor = saved.packed
         # Autograd compares versions itself only where no hooks are.
         if kept._version != saved.version:

@@ -114,7 +114,7 @@ def sharded_parameters(
     Bucket by bucket, so that beside the result one whole bucket is in the memory of the device.
     Collective. Weights without values are NaN. Parts that an update rule keeps on the host stay
     there."""
-    found: dict[str, Tensor] = {}
+    cut: dict[str, Tensor] = {}
     for bucket in range(len(values.plan.buckets)):
         tensors = values.tensors(bucket)
         if what in tensors:
@@ -125,10 +125,10 @@ def sharded_parameters(
                 if placed.spec.name in factors:
                     factor = factors[placed.spec.name].to(value.device, value.dtype)
                     value.view(-1, len(factor)).mul_(factor)
-                found[placed.spec.name] = layout.cut(value, tensors[what].device)
+                cut[placed.spec.name] = layout.cut(value, tensors[what].device)
             # Before the next gather: both are of this bucket's memory.
             del whole, value
-    return {name: found[name] for name in values.aliases if name in found}
+    return {name: cut[name] for name in values.aliases if name in cut}
 
 
 def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], None]:
@@ -350,11 +350,11 @@ class _Loading:
         for name, aliases in values.aliases.items():
             # As torch does where the names of a shared parameter have different values: the last
             # one counts. Files often have one of them only.
-            found = [left.pop(alias) for alias in map(clean_name, aliases) if alias in left]
-            if found:
+            candidates = [left.pop(alias) for alias in map(clean_name, aliases) if alias in left]
+            if candidates:
                 shape = values.shape(name)
-                if self._fits(clean_name(name), found[-1], shape):
-                    self._parameters.append((name, MASTER, found[-1]))
+                if self._fits(clean_name(name), candidates[-1], shape):
+                    self._parameters.append((name, MASTER, candidates[-1]))
             else:
                 self._missing(clean_name(name))
         names = {id(buffer): name for name, (_, _, buffer) in values.buffers().items()}
@@ -398,10 +398,10 @@ class _Loading:
         self._unexpected({f"optimizer state of {name}": None for name in left})
         for bucket, counts in steps.items():
             if len(counts) > 1:
-                found = ", ".join(f"{count:g} of {name}" for count, name in counts.items())
+                listed = ", ".join(f"{count:g} of {name}" for count, name in counts.items())
                 self._problem(
                     "optimizer",
-                    f"other step counts in one bucket: {found}",
+                    f"other step counts in one bucket: {listed}",
                     "one count: parameters of a bucket are updated together",
                     'load {"model": ...} alone',
                 )
@@ -412,15 +412,15 @@ class _Loading:
         for group in self.groups:
             rates: dict[float, str] = {}
             for name in group["param_names"]:
-                found = group_of.get(name)
-                if found is None:
+                saved = group_of.get(name)
+                if saved is None:
                     if given:
                         self._missing(f"{name} in the groups of the optimizer")
                     continue
-                rates[float(found["lr"])] = name
+                rates[float(saved["lr"])] = name
                 for option in OPTIONS:
-                    got, expected = _plain(found.get(option)), _plain(group[option])
-                    if option in found and got != expected:
+                    got, expected = _plain(saved.get(option)), _plain(group[option])
+                    if option in saved and got != expected:
                         self._problem(
                             f"{option} of {name}",
                             got,
