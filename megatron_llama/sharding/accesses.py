@@ -129,6 +129,7 @@ class Accesses:
                 frozenset(
                     engine.parameters.unsharded[bucket].untyped_storage().data_ptr()
                     for bucket in {self.bucket_of[name] for name in unit.parameters}
+                    # What nothing else can take is never wrong, and need not be looked at.
                     if not plan.has_own_slot(bucket)
                 ),
                 casts and (not unit.is_root_part or unit.module is model),
@@ -212,6 +213,7 @@ class Accesses:
                 following = self.order.expected_after(access)
                 self.engine.access_unplanned(unit.index, following)
             for bucket, name in unit.reads:
+                # In forward a linear layer waits for its own weight when it is called.
                 if backward or bucket not in unit.late:
                     self.engine.parameters.wait_unsharded(bucket, name)
 

@@ -69,6 +69,7 @@ class ModuleEngine:
         self._closed = False
         self.optimizer = EngineOptimizer(
             groups,
+            # Placeholders by now: who looks into the groups finds shapes, and no values.
             dict(model.named_parameters()),
             step=self.step,
             require_no_gradient=passes.require_no_gradient,

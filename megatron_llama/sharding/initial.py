@@ -106,12 +106,14 @@ def first_values(
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.is_meta
     ]
+    # Rank 0 decides: other ranks may be on the meta device only because its values count.
     values.uninitialized |= set(broadcast_object(without, engine.mesh.world))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in values.uninitialized:
                 for start, piece in values.broadcast(parameter):
                     values.write(name, MASTER, piece, start)
+        # By buffer, so that one that is registered twice stays one.
         places: dict[Tensor, Tensor] = {}
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
             if buffer not in places:

@@ -109,4 +109,4 @@ class UnusedCounting(OpenCounting):
         return self.ended_by_step
 
     def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
-        return {}
+        return {}  # their gradients are zero, so that weight decay and moments go on

@@ -131,6 +131,7 @@ class AccessOrder:
 
     def _note(self, access: WeightAccess) -> None:
         if self._last is not None:
+            # Kept over steps: without a plan the last step is the best guess.
             self._successors[self._last] = access.unit
         self._last = access
 

@@ -145,6 +145,7 @@ def shard(
         raise ConfigError(listing("shard:", problems))
     groups = parameter_groups(optimizer, names)
     unit_names = [part.name for part in module_parts if not part.is_root_part]
+    # Ranks with other options would make other groups, and wait for each other: they compare first.
     data = data_mesh(
         mesh,
         shard_size if strategy_named(strategy).sharded else 1,

@@ -133,6 +133,7 @@ class _Search:
         owner.owned.append(module)
         for parameter in _own(module):
             name = self._names[parameter][0]
+            # A weight that is shared within a unit is gathered once.
             if name not in owner.parameters:
                 owner.parameters.append(name)
 

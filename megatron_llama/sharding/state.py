@@ -61,6 +61,7 @@ class StateLayout:
         """Return this rank's part of a parameter in memory of its own on ``device``, as a DTensor
         where there are several ranks."""
         mesh = self.device_mesh
+        # A number cannot be cut, and torch has it whole on every rank as well.
         if mesh is None or whole.dim() == 0:
             return whole.to(device, copy=True)
         coordinate = mesh.get_coordinate()
@@ -272,6 +273,7 @@ def load_state_dict(
     values.engine.settle()
     loading = _Loading(values, groups, strict)
     with raise_on_all_ranks(values.engine.mesh.world):
+        # Everything before anything: half of a state would be a model that nobody has trained.
         loading.check(state)
         if loading.problems:
             raise CheckpointError(listing("engine.load_state_dict:", loading.problems))

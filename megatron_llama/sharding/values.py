@@ -50,6 +50,7 @@ class ModuleValues:
             for placed in bucket.placements
         }
         """The bucket of each parameter."""
+        # One for each parameter at most, because a shard is contiguous.
         self._segments = {
             segment.spec.name: segment
             for bucket in self.plan.buckets
@@ -142,6 +143,7 @@ class ModuleValues:
 
     def places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
         """Yield (module, attribute) of every name of a parameter."""
+        # A tied weight is in several modules, and all of them have to get the same tensor.
         for alias in self.aliases[name]:
             owner, _, leaf = alias.rpartition(".")
             yield self._modules[owner], leaf
