@@ -31,6 +31,7 @@ def planned_rounds(
     """Returns the rounds of a step in which each microbatch has the contributions of the bucket
     plan. ``buckets`` are the trainable ones."""
     buckets = tuple(buckets)
+    # Where slots accumulate all microbatches are one round.
     in_round = 1 if reduce_every_microbatch else microbatches
     one_pass = {p.spec.name: p.spec.contributions for b in buckets for p in b.placements}
     return GradientRounds(

@@ -618,6 +618,7 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         and partition.stages > 1
         and mesh.pp.rank == partition.placement[0]
     ):
+        # One tensor, whose two gradients meet in one slot: no message ties the ends together.
         stages[partition.stages - 1].share_embedding_of(stages[0])
     if config.lora.lora_rank:
         units_of_stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)

@@ -259,6 +259,7 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
     for index, unit in reversed(list(enumerate(units))):
         for spec in reversed(unit.params):
             kind = BucketKind.of(spec)
+            # Norms of all units together: alone each would be a message of nothing but latency.
             filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
     closed = in_backward_order(filled.values(), reverse, shards)

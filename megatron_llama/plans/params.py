@@ -150,6 +150,7 @@ class Shapes:
         norm = self._norm(name, name)
         if self.model.num_labels:
             return UnitSpec("head", (norm, self._score()))
+        # One parameter, with two gradients: the spec of the embedding counts both.
         if shared:
             return UnitSpec("head", (norm,))
         source = EMBEDDING if tied else "lm_head.weight"
@@ -265,6 +266,7 @@ class Shapes:
         outputs = self._outputs
         row = 0
         slices = []
+        # One product makes all of them; each keeps its place in a HuggingFace tensor.
         for module in modules:
             theirs, rows, first = self._family.place(module, outputs)
             local = outputs[module] // self.tp
@@ -321,6 +323,7 @@ class Shapes:
         m = self.model
         local = padded_vocab_size(m, self.tp) // self.tp
         first = self.tp_rank * local
+        # The last ranks of a small vocabulary may have nothing but padding.
         rows = max(0, min(m.vocab_size - first, local))
         part = HFSlice(
             source, (m.vocab_size, m.hidden_size), 0, rows, hf_row=min(first, m.vocab_size)

@@ -122,6 +122,7 @@ class PrefetchPlan:
         if the previous list was not walked to its end."""
         self._check_walked()
         accesses = tuple(accesses)
+        # By identity: the same tuple comes in every step, and its first round is worked out once.
         if accesses is not self._list.accesses:
             self._list = _AccessList(accesses, self.unit_buckets)
             self._first_round = frozenset(self._first_gathers())
@@ -169,6 +170,7 @@ class PrefetchPlan:
         read = {self.slots[bucket] for bucket in own}
         for bucket in () if following is None else self.unit_buckets[following]:
             if not self.holds(bucket):
+                # In order or not at all, as with a list.
                 if self.slots[bucket] in read or not self._within_limit(bucket):
                     break
                 self._occupy(bucket, prefetched=True)
@@ -231,6 +233,7 @@ class PrefetchPlan:
                 f"update after the last"
             )
         if self.holds(bucket):
+            # It is no longer waiting to be read, so it must not count in the limit.
             self._count_accessed(bucket)
             del self._occupants[self.slots[bucket]]
 
@@ -272,6 +275,7 @@ class PrefetchPlan:
         while self.gathers_to_come:
             bucket = self._list.needs[self._gathered]
             if not self.holds(bucket):
+                # No later one instead: its message would delay this one, which is needed first.
                 if not self._is_free(self.slots[bucket]) or not self._within_limit(bucket):
                     return
                 self._occupy(bucket, prefetched=True)
