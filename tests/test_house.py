@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -114,18 +115,22 @@ def test_commands_are_where_their_rooms_say() -> None:
 
 
 @cache
-def loaded(code: str) -> tuple[str, ...]:
-    """The modules of the package that a fresh process has loaded after ``code``."""
+def loaded(code: str, root: Path = ROOT) -> tuple[str, ...]:
+    """The modules of the package, without its name, that a fresh process has loaded after ``code``. ``root`` is the folder of the package."""
     shown = "print(*(name for name in sys.modules if name.startswith('megatron_llama.')))"
-    done = subprocess.run([sys.executable, "-c", f"import sys, megatron_llama as ml; {code}; {shown}"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", f"import sys, megatron_llama as ml; {code}; {shown}"], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    return tuple(done.stdout.split())
+    return tuple(sorted(module.removeprefix("megatron_llama.") for module in done.stdout.split()))
+
+
+def wings_of(code: str, root: Path = ROOT) -> list[str]:
+    return [module for module in loaded(code, root) if module.split(".")[0] in WINGS]
 
 
 @pytest.mark.parametrize("code", ["ml.train", "ml.load, ml.generate, ml.save_hf", "import megatron_llama.train.run.loop"])
 def test_the_trainer_loads_no_wing(code: str) -> None:
     """The order of rooms says what files may import; this, what is there when they have."""
-    assert [name for name in loaded(code) if name.split(".")[1] in WINGS] == []
+    assert wings_of(code) == []
 
 
 def test_what_hooks_name_is_there() -> None:
@@ -195,11 +200,17 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-WALLS = (
-    ("shard", 13_500, ("config", "distributed", "engine", "errors", "nn", "plans", "registry", "sharding")),
-    ("train", 40_000, tuple(room for room in ROOMS if room not in (*WINGS, "sharding", "commands", "cli", "__main__"))),
-)
-"""Of a name of ``megatron_llama``: the most lines that its import loads, and the only rooms that they are in."""
+SHARD = "ml.shard"
+STEP = "; ".join([SHARD, *(f"import {module}" for module, path in MODULES.items() if room(path) in ("model", "pipeline"))])
+"""A step of a run: the engine, and all of the rooms of the model and of the pipeline."""
+ENGINE_ROOMS = ("config", "distributed", "engine", "errors", "nn", "plans", "registry", "sharding")
+TRAINER_ROOMS = tuple(room for room in ROOMS if room not in (*WINGS, "sharding", "commands", "cli", "__main__"))
+WALLS = {
+    "shard": (SHARD, 13_500, ENGINE_ROOMS),
+    "step": (STEP, 27_000, (*ENGINE_ROOMS, "model", "pipeline")),
+    "train": ("ml.train", 40_000, TRAINER_ROOMS),
+}
+"""What a fresh process does: the most lines of the package that it loads, and the only rooms that they are in."""
 ENGINE_ONLY = {
     "config": ("offload", "option"),
     "distributed": ("axes", "comm", "data_mesh", "device", "groups", "host_memory", "machine", "recorder"),
@@ -211,15 +222,7 @@ NEVER_WITH_THE_ENGINE = ("distributed.comm.watch", "distributed.comm.store")
 """Whoever watches a run or joins one loads them."""
 
 
-def loaded_by(name: str) -> list[str]:
-    """The modules of the package that a fresh process loads for a name of it, without the package's own."""
-    code = f"import sys, megatron_llama; megatron_llama.{name}; print(*(name for name in sys.modules if name.startswith('megatron_llama.')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return sorted(module.removeprefix("megatron_llama.") for module in done.stdout.split())
-
-
-def brought_by_one_import(modules: list[str]) -> str:
+def brought_by_one_import(modules: Sequence[str]) -> str:
     """The largest of some modules that only one other of them imports: what came in last is most likely among these."""
     graph = {module: imported_modules(f"megatron_llama.{module}") for module in modules}
     sole = []
@@ -230,22 +233,43 @@ def brought_by_one_import(modules: list[str]) -> str:
     return ", ".join(f"{module} ({lines}, by {owner})" for lines, module, owner in sorted(sole, reverse=True)[:20])
 
 
-@pytest.mark.parametrize(("name", "most", "rooms"), WALLS, ids=[name for name, *_ in WALLS])
-def test_what_an_import_pulls_in_stays_within_its_walls(name: str, most: int, rooms: tuple[str, ...]) -> None:
-    modules = loaded_by(name)
-    lines = sum(len(MODULES[f"megatron_llama.{module}"].read_text().splitlines()) for module in modules)
-    assert [module for module in modules if module.split(".")[0] not in rooms] == []
-    assert lines <= most, f"megatron_llama.{name} loads {lines} lines; one import alone brings each of: {brought_by_one_import(modules)}"
-
-
-def test_the_engine_loads_no_configuration_no_model_and_no_world() -> None:
-    beyond = []
-    for module in loaded_by("shard"):
+def beyond(wall: str, root: Path = ROOT) -> list[str]:
+    """The modules that are loaded across a wall."""
+    code, _, rooms = WALLS[wall]
+    found = []
+    for module in loaded(code, root):
         room, _, rest = module.partition(".")
-        if room in ENGINE_ONLY and rest and rest.split(".")[0] not in ENGINE_ONLY[room]:
-            beyond.append(module)
-        beyond += [module for never in NEVER_WITH_THE_ENGINE if module == never]
-    assert beyond == []
+        unused_by_engine = wall == "shard" and room in ENGINE_ONLY and rest and rest.split(".")[0] not in ENGINE_ONLY[room]
+        if room not in rooms or unused_by_engine or module in NEVER_WITH_THE_ENGINE:
+            found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_what_an_import_pulls_in_stays_within_its_walls(wall: str) -> None:
+    """The engine loads no configuration, no model and no world; a step loads no data, no checkpoints and no trainer."""
+    code, most, _ = WALLS[wall]
+    lines = sum(len(MODULES[f"megatron_llama.{module}"].read_text().splitlines()) for module in loaded(code))
+    assert beyond(wall) == []
+    assert lines <= most, f"{wall}: {lines} lines; one import alone brings each of: {brought_by_one_import(loaded(code))}"
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "across"),
+    [
+        ("sharding/passes.py", "config.schema", lambda root: beyond("shard", root)),
+        ("pipeline/runtime.py", "data.loader", lambda root: beyond("step", root)),
+        ("train/run/loop.py", "planner.links", lambda root: beyond("train", root)),
+    ],
+    ids=["shard", "step", "train"],
+)
+def test_one_import_across_a_wall_is_named(tmp_path: Path, importer: str, imported: str, across: Callable[[Path], list[str]]) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "megatron_llama", ignore=shutil.ignore_patterns("__pycache__"))
+    assert across(tmp_path) == []
+    with (tmp_path / "megatron_llama" / importer).open("a") as file:
+        file.write(f"import megatron_llama.{imported}\n")
+    loaded.cache_clear()
+    assert imported in across(tmp_path)
 
 
 def test_no_globals_and_no_mutable_module_state() -> None:
@@ -465,6 +489,19 @@ def test_each_line_of_the_page_of_inputs_names_a_test() -> None:
     assert len(named) == len(lines) > 60
     for file, name in named:
         assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"docs/inputs.md: no {name} in {file}"
+
+
+def test_the_step_is_read_in_an_evening() -> None:
+    """The files that docs/architecture.md lists, from the table of parameters to the updated shard."""
+    section = re.search(r"^## The reading spine\n(.*?)^## ", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert section is not None
+    rows = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("| `")]
+    spine = [PACKAGE / name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    # Each step of the way has a file here; a list without one of them would be short by leaving something out.
+    assert {"params.py", "buckets.py", "prefetch.py", "builders.py", "loop.py", "runtime.py", "llama.py", "linear.py"} <= {path.name for path in spine}
+    assert {"parameters.py", "gradients.py", "optimizer.py", "update_rule.py"} <= {path.name for path in spine}
+    lines = sum(len(path.read_text().splitlines()) for path in spine)
+    assert lines <= 5_500, f"the reading spine has {lines} lines"
 
 
 def test_the_package_is_as_large_as_the_readme_says() -> None:

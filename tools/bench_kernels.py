@@ -47,7 +47,7 @@ from megatron_llama.nn.attention import (
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.nn.param_handle import accumulate_product
 from megatron_llama.nn.rotary import rope_frequencies, rope_table
-from megatron_llama.plans.activation_memory import HEAD_CHUNK
+from megatron_llama.plans.chunks import HEAD_CHUNK
 from megatron_llama.plans.engine_options import UpdateOptions
 
 HIDDEN = 4096

@@ -34,7 +34,8 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.model.llama import Positions, StageOptions
+from megatron_llama.model.llama import StageOptions
+from megatron_llama.model.positions import Positions
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import schedule_named, validate

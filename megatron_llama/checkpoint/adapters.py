@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_llama.config.schema import LoraConfig
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import adapter_names
+from megatron_llama.plans.lora import adapter_names
 from megatron_llama.plans.specs import Rectangle
 
 LIKE = ("lora_rank", "lora_alpha", "lora_target_modules")

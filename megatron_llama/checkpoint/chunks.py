@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_llama.engine.optimizer import ShardPiece
+from megatron_llama.engine.pieces import ShardPiece
 from megatron_llama.plans.specs import Rectangle
 
 STATE = "optimizer."

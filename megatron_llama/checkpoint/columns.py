@@ -23,7 +23,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
 from megatron_llama.checkpoint.index import StoredTensor
 from megatron_llama.distributed.axes import Mesh
-from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, ShardPiece
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import (
+    ShardPiece,
+    column_state,
+    resume_rules,
+    rule_progress,
+    shard_pieces,
+)
 from megatron_llama.engine.update_rule import bias_corrections
 from megatron_llama.plans.engine_options import UpdateOptions
 from megatron_llama.plans.specs import Rectangle
@@ -38,7 +45,7 @@ WINDOWS = "windows"
 def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterator[ShardPiece]:
     """Yields what a checkpoint holds of the columns on this rank, live. Call ``settle`` first."""
     written = set[str]()
-    for column in engine.column_state():
+    for column in column_state(engine):
         spec = column.spec
         here = len(column.updates)
         alone = mesh.dp.rank == 0 and not (spec.tied and mesh.embedding.rank)
@@ -50,7 +57,7 @@ def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterato
             # have the same columns, which are written once.
             yield ShardPiece(rectangle, tensors, primary and name not in written)
             written.add(name)
-    progress = engine.progress()
+    progress = rule_progress(engine)
     if progress is not None:
         rectangle = Rectangle(WINDOWS, (len(progress),), (0,), (len(progress),), 0)
         yield ShardPiece(rectangle, {"zenflow": progress}, mesh.rank == 0)
@@ -75,7 +82,7 @@ class SavedColumns:
         # Saved by a rule with columns, loaded by a rule without: the moments have to be changed.
         self._foreign = {
             name: _whole(saved, name)
-            for name in _names(engine.pieces()) - with_columns
+            for name in _names(shard_pieces(engine)) - with_columns
             if state_key(UPDATES, name) in saved
         }
         once: dict[MetadataIndex, Region] = {}
@@ -102,11 +109,11 @@ class SavedColumns:
             copy.copy_(read)
         for updates in self._missing:
             updates.fill_(step)
-        for piece in self._engine.pieces():
+        for piece in shard_pieces(self._engine):
             counts = self._foreign.get(piece.rectangle.name)
             if counts is not None and piece.tensors.keys() >= {*MOMENTS}:
                 _recount(piece, counts, step, numbers)
-        self._engine.resume(step)
+        resume_rules(self._engine, step)
 
 
 def _names(pieces: Iterable[ShardPiece]) -> set[str]:

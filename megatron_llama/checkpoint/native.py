@@ -65,12 +65,15 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_on_all_ranks,
 )
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import in_blocks, shard_pieces, step_counts, weight_sums
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.plans.buckets import BucketKind, in_blocks
+from megatron_llama.plans.buckets import BucketKind
 from megatron_llama.plans.engine_memory import keeps_fp32
-from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, MUON, SCHEDULE_FREE
-from megatron_llama.plans.params import adapter_shapes, hf_shapes, stage_units, whole_model
+from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, SCHEDULE_FREE
+from megatron_llama.plans.lora import adapter_shapes
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.run_params import whole_model_units
 from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 
@@ -100,7 +103,7 @@ class RankSavePlan:
 
 def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> RankSavePlan:
     """Agree on who writes what. Collective."""
-    pieces = chain(engine.pieces(), column_pieces(engine, mesh))
+    pieces = chain(shard_pieces(engine), column_pieces(engine, mesh))
     # Several ranks may hold the same piece, such as a norm under tensor parallelism. One of them
     # writes it: torch refuses an index whose chunks overlap.
     primary = (piece for piece in pieces if piece.primary)
@@ -215,7 +218,7 @@ def describe_state(
     # A rank without parameters has no numbers of its own.
     updates, weight_sum = (
         max(all_gather_float(max(map(float, found), default=0.0), mesh.world))
-        for found in (engine.step_counts(), engine.weight_sums())
+        for found in (step_counts(engine), weight_sums(engine))
     )
     return meta_json(
         state, int(updates), engine.loss_scale.state(), config, validation_loss, weight_sum
@@ -298,9 +301,9 @@ def load(
         problem = CheckpointError(f"{folder}: {type(error).__name__}: {error}")
     raise_error_on_all_ranks(problem, mesh.world)
     updates = meta.optimizer_step if resumes else 0
-    for count in engine.step_counts():
+    for count in step_counts(engine):
         count.fill_(updates)
-    for weight_sum in engine.weight_sums():
+    for weight_sum in weight_sums(engine):
         weight_sum.fill_(meta.weight_sum if resumes else 0.0)
     columns.take_up(updates, meta.config["optimizer"])
     # A run without --fp16 writes a scale of 1, which an fp16 run may also have reached: the scale
@@ -320,18 +323,9 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
     container = open_native(folder)
     # A converted checkpoint has no optimizer state.
     optimizer = optimizer and any(is_state(key) for key in container.tensors)
-    model = config.model
-    units = stage_units(
-        model,
-        whole_model(model),
-        0,
-        freeze=config.optimizer.freeze,
-        lora=config.lora,
-        muon=config.optimizer.optimizer == MUON,
-    )
     wanted = [
         region
-        for unit in units
+        for unit in whole_model_units(config)
         for spec in unit.params
         for part in {part.name: part for part in spec.slices}.values()
         for region in _whole_tensors(spec, part, config, optimizer=optimizer and spec.trainable)
@@ -409,7 +403,7 @@ def _open(
     refuse(f"{folder} is a checkpoint of another model:", differences)
     container = open_native(folder)
     columns = SavedColumns(engine, mesh, container.tensors)
-    wanted = [*regions(engine.pieces()), *columns.regions]
+    wanted = [*regions(shard_pieces(engine)), *columns.regions]
     # A converted checkpoint has no optimizer state: then the optimizer starts afresh.
     resumes = optimizer and any(is_state(key) for key in container.tensors)
     if not resumes:

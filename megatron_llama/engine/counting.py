@@ -1,10 +1,8 @@
-"""When a bucket has all gradients of a round: the contributions of a step, counted by a plan or
-open.
+"""When a bucket has all gradients of a round: the contributions of a step are counted.
 
 ``PlannedCounting`` knows the contributions of every round, and a bucket is complete with the last
-of them. ``OpenCounting`` learns them: nobody knows which contribution is the last, so a bucket ends
-a round when another one needs its slot, at the end of a backward pass, or at the end of the step.
-What it has seen is the plan of the steps that follow.
+of them. For our own model they follow from the bucket plan. ``sharding/open_counting.py`` learns
+them of a user's model; what it has seen is the plan of the steps that follow.
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from megatron_llama.plans.buckets import Bucket, Slot
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,38 @@ class GradientRounds:
     """For each backward pass of the step, the contributions to each parameter."""
 
 
-class Counting(ABC):
-    """The contributions of one step."""
+def planned_rounds(
+    buckets: Iterable[Bucket], microbatches: int, *, reduce_every_microbatch: bool
+) -> GradientRounds:
+    """Returns the rounds of a step in which each microbatch has the contributions of the bucket
+    plan. ``buckets`` are the trainable ones."""
+    buckets = tuple(buckets)
+    # Where slots accumulate all microbatches are one round.
+    in_round = 1 if reduce_every_microbatch else microbatches
+    one_pass = {p.spec.name: p.spec.contributions for b in buckets for p in b.placements}
+    return GradientRounds(
+        by_bucket={
+            bucket.index: [
+                {p.spec.name: p.spec.contributions * in_round for p in bucket.placements}
+            ]
+            * (microbatches // in_round)
+            for bucket in buckets
+        },
+        passes=[one_pass] * microbatches,
+    )
 
-    is_open: bool
-    """Whether a bucket ends a round by what others need, and not by what it has."""
+
+class Counting(ABC):
+    """The contributions of one step, and which of them end a round of a bucket."""
+
+    ended_by_step: Sequence[int] = ()
+    """The buckets whose last round only the end of the step shows."""
 
     def __init__(self) -> None:
         self.this_pass: dict[str, int] = {}
         """By parameter, contributions of this backward pass."""
         self.passes: list[Mapping[str, int]] = []
         """The backward passes that have ended."""
-        self.sequence: list[str] = []
-        """The parameters of this pass's contributions, one by one, where counting is open."""
 
     @property
     def written(self) -> set[str]:
@@ -49,15 +68,19 @@ class Counting(ABC):
         self.this_pass[name] = self.this_pass.get(name, 0) + 1
         return self._is_complete_with(bucket, name)
 
-    def end_pass(self, names: Iterable[str]) -> None:
-        """End a backward pass. ``names`` are those of all trainable parameters. Raises RuntimeError
-        if parameters have had other contributions than planned."""
-        ended = self.this_pass
+    def end_pass(self, names: Iterable[str]) -> Sequence[int]:
+        """End a backward pass. ``names`` are those of all trainable parameters. Returns the buckets
+        whose round ends with the pass, in the order of the plan. Raises RuntimeError if parameters
+        have had other contributions than planned."""
         number = len(self.passes)
+        self.passes.append(self.this_pass)
         self.this_pass = {}
-        self.sequence = []
-        self.passes.append(ended)
-        self._check_pass(number, ended, names)
+        return self._end_pass(number, names)
+
+    def end_step(self, names: Iterable[str]) -> Sequence[int]:
+        """End the step. Returns the buckets whose last round ends with it, in the order of the
+        plan."""
+        return ()
 
     @abstractmethod
     def begin_round(self, bucket: int, number: int) -> bool:
@@ -66,6 +89,11 @@ class Counting(ABC):
     @abstractmethod
     def is_last(self, bucket: int, number: int) -> bool:
         """Whether a bucket is known to have no round after the first ``number``."""
+
+    @abstractmethod
+    def make_way(self, holder: int, slot: Slot, *, bucket: int, name: str) -> None:
+        """End the round of ``holder`` as it is: a contribution to ``name``, in ``bucket``, needs
+        its slot. Raises RuntimeError where that round is planned and has not ended."""
 
     @abstractmethod
     def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
@@ -79,13 +107,11 @@ class Counting(ABC):
     def _is_complete_with(self, bucket: int, name: str) -> bool: ...
 
     @abstractmethod
-    def _check_pass(self, number: int, ended: Mapping[str, int], names: Iterable[str]) -> None: ...
+    def _end_pass(self, number: int, names: Iterable[str]) -> Sequence[int]: ...
 
 
 class PlannedCounting(Counting):
     """The contributions of a step whose rounds are known."""
-
-    is_open = False
 
     def __init__(self, rounds: GradientRounds, label: Callable[[int], str]) -> None:
         """``label`` names a bucket in messages."""
@@ -104,6 +130,13 @@ class PlannedCounting(Counting):
     def is_last(self, bucket: int, number: int) -> bool:
         return number == len(self._rounds.by_bucket[bucket])
 
+    def make_way(self, holder: int, slot: Slot, *, bucket: int, name: str) -> None:
+        # To wait would be for ever: what is missing comes from the thread that waits.
+        raise RuntimeError(
+            f"{name}: {self._label(bucket)} needs gradient slot {slot} "
+            f"while {self._label(holder)} still misses {', '.join(self._missing[holder])}"
+        )
+
     def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
         return {bucket: list(self._missing[bucket]) for bucket in buckets}
 
@@ -113,6 +146,7 @@ class PlannedCounting(Counting):
     def _is_complete_with(self, bucket: int, name: str) -> bool:
         missing = self._missing[bucket]
         if name not in missing:
+            # The slot may be on its way to other ranks: this would be lost, or sent in part.
             passes = self._rounds.passes
             planned = passes[min(len(self.passes), len(passes) - 1)].get(name, 0)
             raise RuntimeError(
@@ -124,15 +158,16 @@ class PlannedCounting(Counting):
             del missing[name]
         return not missing
 
-    def _check_pass(self, number: int, ended: Mapping[str, int], names: Iterable[str]) -> None:
+    def _end_pass(self, number: int, names: Iterable[str]) -> Sequence[int]:
         passes = self._rounds.passes
         if number >= len(passes):
             raise RuntimeError(
                 f"backward pass {number + 1} of a step: got one more, expected {len(passes)}"
             )
+        ended = self.passes[number]
         expected = passes[number]
         if ended == expected:
-            return
+            return ()  # complete buckets have been reduced at their last contribution
         differing = [
             f"{name} ({ended.get(name, 0)} instead of {expected.get(name, 0)})"
             for name in names
@@ -142,48 +177,3 @@ class PlannedCounting(Counting):
             f"backward pass {number + 1} of {len(passes)} ended with other gradients than planned: "
             f"{', '.join(differing)}"
         )
-
-
-class OpenCounting(Counting):
-    """The contributions of a step whose rounds are found out."""
-
-    is_open = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts: dict[int, dict[str, int]] = {}
-        """By bucket and parameter, contributions of this round."""
-        self._ended: dict[int, list[Mapping[str, int]]] = {}
-        """By bucket, the rounds that have ended."""
-
-    def begin_round(self, bucket: int, number: int) -> bool:
-        ended = self._ended.setdefault(bucket, [])
-        if number:
-            ended.append(self._counts[bucket])
-        self._counts[bucket] = {}
-        return True
-
-    def is_last(self, bucket: int, number: int) -> bool:
-        return False  # only the end of the step shows that
-
-    def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
-        written = self.written
-        return {
-            bucket: [name for name in names if name not in written]
-            for bucket, names in buckets.items()
-        }
-
-    def rounds(self) -> GradientRounds:
-        return GradientRounds(
-            by_bucket={bucket: tuple(ended) for bucket, ended in self._ended.items()},
-            passes=tuple(self.passes),
-        )
-
-    def _is_complete_with(self, bucket: int, name: str) -> bool:
-        counts = self._counts[bucket]
-        counts[name] = counts.get(name, 0) + 1
-        self.sequence.append(name)
-        return False
-
-    def _check_pass(self, number: int, ended: Mapping[str, int], names: Iterable[str]) -> None:
-        """Any pass will do: there is no plan."""

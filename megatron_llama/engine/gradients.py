@@ -15,11 +15,9 @@ stream of its own, while the rest of backward computes. All of this follows from
 never from the moment when a message arrives, so all ranks issue the same collectives in the same
 order and cannot deadlock.
 
-How many contributions a round has is data, ``GradientRounds``: for our own model it follows from
-the plan, for a user's model it is recorded in a step whose counting is *open* (``counting.py``).
-There a bucket is reduced when another one needs its slot, at the end of a backward pass, or at the
-end of the step; what nobody has written counts as zero. A model whose backward pass comes back to a
-bucket after that has several rounds of it, which are summed.
+Which contributions end a round is the decision of ``Counting``: for our own model it follows from
+the bucket plan (``counting.py``), for a user's model it is found out in a first step
+(``sharding/open_counting.py``). Rounds of one bucket are summed.
 
 Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` and
 ``postpone_wgrads(None)`` the weight gradients of matrices are kept as closures, and
@@ -28,7 +26,7 @@ Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from functools import partial
 
@@ -36,17 +34,11 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce
-from megatron_llama.distributed.comm.host.gloo import carries
+from megatron_llama.distributed.comm.exchange import Exchange
 from megatron_llama.distributed.comm.streams import Future, Stream
-from megatron_llama.engine.counting import Counting, GradientRounds, OpenCounting, PlannedCounting
-from megatron_llama.plans.buckets import (
-    REDUCTIONS_IN_FLIGHT,
-    STAGED_REDUCTIONS,
-    BucketPlan,
-    PlacedParam,
-    Slot,
-)
+from megatron_llama.engine.counting import Counting, PlannedCounting, planned_rounds
+from megatron_llama.engine.exchanges import BucketExchanges
+from megatron_llama.plans.buckets import BucketPlan, PlacedParam, Slot
 
 
 class State(Enum):
@@ -70,10 +62,6 @@ class GradientBuckets:
     ``gathers_to_come()`` says whether a later weight access will launch a gather: where the plan
     says that backward needs gathers sooner than room for gradients, reductions are then delayed
     until ``send_delayed``, which has to be called after every weight access.
-
-    With ``find_unused`` ranks may leave out different parameters. Slots accumulate all through the
-    step, and every bucket is reduced at its end, in the order of the plan: no rank can issue
-    another order. That takes a gradient slot for each bucket, and no reduction is overlapped.
     """
 
     def __init__(
@@ -91,17 +79,9 @@ class GradientBuckets:
         reduced: Callable[[int], None],
         before_reuse: Callable[[int], None],
         gathers_to_come: Callable[[], bool],
-        find_unused: bool = False,
     ) -> None:
-        """Raises ValueError if ``find_unused`` is wanted of buckets that share slots or are reduced
-        after every microbatch."""
         self.bucket_plan = bucket_plan
         self.reduce_every_microbatch = reduce_every_microbatch
-        self.find_unused = find_unused
-        self.agree_to_reduce: Callable[[int], None] = lambda bucket: None
-        """Called, where counting is open, before a bucket is reduced because another one needs its
-        slot. That follows from what this rank has written, so ranks that may differ in it have to
-        agree here: it raises on all of them if they do."""
         self._recorder = shard_axis.recorder
         self._stream = stream
         self._reduced = reduced
@@ -110,13 +90,6 @@ class GradientBuckets:
         self.trainable = tuple(
             bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable
         )
-        if find_unused and (
-            reduce_every_microbatch
-            or len({bucket_plan.gradient_slots[b] for b in self.trainable}) < len(self.trainable)
-        ):
-            raise ValueError(
-                "unused parameters need a gradient slot for each bucket, for all steps"
-            )
         self._slots = {
             slot: torch.zeros(size, dtype=dtype, device=device)
             for slot, size in bucket_plan.gradient_slot_numel().items()
@@ -145,7 +118,7 @@ class GradientBuckets:
         }
         """Reduced gradients of this rank by bucket, valid after ``finish_all``."""
         slots = {bucket: bucket_plan.gradient_slots[bucket] for bucket in self.trainable}
-        self._exchanges = _Exchanges(
+        self._exchanges = BucketExchanges(
             self._unsharded,
             self._parts,
             self.shards,
@@ -158,8 +131,6 @@ class GradientBuckets:
         self._state = dict.fromkeys(self.trainable, State.IDLE)
         self._slot_user: dict[Slot, int] = {}
         self._reductions: dict[int, Future] = {}
-        self._counting: Counting = OpenCounting()
-        """The contributions of this step."""
         self._reduced_rounds = dict.fromkeys(self.trainable, 0)
         """Rounds of this step that have been reduced, by bucket."""
         self._names = {
@@ -171,6 +142,9 @@ class GradientBuckets:
         self._wgrad_key: Hashable | None = None
         self._wgrads: dict[Hashable, list[Callable[[], None]]] = {}
         self._delayed: list[Callable[[], None]] = []
+        self._counting: Counting
+        """The contributions of this step."""
+        self.begin_step(1)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -188,29 +162,16 @@ class GradientBuckets:
 
     def begin_step(self, microbatches: int) -> None:
         """Start a step of so many microbatches, each with the contributions that the plan names."""
-        each = 1 if self.reduce_every_microbatch else microbatches
-        buckets = [self.bucket_plan.buckets[bucket] for bucket in self.trainable]
-        one_pass = {p.spec.name: p.spec.contributions for b in buckets for p in b.placements}
-        self.begin_rounds(
-            GradientRounds(
-                by_bucket={
-                    bucket.index: [
-                        {p.spec.name: p.spec.contributions * each for p in bucket.placements}
-                    ]
-                    * (microbatches // each)
-                    for bucket in buckets
-                },
-                passes=[one_pass] * microbatches,
-            )
+        rounds = planned_rounds(
+            (self.bucket_plan.buckets[bucket] for bucket in self.trainable),
+            microbatches,
+            reduce_every_microbatch=self.reduce_every_microbatch,
         )
+        self.begin_rounds(PlannedCounting(rounds, self.bucket_plan.label))
 
-    def begin_rounds(self, rounds: GradientRounds | None) -> None:
-        """Start a step with these rounds; None: counting is open, and so it always is with
-        ``find_unused``."""
-        if rounds is None or self.find_unused:
-            self._counting = OpenCounting()
-        else:
-            self._counting = PlannedCounting(rounds, self.bucket_plan.label)
+    def begin_rounds(self, counting: Counting) -> None:
+        """Start a step whose contributions are counted so."""
+        self._counting = counting
         for bucket in self.trainable:
             self._reduced_rounds[bucket] = 0
             self._begin_round(bucket)
@@ -234,6 +195,7 @@ class GradientBuckets:
     def run_wgrads(self, key: Hashable) -> None:
         """Compute the weight gradients that were kept under ``key``, in the order of the pass."""
         with torch.no_grad():
+            # A sum of floats depends on its order, and a split pass has the bits of a whole one.
             for work in self._wgrads.pop(key, ()):
                 work()
 
@@ -244,6 +206,7 @@ class GradientBuckets:
             self._open(bucket, placement.spec.name)
         name = placement.spec.name
         unwritten = self._unwritten[bucket]
+        # To zero every slot would be one more pass over the memory of all gradients.
         beta = 0.0 if name in unwritten else 1.0
         unwritten.discard(name)
         return self._views[name], beta
@@ -253,14 +216,7 @@ class GradientBuckets:
         slot = self.bucket_plan.gradient_slots[bucket]
         user = self._slot_user.get(slot)
         if user is not None and self._state[user] is State.OPEN:
-            if not self._counting.is_open:
-                missing = ", ".join(self._counting.lacking({user: self._names[user]})[user])
-                label = self.bucket_plan.label
-                raise RuntimeError(
-                    f"{name}: {label(bucket)} needs gradient slot {slot} "
-                    f"while {label(user)} still misses {missing}"
-                )
-            self.agree_to_reduce(user)
+            self._counting.make_way(user, slot, bucket=bucket, name=name)
             self._close(user)
         if user is not None and self._state[user] is State.REDUCING:
             self.finish(user)
@@ -284,22 +240,12 @@ class GradientBuckets:
         self._reduce(bucket)
 
     def end_backward(self) -> None:
-        """A backward pass has ended. Where counting is open, and each microbatch is reduced,
-        everything that was written goes out, in the order of the plan.
+        """A backward pass has ended, and with it the rounds that no contribution ends.
 
         Raises RuntimeError, with the names, if parameters have had other contributions than those
-        that were recorded or planned."""
-        self._counting.end_pass(self._views)
-        if self._counting.is_open and self.reduce_every_microbatch:
-            for bucket in self.trainable:
-                if self._state[bucket] is State.OPEN:
-                    self._close(bucket)
-
-    def sequence(self) -> tuple[str, ...]:
-        """Returns the parameters that have had contributions in this backward pass, one by one,
-        where counting is open. Ranks with the same sequence reduce the same buckets in the same
-        order, now and by the rounds that are recorded."""
-        return tuple(self._counting.sequence)
+        that were planned."""
+        for bucket in self._counting.end_pass(self._views):
+            self._close(bucket)
 
     @property
     def reduced_rounds(self) -> tuple[int, ...]:
@@ -309,17 +255,13 @@ class GradientBuckets:
     def discard(self) -> None:
         """Throw away the gradients of the step under way: its reductions end, and nothing is
         written to any more. Ranks must have begun the same reductions."""
+        # A reduction that peers have begun cannot be taken back: their messages are on the way.
         self.send_delayed()
         for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)
             self._state[bucket] = State.IDLE
         self._wgrads.clear()
-
-    def recorded_rounds(self) -> GradientRounds:
-        """Returns what happened in the last step, for ``begin_rounds`` of steps that do the same.
-        Call it after ``finish_all``, before the next step begins."""
-        return self._counting.rounds()
 
     def without_gradient(self) -> tuple[str, ...]:
         """Returns the trainable parameters that nobody has written so far in this step, in the
@@ -397,17 +339,17 @@ class GradientBuckets:
             self._reductions[bucket].wait()
 
     def finish_all(self) -> None:
-        """End the step: wait for every reduction still in flight, and where counting is open reduce
-        what is left, in the order of the plan.
+        """End the step: reduce what only its end completes, and wait for every reduction still in
+        flight.
 
         Raises RuntimeError for a parameter without a gradient: it would be trained with an old
-        one. With ``find_unused`` its gradient is zero instead."""
-        lacking = {} if self.find_unused else self._counting.lacking(self._names)
+        one."""
         missing = [
             f"{', '.join(names)} in {self.bucket_plan.label(bucket)}"
-            for bucket, names in lacking.items()
+            for bucket, names in self._counting.lacking(self._names).items()
             if names
         ]
+        # Before anything more is sent: peers without the error would wait for what comes after.
         if missing:
             raise RuntimeError(
                 f"parameters without gradient at the end of the step: {'; '.join(missing)}"
@@ -415,146 +357,20 @@ class GradientBuckets:
         if self._wgrads:
             kept = ", ".join(map(str, self._wgrads))
             raise RuntimeError(f"weight gradients that were postponed and never run: {kept}")
-        if self._counting.is_open:
-            self._close_all()
+        for bucket in self._counting.end_step(self._views):
+            if self._state[bucket] is not State.OPEN:
+                self._open(bucket, self.bucket_plan.label(bucket))  # a gradient of zero
+            self._close(bucket)
         for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)
-        if self._counting.is_open:
-            # In one order on all ranks, because replicas exchange their shards here.
-            completed = [self._stream.run(partial(self._complete, b)) for b in self.trainable]
-            for future in completed:
-                future.wait()
-
-    def _close_all(self) -> None:
-        if self._counting.this_pass:
-            self.end_backward()
-        for bucket in self.trainable:
-            if self.find_unused and self._state[bucket] is not State.OPEN:
-                self._open(bucket, self.bucket_plan.label(bucket))
-            if self._state[bucket] is State.OPEN:
-                self._close(bucket)
-
-
-class _Exchanges:
-    """The reductions of all buckets, made once, and who uses which receive buffer.
-
-    ``unsharded``, ``parts``, ``shards`` and ``slots`` are those of ``GradientBuckets``, by bucket.
-    A slot has at most one reduction under way, so the buckets of one slot share a receive buffer:
-    more buffers than slots would never be in use at once."""
-
-    def __init__(
-        self,
-        unsharded: Mapping[int, Tensor],
-        parts: Mapping[int, Tensor],
-        shards: Mapping[int, Tensor],
-        slots: Mapping[int, Slot],
-        shard_axis: Axis,
-        replica_axis: Axis,
-        wire: torch.dtype | None,
-        chunk_bytes: int,
-    ) -> None:
-        self._users: dict[int, int] = {}
-        self._replicas: dict[int, Exchange] = {}
-        self.staging: list[Tensor] = []
-        """The memory of the buffers in which a device casts gradients."""
-        some = next(iter(unsharded.values()), torch.empty(0))
-        numbers = {slot: number for number, slot in enumerate(dict.fromkeys(slots.values()))}
-        self._on_host = any(carries(axis, some.device) for axis in (shard_axis, replica_axis))
-        most = REDUCTIONS_IN_FLIGHT if self._on_host else STAGED_REDUCTIONS
-        buffers = min(most, len(numbers))
-        self._buffer = {b: numbers[slot] % buffers for b, slot in slots.items()}
-        largest = max((tensor.numel() for tensor in unsharded.values()), default=0)
-        casts = wire is not None and wire != some.dtype
-        accumulates = any(shards[b] is not parts[b] for b in unsharded)
-        if shard_axis.size == 1 < replica_axis.size and not accumulates:
-            # no_shard: one all-reduce of the whole bucket, in place.
-            staging = self._open_staging(buffers * casts, largest, wire, some.device)
-            if not staging:
-                self._buffer = {b: numbers[slot] for b, slot in slots.items()}
-            whole = {
-                b: all_reduce(
-                    tensor,
-                    replica_axis,
-                    index=b,
-                    chunk_bytes=chunk_bytes,
-                    wire=wire,
-                    staging=staging[self._buffer[b]] if staging else None,
-                )
-                for b, tensor in unsharded.items()
-            }
-            self._first = self._later = whole
-            return
-        reductions = Reductions(
-            shard_axis,
-            largest=largest,
-            dtype=some.dtype,
-            wire=wire,
-            device=some.device,
-            chunk_bytes=chunk_bytes,
-            in_flight=buffers,
-        )
-        if not self._on_host:
-            self.staging += reductions.staging
-        self._first = {
-            b: reductions.scatter(tensor, shards[b], index=b, buffer=self._buffer[b])
-            for b, tensor in unsharded.items()
-        }
-        self._later = self._first | {
-            b: reductions.scatter(tensor, parts[b], index=b, buffer=self._buffer[b])
-            for b, tensor in unsharded.items()
-            if shards[b] is not parts[b]
-        }
-        if replica_axis.size > 1:
-            # Hybrid sharding: the shards of all replicas are summed, 1/dp of the bytes. One buffer
-            # is enough: these sums are made one after the other, in one stream.
-            largest_shard = max((shard.numel() for shard in shards.values()), default=0)
-            staging = self._open_staging(int(casts), largest_shard, wire, some.device)
-            self._replicas = {
-                b: all_reduce(
-                    shard,
-                    replica_axis,
-                    index=b,
-                    chunk_bytes=chunk_bytes,
-                    wire=wire,
-                    staging=staging[0] if staging else None,
-                )
-                for b, shard in shards.items()
-            }
-
-    def _open_staging(
-        self, count: int, numel: int, wire: torch.dtype | None, device: torch.device
-    ) -> list[StagingBuffer]:
-        """Returns the buffers in which all-reduces cast gradients: none on the host, where each has
-        memory of its own."""
-        if self._on_host or wire is None:
-            return []
-        buffers = [StagingBuffer(numel, wire, device) for _ in range(count)]
-        self.staging += [buffer.memory for buffer in buffers]
-        return buffers
-
-    def buffer_user(self, bucket: int) -> int | None:
-        """Returns the bucket whose parts still arrive in the receive buffer of this bucket, where
-        somebody has to wait for that. On a device nobody has to: reductions start and are followed
-        up in order, and the stream that starts one waits for its buffer itself."""
-        return self._users.get(self._buffer[bucket])
-
-    def take(self, bucket: int, *, first: bool) -> Exchange:
-        """Returns the exchange of a bucket's first or later round, and takes its receive buffer."""
-        if self._on_host:
-            self._users[self._buffer[bucket]] = bucket
-        return self._first[bucket] if first else self._later[bucket]
-
-    def release(self, bucket: int) -> None:
-        """Give the receive buffer back: what arrived in it has been added up."""
-        if self._on_host:
-            self._users.pop(self._buffer[bucket])
-
-    def sum_over_replicas(self, bucket: int) -> None:
-        """Sum the shards of all replicas, in place."""
-        if bucket in self._replicas:
-            self._replicas[bucket].start()
-            self._replicas[bucket].wait()
+        # In one order on all ranks, because replicas exchange their shards here.
+        completed = [
+            self._stream.run(partial(self._complete, bucket))
+            for bucket in self._counting.ended_by_step
+        ]
+        for future in completed:
+            future.wait()
 
 
 def _padding(placements: Sequence[PlacedParam], unsharded: Tensor) -> list[Tensor]:

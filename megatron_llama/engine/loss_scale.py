@@ -31,12 +31,14 @@ class LossScale:
         scaling = self._scaling
         if scaling is None:
             return
+        # ``where`` and no ``if``: the host would have to wait for the device to decide.
         zero = torch.zeros_like(self._clean)
         self._overflows = torch.where(overflow > 0, self._overflows + 1, zero)
         self._clean = torch.where(overflow > 0, zero, self._clean + 1)
         shrink = self._overflows >= scaling.hysteresis
         grow = self._clean >= scaling.loss_scale_window
         smaller = (self.value / FACTOR).clamp(min=scaling.min_loss_scale)
+        # A new tensor: the step that ends has handed out the old one, which readers still look at.
         self.value = torch.where(
             shrink, smaller, torch.where(grow, self.value * FACTOR, self.value)
         )

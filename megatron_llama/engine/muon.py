@@ -174,6 +174,7 @@ class Muon(UpdateRule):
         plan = self._plan
         dp = self._mesh.dp_shard
         tp = self._mesh.tp
+        # Made once, with views of the buffers: a step allocates nothing and finds no offsets.
         shards = _taking(self._buffers["shards"])
         gathered = _taking(self._buffers["gathered"])
         whole = _taking(self._buffers["whole"])
@@ -207,6 +208,7 @@ class Muon(UpdateRule):
                             received.append((rank, place))
                 parts = [local]
                 if tp.size > 1:
+                    # Of ranks that hold the same part one sends it, and all need the result.
                     primaries = range(0, tp.size, matrix.copies)
                     if tp.rank != matrix.tp_owner:
                         if tp.rank in primaries:
@@ -276,22 +278,22 @@ class Muon(UpdateRule):
             if param_shard.dtype == shard.master_dtype
             else torch.zeros_like(param_shard, dtype=shard.master_dtype)
         )
-        one = self._buckets[shard.bucket]
-        one.shard = shard
-        one.master = master
-        one.state = {
+        work = self._buckets[shard.bucket]
+        work.shard = shard
+        work.master = master
+        work.state = {
             "momentum_buffer": torch.zeros_like(master),
             "step": torch.zeros((), dtype=torch.float32, device=master.device),
         }
         return master
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
-        one = self._buckets[bucket]
-        one.update = update = _Update(scale, skip, lr, self._device)
+        work = self._buckets[bucket]
+        work.update = update = _Update(scale, skip, lr, self._device)
 
         def begin() -> None:
             try:
-                self._begin(one, grad, update)
+                self._begin(work, grad, update)
             except BaseException as error:
                 update.fail(error)
                 raise
@@ -299,14 +301,14 @@ class Muon(UpdateRule):
         if self._worker is None:
             begin()
         else:
-            one.begun = self._worker.submit(begin)
+            work.begun = self._worker.submit(begin)
         return update
 
-    def _begin(self, one: _Bucket, grad: Tensor, update: _Update) -> None:
+    def _begin(self, work: _Bucket, grad: Tensor, update: _Update) -> None:
         """Update the momentum, and send it, or what Nesterov makes of it, to the owners."""
-        assert one.shard is not None and one.state is not None
-        options = self._groups[one.shard.kind.group]
-        momentum = one.state["momentum_buffer"]
+        assert work.shard is not None and work.state is not None
+        options = self._groups[work.shard.kind.group]
+        momentum = work.state["momentum_buffer"]
         weight: float | Tensor = 1 - options.muon_momentum
         grad.div_(update.scale)
         if not self._on_host:
@@ -316,18 +318,18 @@ class Muon(UpdateRule):
             momentum.lerp_(grad, weight)
         elif not update.skip:
             momentum.lerp_(grad, weight)
-        one.state["step"].add_(1 - update.skip)
+        work.state["step"].add_(1 - update.skip)
         if options.muon_nesterov:
             # In place: nobody reads the gradient of this step any more.
-            one.buffer.copy_(grad.lerp_(momentum, options.muon_momentum))
+            work.buffer.copy_(grad.lerp_(momentum, options.muon_momentum))
         else:
-            one.buffer.copy_(momentum)
-        for target, source in one.copies_to_owner:
+            work.buffer.copy_(momentum)
+        for target, source in work.copies_to_owner:
             target.copy_(source)
-        one.to_owners.start()
+        work.to_owners.start()
 
     def end_step(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
-        order = [one for bucket, one in self._buckets.items() if one.update is not None]
+        order = [work for bucket, work in self._buckets.items() if work.update is not None]
         if not order:
             return
         if self._worker is None:
@@ -355,23 +357,23 @@ class Muon(UpdateRule):
                     if 0 <= at < len(order):
                         stage(order[at])
         except BaseException as error:
-            for one in order:
-                if one.update is not None:
-                    one.update.fail(error)
+            for work in order:
+                if work.update is not None:
+                    work.update.fail(error)
             raise
 
-    def _collect_along_tp(self, one: _Bucket) -> None:
-        one.to_owners.wait()
-        for target, source in one.copies_along_tp:
+    def _collect_along_tp(self, work: _Bucket) -> None:
+        work.to_owners.wait()
+        for target, source in work.copies_along_tp:
             target.copy_(source)
-        one.along_tp.start()
+        work.along_tp.start()
 
-    def _orthogonalise_owned(self, one: _Bucket) -> None:
-        assert one.shard is not None
+    def _orthogonalise_owned(self, work: _Bucket) -> None:
+        assert work.shard is not None
         tp = self._mesh.tp.size > 1
-        (one.along_tp if tp else one.to_owners).wait()
-        steps = self._groups[one.shard.kind.group].muon_num_ns_steps
-        for matrix, parts in one.whole:
+        (work.along_tp if tp else work.to_owners).wait()
+        steps = self._groups[work.shard.kind.group].muon_num_ns_steps
+        for matrix, parts in work.whole:
             if len(parts) == 1:
                 whole = parts[0].view(matrix.shape)
                 whole.copy_(orthogonalise(whole, steps))
@@ -384,9 +386,9 @@ class Muon(UpdateRule):
             for place, rows in self._in_whole(matrix, parts, result):
                 rows.copy_(place)
         if tp:
-            one.back_along_tp.start()
+            work.back_along_tp.start()
         else:
-            self._send_back(one)
+            self._send_back(work)
 
     def _in_whole(
         self, matrix: Matrix, parts: Sequence[Tensor], whole: Tensor
@@ -402,38 +404,38 @@ class Muon(UpdateRule):
                     rows[first : first + piece.rows],
                 )
 
-    def _return_along_tp(self, one: _Bucket) -> None:
-        one.back_along_tp.wait()
-        for source, target in one.copies_along_tp:
+    def _return_along_tp(self, work: _Bucket) -> None:
+        work.back_along_tp.wait()
+        for source, target in work.copies_along_tp:
             target.copy_(source)
-        self._send_back(one)
+        self._send_back(work)
 
-    def _send_back(self, one: _Bucket) -> None:
-        for source, target in one.copies_to_owner:
+    def _send_back(self, work: _Bucket) -> None:
+        for source, target in work.copies_to_owner:
             target.copy_(source)
-        one.back.start()
+        work.back.start()
 
-    def _apply(self, one: _Bucket) -> None:
-        one.back.wait()
-        update = one.update
-        assert one.shard is not None and one.master is not None and update is not None
-        options = self._groups[one.shard.kind.group]
-        decay = options.weight_decay if one.shard.kind.decay else 0.0
+    def _apply(self, work: _Bucket) -> None:
+        work.back.wait()
+        update = work.update
+        assert work.shard is not None and work.master is not None and update is not None
+        options = self._groups[work.shard.kind.group]
+        decay = options.weight_decay if work.shard.kind.decay else 0.0
         kept: float | Tensor = 1 - update.lr * decay
-        master = one.master
+        master = work.master
         if not self._on_host:
             # A factor of 1 and a step of 0 leave every bit as it is.
-            one.buffer.masked_fill_(update.skip.bool(), 0.0)
+            work.buffer.masked_fill_(update.skip.bool(), 0.0)
             kept = torch.where(update.skip.bool(), 1.0, kept)
         if not self._on_host or not update.skip:
             master.mul_(kept)
-            for matrix in one.matrices:
+            for matrix in work.matrices:
                 part = self._plan.part(matrix, self._mesh.dp_shard.rank)
                 place = slice(part.in_shard, part.in_shard + part.length)
                 rate = update.lr * rate_factor(options.muon_adjust_lr, matrix.shape)
                 if part.length:
-                    master[place].add_(one.buffer[place], alpha=-rate)
-            self.refresh(one.shard.bucket)
+                    master[place].add_(work.buffer[place], alpha=-rate)
+            self.refresh(work.shard.bucket)
         update.finish()
 
     def before_grad_reuse(self, bucket: int) -> None:
@@ -443,17 +445,17 @@ class Muon(UpdateRule):
 
     def settle(self) -> Mapping[int, Future]:
         """Nothing is put off beyond its step: wait for the updates."""
-        for one in self._buckets.values():
-            if one.update is not None:
+        for work in self._buckets.values():
+            if work.update is not None:
                 with self._mesh.recorder.waiting("Muon"):
-                    one.update.wait()
+                    work.update.wait()
         return {}
 
     def refresh(self, bucket: int) -> None:
-        one = self._buckets[bucket]
-        assert one.shard is not None and one.master is not None
-        if one.shard.param_shard is not one.master:
-            one.shard.param_shard.copy_(one.master)
+        work = self._buckets[bucket]
+        assert work.shard is not None and work.master is not None
+        if work.shard.param_shard is not work.master:
+            work.shard.param_shard.copy_(work.master)
 
     def state(self, bucket: int) -> dict[str, Tensor]:
         state = self._buckets[bucket].state
@@ -461,8 +463,8 @@ class Muon(UpdateRule):
         return state
 
     def reset(self) -> None:
-        for one in self._buckets.values():
-            for tensor in (one.state or {}).values():
+        for work in self._buckets.values():
+            for tensor in (work.state or {}).values():
                 tensor.zero_()
 
     def close(self, timeout: float = 0.0) -> None:

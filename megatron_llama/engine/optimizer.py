@@ -16,7 +16,7 @@ docs/engine.md follows a weight and a gradient through a step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -29,19 +29,20 @@ from megatron_llama.distributed.comm import exchange
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
-from megatron_llama.engine.counting import GradientRounds
+from megatron_llama.engine.counting import Counting
+from megatron_llama.engine.evaluation_weights import EvaluationWeights
 from megatron_llama.engine.gradients import GradientBuckets
+from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.parameters import ParameterBuckets
-from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules
-from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
+from megatron_llama.engine.update_rule import Shard, UpdateRules
+from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.plans.buckets import (
     ALIGN,
     BucketKind,
     BucketPlan,
     PlacedParam,
-    in_blocks,
     reduces_every_microbatch,
 )
 from megatron_llama.plans.engine_options import BF16, FP16, FP32, FP64, EngineOptions
@@ -55,7 +56,7 @@ DTYPES = MappingProxyType(
 """The dtypes of ``EngineOptions``."""
 CLOSE_TIMEOUT_SECONDS = 5.0
 """How long ``close`` waits for each thread: it may itself wait for a peer that is gone."""
-Attach = Callable[[PlacedParam, Tensor, ParamHandle], None]
+Attach = Callable[[PlacedParam, Tensor, BucketParamHandle], None]
 """Gives a module one of its parameters: where it stands in its bucket, the view of its slot, and
 the engine's side of it. The view never moves, and holds the values only after a wait."""
 LearningRate = float | Sequence[float]
@@ -76,59 +77,6 @@ class StepResult:
     was changed (with updates during backward: no shard whose gradient was not finite)."""
     loss_scale: Tensor
     """The factor of the loss in this step; 1 without --fp16."""
-
-
-@dataclass(frozen=True)
-class ShardPiece:
-    """A rectangle of a HuggingFace tensor that this rank owns, with its live storage."""
-
-    rectangle: Rectangle
-    tensors: dict[str, Tensor]
-    """``master`` and the update rule's shard-shaped state, as views of the rectangle's size. What
-    the rule keeps for each block of ALIGN elements of a row is a piece of its own, of a rectangle
-    that counts blocks."""
-    primary: bool
-    """Whether this rank is the one that writes it, if several ranks hold the same values."""
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """A part of a parameter or of its optimizer state that all ranks of an axis must hold alike."""
-
-    axis: Axis
-    name: str
-    """The name of the parameter."""
-    what: str
-    """``gathered``, ``master``, or the name of the update rule's state."""
-    start: int
-    """First element of the parameter."""
-    tensor: Tensor
-    """Flat, live."""
-
-
-@dataclass(frozen=True)
-class _BucketParamHandle:
-    """The engine's side of one parameter: a ``nn.param_handle.ParamHandle``."""
-
-    parameters: ParameterBuckets
-    gradients: GradientBuckets
-    bucket: int
-    placement: PlacedParam
-
-    def wait_unsharded(self) -> int:
-        return self.parameters.wait_unsharded(self.bucket, self.placement.spec.name)
-
-    def check_version(self, version: int) -> None:
-        self.parameters.check_version(self.bucket, self.placement.spec.name, version)
-
-    def grad_view(self) -> tuple[Tensor, float]:
-        return self.gradients.grad_view(self.bucket, self.placement)
-
-    def grad_written(self) -> None:
-        self.gradients.grad_written(self.bucket, self.placement)
-
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
-        return self.gradients.keep_wgrad(work)
 
 
 class OverlappedDistributedOptimizer:
@@ -167,6 +115,8 @@ class OverlappedDistributedOptimizer:
             paced=any(rules.by_bucket[bucket].is_async for bucket in trained),
         )
         self._queues = (comm_queue, stream)
+        # The threads do not end by themselves, and a script may forget ``close``. The finalizer
+        # knows the queues and not the engine, which it would keep alive.
         self._closing = weakref.finalize(self, _close, self._queues, rules)
         self.parameters = ParameterBuckets(
             bucket_plan,
@@ -190,7 +140,6 @@ class OverlappedDistributedOptimizer:
             reduced=_weak_on_reduced(self),
             before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
             gathers_to_come=self.parameters.gathers_to_come,
-            find_unused=options.find_unused,
         )
         self.masters = [
             self._master(bucket, master_dtype) for bucket in range(len(bucket_plan.buckets))
@@ -205,13 +154,15 @@ class OverlappedDistributedOptimizer:
         # in the bucket an element stands, so its bits would depend on the bucket size.
         self._copy_sums = [
             exchange.all_reduce(
-                shard, self._copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
+                shard, self.copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
             )
             for b, shard in self.gradients.shards.items()
             if bucket_plan.buckets[b].kind.partial_grad
         ]
         self._unscaled = torch.full((), options.grad_divisor, device=mesh.device)
         """The scale of a gradient that nothing clips."""
+        self.numbers = (self._squared_norms, self._total, self._unscaled)
+        """The memory of norms and scales."""
         self._announced: tuple[LearningRate, float] | None = None
         self._updated: dict[int, Future | None] = {}
         """Buckets that have been updated during this step's backward, and the end of the update
@@ -223,13 +174,11 @@ class OverlappedDistributedOptimizer:
             for bucket in gathered_during_backward(bucket_plan)
             if not rules.by_bucket[bucket].is_async
         )
-        self._averaging = tuple(
-            bucket
-            for bucket in bucket_plan.forward_order
-            if bucket in trained and rules.by_bucket[bucket].averages
+        self.evaluation_weights = EvaluationWeights(
+            self.parameters,
+            rules,
+            [bucket for bucket in bucket_plan.forward_order if bucket in trained],
         )
-        self._shows_average = False
-        """Whether the shards of these buckets are those for evaluation."""
         self._attach(attach or _attach_to(stages))
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
@@ -250,38 +199,8 @@ class OverlappedDistributedOptimizer:
                 # .data has a version counter of its own. A gather writes the slot in place, and
                 # autograd must not take that for a change of what it saved.
                 view = whole.data[placed.start : placed.stop].view(placed.spec.shape)
-                attach(
-                    placed,
-                    view,
-                    _BucketParamHandle(self.parameters, self.gradients, bucket.index, placed),
-                )
-
-    @property
-    def memory(self) -> dict[str, list[Tensor]]:
-        """All tensors that live as long as the engine, by the components of
-        ``engine_memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
-        also in two components: what counts is the first one."""
-        states = [
-            tensor
-            for bucket in self.gradients.trainable
-            for tensor in self.rules.by_bucket[bucket].state(bucket).values()
-        ]
-        return {
-            "parameters": self.parameters.unsharded,
-            "parameter shards": self.parameters.shards,
-            "gradients": self.gradients.memory,
-            "staging": self.gradients.staging,
-            "master weights": self.masters,
-            "moments": [tensor for tensor in states if tensor.dim()],
-            "update buffers": [tensor for rule in self.rules.distinct for tensor in rule.buffers],
-            "scalars": [
-                *(tensor for tensor in states if not tensor.dim()),
-                *self.loss_scale.memory,
-                self._squared_norms,
-                self._total,
-                self._unscaled,
-            ],
-        }
+                handle = BucketParamHandle(self.parameters, self.gradients, bucket.index, placed)
+                attach(placed, view, handle)
 
     def load_weights(self, source: WeightSource) -> None:
         """Fill this rank's master shards from a source of HuggingFace rectangles, and gather the
@@ -304,7 +223,7 @@ class OverlappedDistributedOptimizer:
     def publish(self) -> None:
         """The masters were written: gather the parameters, in the order of the next forward
         pass."""
-        self._shows_average = False
+        self.evaluation_weights.reset()
         self.parameters.invalidate(self.bucket_plan.forward_order)
         for bucket in self.bucket_plan.forward_order:
             if self.bucket_plan.buckets[bucket].kind.trainable:
@@ -318,56 +237,37 @@ class OverlappedDistributedOptimizer:
         follow. Calling this is optional.
 
         Without clipping every bucket is then updated as soon as it is reduced."""
+        # A scheduler may go on to change its list before the step.
         self._announced = _fixed(lr), clip
 
     def begin_step(
-        self,
-        microbatches: int,
-        accesses: Sequence[WeightAccess] | None,
-        rounds: GradientRounds | None = None,
+        self, microbatches: int, accesses: Sequence[WeightAccess], counting: Counting | None = None
     ) -> Tensor:
         """Start a step of so many microbatches. Returns the factor for the loss, 0-dim.
 
-        ``accesses`` are all weight accesses of the step, in order. None: they are not known, so
-        each comes through ``access_unplanned``, and unless ``rounds`` says which contributions
-        there will be, counting them is open. With ``accesses`` and without ``rounds`` each
-        microbatch has the contributions of the bucket plan."""
+        ``accesses`` are all weight accesses of the step, in order; those that are not among them
+        come through ``access_unplanned``. ``counting`` says which contributions complete a bucket;
+        None: each microbatch has those of the bucket plan."""
         self._updated = {}
-        self._show(average=False)
-        if rounds is None and accesses is not None:
+        self.evaluation_weights.show(average=False)
+        if counting is None:
             self.gradients.begin_step(microbatches)
         else:
-            self.gradients.begin_rounds(rounds)
-        self.parameters.begin(accesses or ())
+            self.gradients.begin_rounds(counting)
+        self.parameters.begin(accesses)
         return self.loss_scale.value
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """Start forward passes that no update follows."""
         self._apply_pending()
-        self._show(average=True)
+        self.evaluation_weights.show(average=True)
         self.parameters.begin(accesses)
 
     def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
         """Start forward passes that belong to the step that follows, with its weights: updates that
         are put off stay so, and nobody waits for those under way."""
-        self._show(average=False)
+        self.evaluation_weights.show(average=False)
         self.parameters.begin(accesses)
-
-    def _show(self, *, average: bool) -> None:
-        """Gather the weights for evaluation, or those for training, where a rule has two kinds and
-        the others are there."""
-        if not self._averaging or average == self._shows_average:
-            return
-        self._shows_average = average
-        self.parameters.settle()  # a shard that is being gathered must not change
-        self.parameters.invalidate(self._averaging)
-        for bucket in self._averaging:
-            rule = self.rules.by_bucket[bucket]
-            if average:
-                rule.show_average(bucket)
-            else:
-                rule.refresh(bucket)
-            self.parameters.publish(bucket)
 
     def access(self, unit: int, backward: bool) -> None:
         """A unit is about to run: gather what it and the next units need, then reduce what was
@@ -385,9 +285,8 @@ class OverlappedDistributedOptimizer:
         self.gradients.send_delayed()
 
     def end_backward(self) -> None:
-        """A backward pass has ended. Where contributions are counted openly, and each microbatch is
-        reduced, what has been written is reduced now. Calling this is optional where they are
-        planned: it raises RuntimeError, with the names, where the pass had others."""
+        """A backward pass has ended. Calling this is optional where its contributions are planned:
+        it raises RuntimeError, with the names, where the pass had others."""
         self.gradients.end_backward()
 
     def discard_step(self) -> None:
@@ -401,11 +300,6 @@ class OverlappedDistributedOptimizer:
         self.parameters.abandon()
         for rule in self.rules.distinct:
             rule.discard()
-
-    def recorded_rounds(self) -> GradientRounds:
-        """Returns the contributions of the last step in which they were counted openly, once
-        ``step`` has ended it, for ``begin_step`` of steps that do the same."""
-        return self.gradients.recorded_rounds()
 
     def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: compute them
@@ -478,7 +372,7 @@ class OverlappedDistributedOptimizer:
             .square_()
             .sum(dtype=torch.float64)
         )
-        if self._is_primary(bucket):
+        if self.is_primary(bucket):
             self._squared_norms[bucket] = squared_norm
         return squared_norm
 
@@ -540,6 +434,7 @@ class OverlappedDistributedOptimizer:
         """Returns the global L2 norm of the step's gradient (times the loss scale), in which no
         copied or tied parameter counts twice, and how many ranks ask to skip the update."""
         self._sum_copies()
+        # One message for both numbers: its time is the latency.
         self._total[0] = self._squared_norms.sum()
         self._total[1] = 0.0 if skip_update is None else skip_update
         self._sum_total.start()
@@ -553,6 +448,7 @@ class OverlappedDistributedOptimizer:
         whole gradients."""
         kinds = {bucket.index: bucket.kind for bucket in self.bucket_plan.buckets}
         shards = self.gradients.shards
+        # All are under way before the first is waited for: they are small, and latency adds up.
         for copy_sum in self._copy_sums:
             copy_sum.start()
         for copy_sum in self._copy_sums:
@@ -569,10 +465,11 @@ class OverlappedDistributedOptimizer:
                 self._take_squared_norm(bucket)
                 self._tell_rule(bucket)
 
-    def _copies_axis(self, kind: BucketKind) -> Axis:
+    def copies_axis(self, kind: BucketKind) -> Axis:
+        """Returns the axis of the ranks that hold copies of a kind's parameters."""
         return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
 
-    def _is_primary(self, bucket: int) -> bool:
+    def is_primary(self, bucket: int) -> bool:
         """Whether this rank is the one that counts a shard, or writes it to a checkpoint, of all
         that hold the same."""
         kind = self.bucket_plan.buckets[bucket].kind
@@ -610,115 +507,6 @@ class OverlappedDistributedOptimizer:
             if bucket in changed:
                 self.parameters.publish(bucket, changed[bucket])
 
-    def pieces(self) -> Iterator[ShardPiece]:
-        """Yields everything that a checkpoint holds of this rank, in HuggingFace coordinates. Call
-        ``settle`` first."""
-        for bucket in range(len(self.masters)):
-            tensors = self._shard_tensors(bucket)
-            of_blocks = self._block_tensors(bucket)
-            primary = self._is_primary(bucket)
-            for rectangle, place in self.bucket_plan.rectangles(bucket, self.mesh.dp_shard.rank):
-                views = {
-                    name: tensor[place].view(rectangle.size) for name, tensor in tensors.items()
-                }
-                yield ShardPiece(rectangle, views, primary)
-                if of_blocks:
-                    part = slice(place.start // ALIGN, place.stop // ALIGN)
-                    blocks = in_blocks(rectangle)
-                    views = {
-                        name: tensor[part].view(blocks.size) for name, tensor in of_blocks.items()
-                    }
-                    yield ShardPiece(blocks, views, primary)
-
-    def _shard_tensors(self, bucket: int) -> dict[str, Tensor]:
-        """Returns the master and all shard-shaped state of a bucket, live."""
-        trainable = self.bucket_plan.buckets[bucket].kind.trainable
-        state = self.rules.by_bucket[bucket].state(bucket) if trainable else {}
-        return {
-            "master": self.masters[bucket],
-            **{
-                name: tensor
-                for name, tensor in state.items()
-                if tensor.dim() and len(tensor) == len(self.masters[bucket])
-            },
-        }
-
-    def _block_tensors(self, bucket: int) -> dict[str, Tensor]:
-        """Returns the state of a bucket that has a number for each ALIGN elements, live."""
-        if not self.bucket_plan.buckets[bucket].kind.trainable:
-            return {}
-        return {
-            name: tensor
-            for name, tensor in self.rules.by_bucket[bucket].state(bucket).items()
-            if tensor.dim() and len(tensor) < len(self.masters[bucket])
-        }
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether ``replicated`` can yield anything on this rank."""
-        return any(
-            self._replica_axes(bucket.kind)
-            or (self.mesh.dp.size > 1 and self.bucket_plan.has_own_slot(bucket.index))
-            for bucket in self.bucket_plan.buckets
-        )
-
-    def _replica_axes(self, kind: BucketKind) -> list[Axis]:
-        """Returns the axes whose other ranks hold the same shards of this kind."""
-        axes = [self.mesh.dp_replica]
-        if kind.copies > 1:
-            axes.append(self._copies_axis(kind))
-        if kind.tied:
-            axes.append(self.mesh.embedding)
-        return [axis for axis in axes if axis.size > 1]
-
-    def replicated(self) -> Iterator[Replicated]:
-        """Yields everything that this rank and others hold, in the same order on all of them. Call
-        ``settle`` first."""
-        for bucket in self.bucket_plan.buckets:
-            kind = bucket.kind
-            if self.mesh.dp.size > 1 and self.parameters.is_unsharded(bucket.index):
-                whole = self.parameters.unsharded[bucket.index]
-                for placed in bucket.placements:
-                    piece = whole[placed.start : placed.stop]
-                    yield Replicated(self.mesh.dp, placed.spec.name, "gathered", 0, piece)
-            tensors = self._shard_tensors(bucket.index)
-            of_blocks = self._block_tensors(bucket.index)
-            for axis in self._replica_axes(kind):
-                for part in self.bucket_plan.segments(bucket.index, self.mesh.dp_shard.rank):
-                    stop = part.in_shard + part.length
-                    for what, tensor in tensors.items():
-                        piece = tensor[part.in_shard : stop]
-                        yield Replicated(axis, part.spec.name, what, part.in_param, piece)
-                    for what, tensor in of_blocks.items():
-                        piece = tensor[part.in_shard // ALIGN : stop // ALIGN]
-                        yield Replicated(axis, part.spec.name, what, part.in_param, piece)
-
-    def step_counts(self) -> list[Tensor]:
-        """Returns the update rules' step counters (0-dim, live), which are equal on every rank."""
-        return [
-            self.rules.by_bucket[bucket].state(bucket)["step"]
-            for bucket in self.gradients.trainable
-        ]
-
-    def weight_sums(self) -> list[Tensor]:
-        """Returns the sum of the weights of all steps in the average of weights (0-dim, live), for
-        every shard that has one. They are equal on every rank."""
-        return [self.rules.by_bucket[b].state(b)["weight_sum"] for b in self._averaging]
-
-    def column_state(self) -> list[ColumnState]:
-        """Returns what update rules keep for single columns. Call ``settle`` first."""
-        return [column for rule in self.rules.distinct for column in rule.column_state()]
-
-    def progress(self) -> Tensor | None:
-        """Returns the live vector of the rule that has a schedule of its own, or None."""
-        found = (rule.progress() for rule in self.rules.distinct)
-        return next((progress for progress in found if progress is not None), None)
-
-    def resume(self, step: int) -> None:
-        """All state has been written: have the rules continue from it, after ``step`` updates."""
-        for rule in self.rules.distinct:
-            rule.resume(step)
-
     def fail(self, error: BaseException) -> None:
         """Have all waits for messages raise ``error``, those under way as well. Called by any
         thread, when nothing goes on any more."""
@@ -740,7 +528,7 @@ def _attach_to(stages: Iterable[nn.Module]) -> Attach:
     """Returns what makes the parameters of the stages views of their buckets, with handles."""
     stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
 
-    def attach(placed: PlacedParam, view: Tensor, handle: ParamHandle) -> None:
+    def attach(placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
         parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
         attach_param_handle(parameter, handle)
         owner, _, leaf = placed.spec.name.rpartition(".")

@@ -150,9 +150,9 @@ class ParameterBuckets:
         if not self._prefetch.holds(bucket):
             holder = self._prefetch.occupant(slot)
             label = self.bucket_plan.label
-            found = "nothing" if holder is None else label(holder)
+            content = "nothing" if holder is None else label(holder)
             raise RuntimeError(
-                f"{parameter}: read while its slot {slot} holds {found}, not {label(bucket)}"
+                f"{parameter}: read while its slot {slot} holds {content}, not {label(bucket)}"
             )
         # Only the layer that reads the bucket waits for it: the attention half of a block does not
         # wait for the weights of the MLP.
@@ -163,11 +163,11 @@ class ParameterBuckets:
     def check_version(self, bucket: int, parameter: str, version: int) -> None:
         """Wait as ``wait_unsharded`` does, in backward. Raises RuntimeError unless the values that
         forward read are there."""
-        found = self.wait_unsharded(bucket, parameter)
-        if found != version:
+        present = self.wait_unsharded(bucket, parameter)
+        if present != version:
             label = self.bucket_plan.label(bucket)
             raise RuntimeError(
-                f"{parameter}: backward reads version {found} of {label}, "
+                f"{parameter}: backward reads version {present} of {label}, "
                 f"forward saw version {version}"
             )
 

@@ -9,7 +9,8 @@ embedding is tied. A rank sends two numbers for each tensor, and whole tensors o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from megatron_llama.distributed.comm.object_collectives import (
     all_reduce_max,
     raise_error_on_all_ranks,
 )
-from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Replicated
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import block_tensors, shard_tensors
 from megatron_llama.errors import TrainingError, describe
+from megatron_llama.plans.buckets import ALIGN, BucketKind
 
 AXES = ("dp", "dp_replica", "tp", "kv", "embedding")
 """The order in which all ranks compare, so that ranks which share several axes cannot deadlock."""
@@ -30,12 +33,27 @@ CHUNK = 1 << 20
 """Elements that are converted to int64 at once."""
 
 
+@dataclass(frozen=True)
+class Replicated:
+    """A part of a parameter or of its optimizer state that all ranks of an axis must hold alike."""
+
+    axis: Axis
+    name: str
+    """The name of the parameter."""
+    what: str
+    """``gathered``, ``master``, or the name of the update rule's state."""
+    start: int
+    """First element of the parameter."""
+    tensor: Tensor
+    """Flat, live."""
+
+
 def has_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> bool:
     """Return whether any rank holds something that another one must hold alike, in the whole run.
     Collective, and the same on all ranks."""
-    found, agreed = all_reduce_max(int(engine.has_replicas), mesh.world)
+    any_rank, agreed = all_reduce_max(int(_has_replicas(engine)), mesh.world)
     agreed.wait()
-    return bool(found)
+    return bool(any_rank)
 
 
 def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration: int) -> None:
@@ -45,14 +63,59 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
     Raises TrainingError on every rank if something differs. It names the first such parameter, the
     element and the ranks."""
     engine.settle()
-    found = list(engine.replicated())
+    tensors = list(replicated(engine))
     problems = (
-        _difference([one for one in found if one.axis.name == name], mesh.device, iteration)
+        _difference(
+            [tensor for tensor in tensors if tensor.axis.name == name], mesh.device, iteration
+        )
         for name in AXES
     )
     # All axes are compared before anybody raises: another axis has other ranks, which would wait.
     errors = [problem for problem in problems if problem is not None]
     raise_error_on_all_ranks(errors[0] if errors else None, mesh.world)
+
+
+def replicated(engine: OverlappedDistributedOptimizer) -> Iterator[Replicated]:
+    """Yields everything that this rank and others hold, in the same order on all of them. Call
+    ``settle`` first."""
+    for bucket in engine.bucket_plan.buckets:
+        kind = bucket.kind
+        if engine.mesh.dp.size > 1 and engine.parameters.is_unsharded(bucket.index):
+            whole = engine.parameters.unsharded[bucket.index]
+            for placed in bucket.placements:
+                piece = whole[placed.start : placed.stop]
+                yield Replicated(engine.mesh.dp, placed.spec.name, "gathered", 0, piece)
+        # In one order on all ranks: they compare by position, and names are never sent.
+        tensors = shard_tensors(engine, bucket.index)
+        of_blocks = block_tensors(engine, bucket.index)
+        for axis in _replica_axes(engine, kind):
+            for segment in engine.bucket_plan.segments(bucket.index, engine.mesh.dp_shard.rank):
+                stop = segment.in_shard + segment.length
+                for what, tensor in tensors.items():
+                    piece = tensor[segment.in_shard : stop]
+                    yield Replicated(axis, segment.spec.name, what, segment.in_param, piece)
+                for what, tensor in of_blocks.items():
+                    piece = tensor[segment.in_shard // ALIGN : stop // ALIGN]
+                    yield Replicated(axis, segment.spec.name, what, segment.in_param, piece)
+
+
+def _has_replicas(engine: OverlappedDistributedOptimizer) -> bool:
+    """Whether ``replicated`` can yield anything on this rank."""
+    return any(
+        _replica_axes(engine, bucket.kind)
+        or (engine.mesh.dp.size > 1 and engine.bucket_plan.has_own_slot(bucket.index))
+        for bucket in engine.bucket_plan.buckets
+    )
+
+
+def _replica_axes(engine: OverlappedDistributedOptimizer, kind: BucketKind) -> list[Axis]:
+    """Returns the axes whose other ranks hold the same shards of this kind."""
+    axes = [engine.mesh.dp_replica]
+    if kind.copies > 1:
+        axes.append(engine.copies_axis(kind))
+    if kind.tied:
+        axes.append(engine.mesh.embedding)
+    return [axis for axis in axes if axis.size > 1]
 
 
 def _difference(
@@ -64,51 +127,53 @@ def _difference(
         return None
     axis = tensors[0].axis
     digests = _gathered(
-        torch.stack([_digest(one.tensor).to(device, non_blocking=True) for one in tensors]),
+        torch.stack([_digest(tensor.tensor).to(device, non_blocking=True) for tensor in tensors]),
         axis,
         device,
     )
     if bool((digests == digests[:1]).all()):
         return None  # at once: the loop takes seconds for thousands of ranks and tensors
-    for number, one in enumerate(tensors):
+    for number, tensor in enumerate(tensors):
         same: dict[tuple[int, ...], list[int]] = {}
         for position, digest in enumerate(digests[:, number].tolist()):
             same.setdefault(tuple(digest), []).append(position)
         if len(same) > 1:
-            return _complaint(one, max(same.values(), key=len), iteration, device)
+            return _complaint(tensor, max(same.values(), key=len), iteration, device)
     return None
 
 
 def _complaint(
-    one: Replicated, majority: Sequence[int], iteration: int, device: torch.device
+    tensor: Replicated, majority: Sequence[int], iteration: int, device: torch.device
 ) -> TrainingError:
     """Returns the error for a tensor that differs. ``majority`` has the positions on the axis whose
     tensors are alike; of two equal groups, that of the lowest position."""
-    bits = _bits(one.tensor)
-    ranks = one.axis.ranks
+    bits = _bits(tensor.tensor)
+    ranks = tensor.axis.ranks
     count = 0
-    found: tuple[int, Tensor] | None = None
+    first_difference: tuple[int, Tensor] | None = None
     # Chunk by chunk: the tensors of all ranks need not fit into the memory of the device.
     for start in range(0, len(bits), CHUNK):
         # NCCL sends no 16-bit integers.
-        values = _gathered(bits[start : start + CHUNK].to(torch.int64), one.axis, device)
+        values = _gathered(bits[start : start + CHUNK].to(torch.int64), tensor.axis, device)
         differs = (values != values[majority[0]]).any(dim=0)
         count += int(differs.sum())
-        if found is None and bool(differs.any()):
+        if first_difference is None and bool(differs.any()):
             first = int(differs.nonzero()[0])
-            found = start + first, values[:, first].to(bits.dtype)
-    assert found is not None, "digests differ, and so do values"
-    place, odd_values = found
+            first_difference = start + first, values[:, first].to(bits.dtype)
+    assert first_difference is not None, "digests differ, and so do values"
+    place, odd_values = first_difference
     odd = [
         position
-        for position in range(one.axis.size)
+        for position in range(tensor.axis.size)
         if odd_values[position] != odd_values[majority[0]]
     ]
-    shown = odd_values.view(one.tensor.dtype).tolist()
+    shown = odd_values.view(tensor.tensor.dtype).tolist()
     wrong = ", ".join(f"{shown[position]:.9g} on rank {ranks[position]}" for position in odd)
-    where = f"{one.name} ({one.what}) at iteration {iteration}, element {one.start + place}"
+    where = (
+        f"{tensor.name} ({tensor.what}) at iteration {iteration}, element {tensor.start + place}"
+    )
     agreeing = ", ".join(str(ranks[position]) for position in majority)
-    expected = f"{shown[majority[0]]:.9g} as on rank {agreeing}, over {one.axis.name}"
+    expected = f"{shown[majority[0]]:.9g} as on rank {agreeing}, over {tensor.axis.name}"
     do = (
         "look for a faulty memory, device or link there; "
         "resume from a checkpoint, on other machines"
@@ -139,7 +204,7 @@ def _gathered(tensor: Tensor, axis: Axis, device: torch.device) -> Tensor:
     """Returns the tensors of all ranks, [size, *shape], on the host."""
     # An axis carries what is on the device; only the group of all ranks has a backend for the host.
     local = tensor.to(device)
-    found = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
+    gathered = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
     with axis.recorder.waiting(AGREEMENT):
-        all_gather_single(found, local, group=axis.communicator)
-    return found.cpu().view(axis.size, *local.shape)
+        all_gather_single(gathered, local, group=axis.communicator)
+    return gathered.cpu().view(axis.size, *local.shape)

@@ -206,6 +206,7 @@ def adamw_step(
         found_inf=skip,
     )
     if skip is not None:
+        # The kernel leaves a skipped step's moments alone, but ``step`` has been counted before.
         step.sub_(skip)
 
 
@@ -227,6 +228,7 @@ def rounded_adamw_step(
 
     It goes in pieces, so that few moments exist in both at once. A skipped step changes no bit."""
     count = step.clone()
+    # Whole moments in the master's dtype would take the memory that fewer bits have saved.
     for start in range(0, master.numel(), UPDATE_PIECE):
         piece = slice(start, min(start + UPDATE_PIECE, master.numel()))
         # Every piece is of the same step.

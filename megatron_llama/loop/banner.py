@@ -14,14 +14,10 @@ from megatron_llama.errors import counted
 from megatron_llama.loop.inputs import Inputs, passes_over
 from megatron_llama.loop.start import begins_anew
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.plans.params import (
-    adapter_shapes,
-    hf_shapes,
-    is_frozen,
-    parameter_count,
-    trained_beside_adapters,
-    trains_embedding,
-)
+from megatron_llama.plans.freeze import is_frozen
+from megatron_llama.plans.lora import adapter_shapes, trained_beside_adapters
+from megatron_llama.plans.params import hf_shapes, parameter_count
+from megatron_llama.plans.run_params import trains_embedding
 
 
 def banner(inputs: Inputs, mesh: Mesh) -> Iterator[str]:

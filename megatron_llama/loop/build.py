@@ -32,6 +32,7 @@ from megatron_llama.distributed.comm.object_collectives import (
 )
 from megatron_llama.distributed.join import this_place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.errors import CheckpointError
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, weights_of
@@ -179,7 +180,7 @@ def find_not_finite_at_start(
     if marked is not None:
         return marked
     optimizer.settle()
-    pieces = (piece for piece in optimizer.pieces() if piece.primary)
+    pieces = (piece for piece in shard_pieces(optimizer) if piece.primary)
     by_rank = all_gather_object(find_all_not_finite(regions(pieces)), mesh.world)
     return merge_not_finite(entry for entries in by_rank for entry in entries)
 

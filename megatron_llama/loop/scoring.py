@@ -30,6 +30,7 @@ from megatron_llama.distributed.device import start_thread
 from megatron_llama.errors import TrainingError
 from megatron_llama.nn.rotary import Rotary
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.pipeline.scoring import score_tokens
 from megatron_llama.plans.checks.parallel import sequence_unit
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ class Scorer:
             ]
             rows = [requests[first : first + self._rows] for first in starts]
             batches = [self._batch(texts or _NOTHING) for texts in rows]
-            scored = self._runtime.score([batch for batch, _ in batches])
+            scored = score_tokens(self._runtime, [batch for batch, _ in batches])
             if not speaks:
                 continue
             each = zip(starts, rows, batches, scored, strict=True)

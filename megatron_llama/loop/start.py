@@ -41,7 +41,8 @@ from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
 from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.plans.engine_options import EIGHT_BIT
-from megatron_llama.plans.params import padding_idx, trains_embedding
+from megatron_llama.plans.params import padding_idx
+from megatron_llama.plans.run_params import trains_embedding
 from megatron_llama.plans.specs import Rectangle
 
 AUTO = "auto"

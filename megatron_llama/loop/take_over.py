@@ -18,6 +18,7 @@ from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import shard_pieces, step_counts
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.engine_options import EIGHT_BIT, FP32
 from megatron_llama.plans.lr import learning_rate
@@ -37,10 +38,10 @@ def take_over(
     # Such a state counts updates for whole parameters, as a checkpoint without columns does.
     columns = SavedColumns(engine, mesh, {})
     with raise_on_all_ranks(mesh.world), torch.no_grad():
-        for piece in engine.pieces():
+        for piece in shard_pieces(engine):
             for what, values in piece.tensors.items():
                 state.sources[what](piece.rectangle, values)
-    for count in engine.step_counts():
+    for count in step_counts(engine):
         count.fill_(state.step)
     optimizer = config.optimizer
     columns.take_up(

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.config.windows import layer_windows
-from megatron_llama.plans.params import NO_LORA, adapter_shapes
+from megatron_llama.plans.lora import NO_LORA, adapter_shapes
 
 
 def flops_per_token(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.rope import longest_sequence
-from megatron_llama.model.llama import Continuation, Stage
+from megatron_llama.model.continuation import Continuation
+from megatron_llama.model.llama import Stage
 from megatron_llama.nn.cache import KVCache
 
 FinishReason = Literal["stop", "length"]
@@ -110,7 +111,7 @@ class Reader:
 
     def _switches(self, shorter: int, longer: int) -> bool:
         """Whether a sequence of one length rotates its first tokens unlike that of the other."""
-        boundary = self._stage.rotary.switches_at
+        boundary = self._stage.rotaries.plain.switches_at
         return boundary is not None and shorter <= boundary < longer
 
     def _read_again(self) -> None:

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
+from megatron_llama.plans.lora import LORA_B, is_adapter
 from megatron_llama.plans.param_groups import initial_std
-from megatron_llama.plans.params import (
-    EMBEDDING,
-    LORA_B,
-    SCORE,
-    VOCABULARY_TENSORS,
-    is_adapter,
-    padding_idx,
-)
+from megatron_llama.plans.params import EMBEDDING, SCORE, VOCABULARY_TENSORS, padding_idx
 from megatron_llama.plans.specs import Rectangle
 
 BLOCK_ELEMENTS = 2**20

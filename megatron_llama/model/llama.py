@@ -21,20 +21,18 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.config.windows import window_of
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.device import is_host
+from megatron_llama.model.positions import Positions, Rotaries, with_documents
 from megatron_llama.nn.attention import (
-    LONGEST_MASKED,
     PLAIN_SCORES,
     AttentionBackend,
     Documents,
     ScoreRule,
-    attend,
     attends_by_document,
     causal_attention,
 )
 from megatron_llama.nn.backward import pre_backward_hook
-from megatron_llama.nn.cache import KVCache
 from megatron_llama.nn.compiled import chosen_ops
-from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
+from megatron_llama.nn.context import Comm, context_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
     add_norm,
@@ -60,10 +58,9 @@ from megatron_llama.nn.ops import PLAIN, Ops
 from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
 from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.rotary import Rotary
 from megatron_llama.nn.score import Score
-from megatron_llama.nn.sliding import continued_attention, sliding_attention
-from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
+from megatron_llama.nn.sliding import sliding_attention
+from megatron_llama.plans.chunks import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
     Partition,
     has_tied_head,
@@ -71,8 +68,8 @@ from megatron_llama.plans.params import (
     padded_vocab_size,
     padding_idx,
     partition_of,
-    rank_units,
 )
+from megatron_llama.plans.run_params import rank_units
 
 
 @dataclass(frozen=True)
@@ -112,41 +109,6 @@ class StageOptions:
         """Return what the block at this position of the stage recomputes."""
         recomputes = self.recompute_layers is None or position < self.recompute_layers
         return self.recompute if recomputes else "none"
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The tokens follow others, whose keys and values are in a cache (one process).
-
-    ``slots`` [s, b] and ``length`` are those of ``KVCache``. ``last``, int64 [b], is the place in
-    each sequence of the one token whose logits are wanted, and of the last one that is no padding.
-    ``shortest`` is how many tokens of the shortest sequence were read before."""
-
-    cache: KVCache
-    slots: Tensor
-    length: int
-    last: Tensor
-    shortest: int
-
-
-@dataclass(frozen=True)
-class Positions:
-    """What attention needs to know of a microbatch.
-
-    ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
-    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are given
-    as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s]. With it, for
-    layers with a window or with capped scores, and instead of a mask that would be too large, they
-    are given as ``document_ids``, int [s, b] of the whole sequence. With a continuation the mask is
-    [b, 1, s, length], and None when nothing was read before; it has no window."""
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | Documents | None = None
-    document_ids: Tensor | None = None
-    continuation: Continuation | None = None
-    sliding_cos: Tensor | None = None
-    sliding_sin: Tensor | None = None
 
 
 class AddRMSNorm(nn.Module):
@@ -281,7 +243,9 @@ class Attention(nn.Module):
             return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops, rule=rule)
         query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
         if before is not None:
-            return self._continue(query, key, value, before, positions.mask)
+            return before.attend(
+                self, query, key, value, positions.mask, rule=rule, backend=self.backend
+            )
         if self.cp.size > 1:
             return context_attention(
                 query,
@@ -307,29 +271,6 @@ class Attention(nn.Module):
             document_ids=positions.document_ids,
             backend=self.backend,
         )
-
-    def _continue(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        before: Continuation,
-        mask: Tensor | Documents | None,
-    ) -> Tensor:
-        """Attend to what was read before, too, [s, b, n or n_kv, d] -> [s, b, n * d], and remember
-        keys and values."""
-        rule = self.scores
-        assert not isinstance(mask, Documents)
-        if rule.window:
-            counts = before.last + 1
-            key, value = before.cache.slide(self, key, value, rule.window, counts)
-            return continued_attention(query, key, value, rule, before.slots[0], before.shortest)
-        key, value = before.cache.extend(self, key, value, before.slots, before.length)
-        if not rule.softcap:
-            return causal_attention(query, key, value, mask, backend=self.backend, scale=rule.scale)
-        heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        out, _ = attend(*heads, causal=mask is None, mask=mask, backend=self.backend, rule=rule)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class MLP(nn.Module):
@@ -461,8 +402,7 @@ class Stage(nn.Module):
         self.is_last = index == partition.stages - 1
         self.scores = {layer: score_rule(config, layer) for layer in partition.layers[index]}
         """How each layer of this stage makes attention scores."""
-        self.rotary = Rotary.of(config)
-        self.sliding_rotary = Rotary.of_sliding_layers(config)
+        self.rotaries = Rotaries(config, mesh.cp)
         self.on_weight_access: Callable[[int, bool], None] = lambda unit, backward: None
         """Called with the index of a unit of this stage and False right before its forward pass,
         and with True right before its backward pass: the engine gathers its weights. The
@@ -554,8 +494,7 @@ class Stage(nn.Module):
 
         self.on_weight_access(unit, False)
         if positions.continuation is not None:
-            last = positions.continuation.last
-            x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
+            x = positions.continuation.last_of(x)
         _, normed = self.model.norm(x)
         if self.config.num_labels:
             scores = cast(Tensor, self.score(normed))
@@ -627,38 +566,21 @@ class Stage(nn.Module):
         documents: Documents | None = None,
         lengths: Tensor | None = None,
     ) -> Positions:
-        """Make the tables for a whole sequence of ``length`` positions from 0, or for given ids
-        [s, b]; with context parallelism those of this rank's part only.
-
-        ``documents`` are those of ``document_ids``, and replace the mask where there is a kernel
-        for them. ``lengths``, int64 [b], are those of the whole sequences, on which some rotary
-        scalings depend; by default each sequence ends behind the largest of its ids."""
-        ids = position_ids
-        if ids is None:
-            ids = torch.arange(length, device=device).unsqueeze(-1)
-        if self.rotary.depends_on_length and lengths is None:
-            lengths = ids.amax(0) + 1
-        own_ids = local_sequence(ids, self.mesh.cp)
-        cos, sin = self.rotary.table(own_ids, lengths)
-        positions = Positions(cos, sin)
-        if self.sliding_rotary is not None:
-            sliding_cos, sliding_sin = self.sliding_rotary.table(own_ids)
-            positions = replace(positions, sliding_cos=sliding_cos, sliding_sin=sliding_sin)
+        """Make what attention needs to know of a microbatch (``Rotaries.positions``)."""
+        positions = self.rotaries.positions(length, device, position_ids, lengths)
         if document_ids is None:
             return positions
-        if self.mesh.cp.size > 1:
-            return replace(positions, document_ids=document_ids)
-        rules = set(self.scores.values())
-        if any(not rule.is_plain(length) for rule in rules):
-            positions = replace(positions, document_ids=document_ids)
         dtype = next(self.parameters()).dtype
-        if documents is not None and attends_by_document(device, dtype, self.config.head_dim):
-            return replace(positions, mask=documents)
-        if length > LONGEST_MASKED:
-            return replace(positions, document_ids=document_ids)
-        if any(rule.is_plain(length) for rule in rules):
-            return replace(positions, mask=causal_document_mask(document_ids))
-        return positions
+        if not attends_by_document(device, dtype, self.config.head_dim):
+            documents = None  # there is no kernel for them
+        return with_documents(
+            positions,
+            document_ids,
+            documents,
+            length=length,
+            cp=self.mesh.cp,
+            rules=set(self.scores.values()),
+        )
 
 
 def score_rule(model: ModelConfig, layer: int) -> ScoreRule:
@@ -696,6 +618,7 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         and partition.stages > 1
         and mesh.pp.rank == partition.placement[0]
     ):
+        # One tensor, whose two gradients meet in one slot: no message ties the ends together.
         stages[partition.stages - 1].share_embedding_of(stages[0])
     if config.lora.lora_rank:
         units_of_stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.axes import Mesh
-from megatron_llama.plans.params import rank_units
+from megatron_llama.plans.run_params import rank_units
 from megatron_llama.plans.specs import ParamSpec, Rectangle, rectangles
 
 

@@ -22,7 +22,7 @@ from megatron_llama.distributed.comm import autograd, collectives
 from megatron_llama.nn.loss import TokenWeights, cross_entropy
 from megatron_llama.nn.ops import Ops
 from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, wait_unsharded
-from megatron_llama.plans.activation_memory import HEAD_CHUNK, head_rows
+from megatron_llama.plans.chunks import HEAD_CHUNK, head_rows
 
 
 class _SoftCap(torch.autograd.Function):

@@ -21,7 +21,7 @@ from megatron_llama.config.schema import LoraConfig
 from megatron_llama.distributed.axes import Axis
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, empty_weight, plain_linear
 from megatron_llama.nn.recompute import Recomputable
-from megatron_llama.plans.params import adapter_names, projection_of
+from megatron_llama.plans.lora import adapter_names, projection_of
 from megatron_llama.plans.specs import ParamSpec
 
 

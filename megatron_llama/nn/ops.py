@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.nn.tensors import at_least_fp32, rows
-from megatron_llama.plans.activation_memory import LOSS_CHUNK
+from megatron_llama.plans.chunks import LOSS_CHUNK
 
 DEVICE_CHUNK = 2**26
 """Logits whose cross entropy an accelerator computes at once: what its memory spares."""

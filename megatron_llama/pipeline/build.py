@@ -55,6 +55,7 @@ def build_optimizer(
         )
         if (problem := chunk_problem(options, bucket_plans, dp=dp)) is not None:
             raise ConfigError(problem)
+    # Muon alone needs those of its neighbours: it makes matrices whole over tp.
     tp_bucket_plans = [
         rank_bucket_plan(config, dp=dp, tp_rank=rank, rank=mesh.pp.rank)
         for rank in (range(mesh.tp.size) if options.rule == MUON else (mesh.tp.rank,))

@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
@@ -24,7 +23,7 @@ from megatron_llama.nn.attention import Documents
 from megatron_llama.nn.backward import backward
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
-from megatron_llama.nn.loss import TokenWeights, argmax, cross_entropy
+from megatron_llama.nn.loss import TokenWeights, cross_entropy
 from megatron_llama.nn.tensors import at_least_fp32
 from megatron_llama.pipeline.microbatch import Microbatch
 from megatron_llama.pipeline.objective import NextToken, Objective, StepLoss
@@ -61,28 +60,6 @@ class Engine(Protocol):
 
     def run_wgrads(self, key: Hashable) -> None:
         """Compute the weight gradients kept under ``key``."""
-
-
-class FixedWeights:
-    """The engine of a model that is only evaluated: its weights are never sharded."""
-
-    def access(self, unit: int, backward: bool) -> None:
-        pass
-
-    def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
-        pass
-
-    def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
-        pass
-
-    def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
-        raise RuntimeError("a model without an optimizer has no training step")
-
-    def postpone_wgrads(self, key: Hashable | None) -> None:
-        pass
-
-    def run_wgrads(self, key: Hashable) -> None:
-        pass
 
 
 class Key(NamedTuple):
@@ -127,9 +104,8 @@ class _Step:
     sums: Tensor
     """Of the microbatches that the last stage has computed: [Objective.length] fp64."""
     backward_comes_next: bool
-    found: Found | None = None
-    """Where the last stage writes what it finds of each token, instead of adding up the loss; None:
-    not asked for."""
+    read_logits: ReadLogits | None = None
+    """Takes the logits of the last stage; None: it adds up the loss."""
     receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -145,17 +121,9 @@ class _Step:
         return self.loss_scale is not None
 
 
-class TokenScores(NamedTuple):
-    """What a model says of the tokens of a microbatch, all [s, b]."""
-
-    losses: Tensor
-    """Negative log-probabilities of the labels, fp32 (fp64 for an fp64 model)."""
-    likeliest: Tensor
-    """The most likely token behind each, int64; of equal ones the first."""
-
-
-Found = Sequence[tuple[Tensor | None, Tensor]]
-"""Losses, if they are asked for, and likeliest tokens of each microbatch."""
+ReadLogits = Callable[[Stage, int, Microbatch, Tensor], None]
+"""Takes the logits of a microbatch instead of a loss: the last stage, the number of the microbatch,
+the microbatch on the device, and the logits."""
 
 
 class PipelineRuntime:
@@ -238,37 +206,11 @@ class PipelineRuntime:
                 known, _ = self._run(*before, None, training=False, preliminary=training)
         return self._run(batches, objective, known, training=training)
 
-    def predict(self, batch: Microbatch) -> Tensor:
-        """Return the most likely token behind each of a batch's, int64 [s, b], on every rank. All
-        ranks give the same batch; labels are not read."""
-        likeliest = torch.full(batch.tokens.shape, -1, device=self.mesh.device)
+    def forward(self, batches: Sequence[Microbatch], read_logits: ReadLogits) -> None:
+        """Run the stages forward, and give the logits of every microbatch to ``read_logits``, on
+        the ranks of the last stage. All ranks give as many microbatches."""
         with torch.no_grad():
-            self._run([batch], NextToken(), None, training=False, found=[(None, likeliest)])
-        # Ranks of other stages, and of other parts of the sequence, have -1.
-        all_reduce(likeliest, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
-        return likeliest
-
-    def score(self, batches: Sequence[Microbatch]) -> list[TokenScores]:
-        """Return what the model says of every token of some microbatches, on all ranks that share
-        them. Forward only; all logits of a microbatch are in memory at once. Collective: all ranks
-        give as many microbatches, those of a data-parallel replica the same."""
-        device = self.mesh.device
-        dtype = at_least_fp32(self.dtype)
-        found = [
-            TokenScores(
-                torch.zeros(batch.tokens.shape, dtype=dtype, device=device),
-                torch.full(batch.tokens.shape, -1, device=device),
-            )
-            for batch in batches
-        ]
-        with torch.no_grad():
-            self._run(batches, NextToken(), None, training=False, found=found)
-        for losses, likeliest in found:
-            # Ranks of other stages, and of other parts of the sequence, have 0 and -1.
-            for axis in (self.mesh.pp, self.mesh.cp):
-                all_reduce(losses, axis, async_op=False).wait()
-                all_reduce(likeliest, axis, dist.ReduceOp.MAX, async_op=False).wait()
-        return found
+            self._run(batches, NextToken(), None, training=False, read_logits=read_logits)
 
     def _run(
         self,
@@ -278,7 +220,7 @@ class PipelineRuntime:
         *,
         training: bool,
         preliminary: bool = False,
-        found: Found | None = None,
+        read_logits: ReadLogits | None = None,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(objective.length, dtype=torch.float64, device=self.mesh.device)
         loss_scale = None
@@ -290,8 +232,9 @@ class PipelineRuntime:
             self.engine.begin_preliminary(plan.accesses)
         else:
             self.engine.begin_evaluation(plan.accesses)
+        # Before the first pass: a collective in between would wait for ranks that are in theirs.
         loss = objective.begin(batches, self.mesh, known)
-        step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, found)
+        step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, read_logits)
         recorder = self.mesh.recorder
         recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
@@ -306,6 +249,7 @@ class PipelineRuntime:
                 # data-parallel replica has its part, and each tp rank has it once.
                 total = sums / self.mesh.tp.size
                 summed = all_reduce(total, self.mesh.world)
+        # A buffer that is being sent may not be freed, and a step leaves nothing under way.
         for transfer in step.sends.values():
             transfer.wait()
         summed.wait()
@@ -322,6 +266,7 @@ class PipelineRuntime:
             )
             accesses = rank_weight_accesses(self._config, actions, rank=self.mesh.pp.rank)
             last = self._partition.stages - 1
+            # Kept, because the prefetcher recognises a list of accesses by its identity.
             self._plans[key] = _RankPlan(
                 actions, accesses, last_forward, training and backward_comes_next(actions, last)
             )
@@ -388,16 +333,8 @@ class PipelineRuntime:
         output = stage(inputs, positions, noise, head=not in_chunks)
 
         next_is_here = key.stage + 1 in self.stages
-        if stage.is_last and step.found is not None:
-            places = torch.arange(len(batch.tokens), device=self.mesh.device)
-            here = local_sequence(places, self.mesh.cp)
-            losses, likeliest = step.found[key.microbatch]
-            vocab_size = stage.config.vocab_size
-            likeliest[here] = argmax(output, self.mesh.tp, vocab_size)
-            if losses is not None:
-                # Last, because it overwrites the logits.
-                labels = local_sequence(batch.labels, self.mesh.cp)
-                losses[here] = cross_entropy(output, labels, self.mesh.tp, vocab_size)
+        if stage.is_last and step.read_logits is not None:
+            step.read_logits(stage, key.microbatch, batch, output)
         elif stage.is_last:
             self._add_loss(output, batch, step, in_chunks=in_chunks)
         elif next_is_here:
@@ -422,7 +359,7 @@ class PipelineRuntime:
     def _in_chunks(self, stage: Stage, batch: Microbatch, step: _Step) -> bool:
         """Whether the logits of a batch are too many to exist at once, and may be computed chunk by
         chunk, which leaves their gradient in place of the head's input until the backward pass."""
-        if not stage.is_last or step.found is not None or stage.config.num_labels:
+        if not stage.is_last or step.read_logits is not None or stage.config.num_labels:
             return False
         if step.training and not step.backward_comes_next:
             return False
@@ -480,6 +417,7 @@ class PipelineRuntime:
             step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))
 
     def _backward_input(self, step: _Step, key: Key) -> None:
+        # The next stage waits for the gradient of the input, and nobody for that of a weight.
         self.engine.postpone_wgrads(key)
         self._backward(step, key)
         self.engine.postpone_wgrads(None)
@@ -498,6 +436,8 @@ class PipelineRuntime:
         that it does."""
         if (op, to) in step.sends:
             step.sends.pop((op, to)).wait()
+        # Each direction has a communicator: a GPU's runs one message at a time, and the two would
+        # wait for each other.
         link = self.mesh.link(self.mesh.pp.rank, to, backward=op is Op.SEND_BACKWARD)
         step.sends[op, to] = p2p.send(tensor, link, to)
 

@@ -15,6 +15,7 @@ from megatron_llama.plans.itemsize import compute_itemsize
 from megatron_llama.plans.offload import EXACT, NONE
 from megatron_llama.plans.params import Shapes, stage_units, whole_model
 from megatron_llama.plans.run_engine import shard_count
+from megatron_llama.plans.run_params import trained_units
 from megatron_llama.plans.schedule import SCHEDULES
 from megatron_llama.plans.specs import ParamSpec
 from megatron_llama.plans.zenflow import longest_window, sends_fp32
@@ -329,7 +330,9 @@ def _trained_share(
 ) -> TrainedShare:
     if not freeze and not lora.lora_rank:
         return TrainedShare()
-    units = stage_units(model, whole_model(model), 0, tp=tp, freeze=freeze, lora=lora)
+    units = trained_units(
+        stage_units(model, whole_model(model), 0, tp=tp), freeze=freeze, lora=lora, tp=tp
+    )
     blocks = [unit for unit in units if unit.is_block]
     every = [spec for unit in units for spec in unit.params]
     matrices = [

@@ -18,14 +18,6 @@ Slot = tuple[int, int]
 """(pool, number in the pool)."""
 AUTO = "auto"
 """The strategy that ``auto.decide`` replaces by a real one."""
-REDUCTIONS_IN_FLIGHT = 8
-"""Most reductions that may be in flight at once, where the backend is gloo: each has a receive
-buffer. With links that stand still for 100 ms in 470, a step took 60 ms longer with eight and 79 ms
-longer with four, because backward waits for a buffer."""
-STAGED_REDUCTIONS = 2
-"""Buffers of a device in which gradients are cast to the dtype in which they travel, where that is
-not their own: one is filled while the sum of the other is under way. A communicator makes one sum
-at a time, so more buffers would wait full."""
 MAX_PIECES = 1 << 15
 """Most pieces of one message over gloo: each needs a tag."""
 NO_SHARD = "no_shard"
@@ -35,17 +27,6 @@ ALIGN = 64
 """Parameters and shards start at multiples of this many elements. That keeps 128-byte alignment in
 bf16, and makes torch's fused CPU AdamW bit-equal however the elements are cut into calls: its SIMD
 tail rounds differently, and this way there is no tail."""
-
-
-def in_blocks(rectangle: Rectangle) -> Rectangle:
-    """Returns where the blocks of ALIGN elements of a matrix's rows are that a rectangle consists
-    of, in the matrix of all blocks. The columns of a rectangle, on every rank, begin and end at
-    multiples of ALIGN where this is used (``checks/optimizer.py``)."""
-    shape, offset, size = (
-        (*sides[:-1], sides[-1] // ALIGN)
-        for sides in (rectangle.shape, rectangle.offset, rectangle.size)
-    )
-    return Rectangle(rectangle.name, shape, offset, size, rectangle.start // ALIGN)
 
 
 @dataclass(frozen=True)
@@ -278,6 +259,7 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
     for index, unit in reversed(list(enumerate(units))):
         for spec in reversed(unit.params):
             kind = BucketKind.of(spec)
+            # Norms of all units together: alone each would be a message of nothing but latency.
             filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
     closed = in_backward_order(filled.values(), reverse, shards)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
-from megatron_llama.plans.activation_memory import HEAD_CHUNK, Activations, Granularity
+from megatron_llama.plans.activation_memory import Activations
+from megatron_llama.plans.chunks import HEAD_CHUNK, Granularity
 from megatron_llama.plans.engine_memory import (
     UPDATE_PIECE,
     chunk_problem,

@@ -14,7 +14,7 @@ owner already: that is a rank with a large part of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
@@ -229,3 +229,18 @@ def split_matrices(units: Sequence[UnitSpec]) -> list[str]:
         for part in spec.slices:
             holders.setdefault(part.name, set()).add(spec.name)
     return [name for name, names in holders.items() if len(names) > 1]
+
+
+def with_muon(unit: UnitSpec) -> UnitSpec:
+    """The unit, with its matrices for Muon if it is a block. Norms, biases, embedding and head have
+    no rows and columns that are alike in kind; low-rank additions are no weights of the model."""
+    if not unit.is_block:
+        return unit
+    params = (
+        replace(
+            spec,
+            muon=len(spec.shape) == 2 and spec.trainable and not spec.adapter and not spec.resident,
+        )
+        for spec in unit.params
+    )
+    return replace(unit, params=tuple(params))

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.errors import describe
+from megatron_llama.plans.specs import UnitSpec
 
 FLAG = "--param-group"
 LR = "lr"
@@ -172,3 +173,16 @@ def initial_std(texts: Sequence[str], name: str) -> float | None:
     """The standard deviation that groups give the initial values of a parameter; None if none
     does."""
     return merged(read_groups(texts), name).get(INIT_STD)
+
+
+def with_groups(unit: UnitSpec, groups: ParamGroups) -> UnitSpec:
+    """The unit with the group of each parameter. ``checks/param_groups.py`` refuses patterns that
+    cut what is stored as one."""
+    if len(groups.configs) == 1:
+        return unit
+    params = []
+    for spec in unit.params:
+        name = spec.slices[0].name
+        decay = spec.decay or groups.decays(name)
+        params.append(replace(spec, group=groups.number(name), decay=decay))
+    return replace(unit, params=tuple(params))

@@ -12,45 +12,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
 
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.families.family import Family
-from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
-from megatron_llama.plans.engine_options import MUON
-from megatron_llama.plans.param_groups import ParamGroups
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.plans.schedule import placement_of
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 
-PROJECTIONS = LoraConfig().lora_target_modules
-"""The linear layers of a transformer block, by LLaMA's names in HuggingFace."""
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-MODULES = (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-"""The same, with the module that each is in."""
-ROW_PARALLEL = ("o_proj", "down_proj")
-"""Projections whose inputs are split over tp; the others' outputs are."""
+"""HuggingFace's modules that ``qkv_proj`` stacks."""
 EMBEDDING = "model.embed_tokens.weight"
 VOCABULARY_TENSORS = (EMBEDDING, "lm_head.weight")
 """HuggingFace's tensors with a row for each token id."""
 SCORE = "score.weight"
 """The head of a reward model, in the place of the output head."""
-LORA_A = "lora_A"
-LORA_B = "lora_B"
-NO_LORA = LoraConfig()
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks, padding included."""
     multiple = model.make_vocab_size_divisible_by * tp
     return -(-model.vocab_size // multiple) * multiple
-
-
-def trains_embedding(config: Config) -> bool:
-    """Return whether the embedding is trained: not frozen, nor beside low-rank additions."""
-    return not config.lora.lora_rank and not is_frozen(EMBEDDING, config.optimizer.freeze)
 
 
 def padding_idx(config: Config) -> int | None:
@@ -168,6 +150,7 @@ class Shapes:
         norm = self._norm(name, name)
         if self.model.num_labels:
             return UnitSpec("head", (norm, self._score()))
+        # One parameter, with two gradients: the spec of the embedding counts both.
         if shared:
             return UnitSpec("head", (norm,))
         source = EMBEDDING if tied else "lm_head.weight"
@@ -283,6 +266,7 @@ class Shapes:
         outputs = self._outputs
         row = 0
         slices = []
+        # One product makes all of them; each keeps its place in a HuggingFace tensor.
         for module in modules:
             theirs, rows, first = self._family.place(module, outputs)
             local = outputs[module] // self.tp
@@ -339,6 +323,7 @@ class Shapes:
         m = self.model
         local = padded_vocab_size(m, self.tp) // self.tp
         first = self.tp_rank * local
+        # The last ranks of a small vocabulary may have nothing but padding.
         rows = max(0, min(m.vocab_size - first, local))
         part = HFSlice(
             source, (m.vocab_size, m.hidden_size), 0, rows, hf_row=min(first, m.vocab_size)
@@ -360,95 +345,6 @@ def has_tied_head(model: ModelConfig) -> bool:
     return model.tie_word_embeddings and not model.num_labels
 
 
-def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a HuggingFace parameter is not trained."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor with a HuggingFace name is half of a low-rank addition."""
-    return f".{LORA_A}." in name or f".{LORA_B}." in name
-
-
-def adapter_names(name: str) -> tuple[str, str]:
-    """The names of both halves of a weight's low-rank addition, as PEFT has them."""
-    owner = name.removesuffix(".weight")
-    return f"{owner}.{LORA_A}.weight", f"{owner}.{LORA_B}.weight"
-
-
-def _with_adapters(
-    unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parallel: bool
-) -> UnitSpec:
-    """The unit with all its weights frozen but for the score, which is new, and an addition after
-    each weight that gets one."""
-    if not lora.lora_rank:
-        return unit
-    params: list[ParamSpec] = []
-    for spec in unit.params:
-        params.append(replace(spec, trainable=spec.name == SCORE))
-        if not unit.is_block or len(spec.shape) < 2:
-            continue
-        for name, parts in groupby(spec.slices, attrgetter("name")):
-            if projection_of(name) in lora.lora_target_modules:
-                params += _adapter(
-                    spec, tuple(parts), lora.lora_rank, tp, sequence_parallel=sequence_parallel
-                )
-    return replace(unit, params=tuple(params))
-
-
-def projections(model: ModelConfig) -> tuple[str, ...]:
-    """The linear layers of a transformer block, by their names in the HuggingFace model."""
-    rows = dict.fromkeys(MODULES, 0)
-    family = FAMILIES[model.model_type]
-    theirs = (family.place(module, rows)[0] for module in MODULES)
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in theirs))
-
-
-def projection_of(name: str) -> str:
-    """``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
-    return name.split(".")[-2]
-
-
-def _adapter(
-    spec: ParamSpec, parts: tuple[HFSlice, ...], rank: int, tp: int, *, sequence_parallel: bool
-) -> tuple[ParamSpec, ParamSpec]:
-    """A [rank, inputs] and B [outputs, rank] of the slices of a weight that are one HuggingFace
-    tensor.
-
-    The half at the weight's split side is split over tp too, the other half is repeated. A repeated
-    half sees only a part of its gradient where the tp ranks compute with different inputs
-    (row-parallel) or different positions (sequence parallelism)."""
-    name = parts[0].name
-    a, b = adapter_names(name)
-    projection = projection_of(name)
-    (outputs, inputs) = parts[0].shape
-    rows = sum(part.rows for part in parts)
-    local = f"{spec.name.removesuffix('.weight')}.adapters.{projection}"
-    in_a = HFSlice(a, (rank, inputs), 0, rank, hf_col=parts[0].hf_col)
-    in_b = tuple(
-        HFSlice(b, (outputs, rank), part.row - parts[0].row, part.rows, hf_row=part.hf_row)
-        for part in parts
-    )
-    build = partial(ParamSpec, decay=True, stage=spec.stage, adapter=True)
-    first = build(f"{local}.{LORA_A}.weight", (rank, spec.shape[1]), (in_a,))
-    second = build(f"{local}.{LORA_B}.weight", (rows, rank), in_b)
-    if projection in ROW_PARALLEL:
-        return first, replace(second, copies=tp, partial_grad=tp > 1)
-    return replace(first, copies=tp, partial_grad=sequence_parallel and tp > 1), replace(
-        second, copies=spec.copies, partial_grad=spec.partial_grad
-    )
-
-
-def _with_frozen(unit: UnitSpec, patterns: Sequence[str]) -> UnitSpec:
-    """The unit with those parameters frozen of which every HuggingFace tensor is.
-    ``checks/freeze.py`` refuses patterns that freeze a part of one."""
-    params = []
-    for spec in unit.params:
-        frozen = all(is_frozen(part.name, patterns) for part in spec.slices)
-        params.append(replace(spec, trainable=spec.trainable and not frozen))
-    return replace(unit, params=tuple(params))
-
-
 def stage_units(
     model: ModelConfig,
     partition: Partition,
@@ -457,97 +353,20 @@ def stage_units(
     tp: int = 1,
     tp_rank: int = 0,
     sequence_parallel: bool = False,
-    freeze: Sequence[str] = (),
-    lora: LoraConfig = NO_LORA,
-    muon: bool = False,
 ) -> tuple[UnitSpec, ...]:
-    """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``
-    holds patterns of HuggingFace names. ``muon``: whether Muon updates the matrices of blocks."""
+    """The units of one pipeline stage on one tensor-parallel rank, in forward order. What a run
+    adds to them or does not train is ``run_params.trained_units``."""
     shapes = Shapes(model, tp, tp_rank, sequence_parallel, stage)
     tie = has_tied_head(model)
     shared = tie and partition.first_and_last_share_rank
     tied_across_ranks = tie and not partition.first_and_last_share_rank
     units = [shapes.block(layer) for layer in partition.layers[stage]]
     if stage == 0:
+        # A head on the same rank is the same parameter: its gradient comes in two parts.
         units.insert(0, shapes.embedding(tied=tied_across_ranks, contributions=2 if shared else 1))
     if stage == partition.stages - 1:
         units.append(shapes.head(tied=tied_across_ranks, shared=shared))
-    adapted = (
-        _with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units
-    )
-    frozen = (_with_frozen(unit, freeze) for unit in adapted)
-    return tuple(_with_muon(unit) if muon else unit for unit in frozen)
-
-
-def rank_units(
-    config: Config, *, rank: int = 0, tp_rank: int = 0
-) -> tuple[tuple[UnitSpec, ...], ...]:
-    """The units of every stage of one pipeline rank of a resolved configuration."""
-    partition = partition_of(config)
-    parallel = config.parallel
-    build = partial(
-        stage_units,
-        config.model,
-        partition,
-        tp=parallel.tensor_model_parallel_size,
-        tp_rank=tp_rank,
-        sequence_parallel=parallel.sequence_parallel,
-        freeze=config.optimizer.freeze,
-        lora=config.lora,
-        muon=config.optimizer.optimizer == MUON,
-    )
-    groups = param_groups(config)
-    return tuple(
-        tuple(_with_groups(unit, groups) for unit in build(stage))
-        for stage in partition.stages_of(rank)
-    )
-
-
-def param_groups(config: Config) -> ParamGroups:
-    """The groups of all parameters of a resolved configuration."""
-    if not config.optimizer.param_group:
-        return ParamGroups(config.optimizer, ())
-    model = config.model
-    return ParamGroups(config.optimizer, [*hf_shapes(model), *adapter_shapes(model, config.lora)])
-
-
-def logged_group(config: Config) -> int:
-    """The group whose learning rate is that of a log line: number 0, or the first in the model if
-    ``--param-group`` says something of everything that is trained."""
-    model = config.model
-    freeze = config.optimizer.freeze
-    units = stage_units(model, whole_model(model), 0, freeze=freeze, lora=config.lora)
-    groups = param_groups(config)
-    trained = [spec for unit in units for spec in unit.params if spec.trainable]
-    return min((groups.number(spec.slices[0].name) for spec in trained), default=0)
-
-
-def _with_groups(unit: UnitSpec, groups: ParamGroups) -> UnitSpec:
-    """The unit with the group of each parameter. ``checks/param_groups.py`` refuses patterns that
-    cut what is stored as one."""
-    if len(groups.configs) == 1:
-        return unit
-    params = []
-    for spec in unit.params:
-        name = spec.slices[0].name
-        decay = spec.decay or groups.decays(name)
-        params.append(replace(spec, group=groups.number(name), decay=decay))
-    return replace(unit, params=tuple(params))
-
-
-def _with_muon(unit: UnitSpec) -> UnitSpec:
-    """The unit, with its matrices for Muon if it is a block. Norms, biases, embedding and head have
-    no rows and columns that are alike in kind; low-rank additions are no weights of the model."""
-    if not unit.is_block:
-        return unit
-    params = (
-        replace(
-            spec,
-            muon=len(spec.shape) == 2 and spec.trainable and not spec.adapter and not spec.resident,
-        )
-        for spec in unit.params
-    )
-    return replace(unit, params=tuple(params))
+    return tuple(units)
 
 
 def whole_model(model: ModelConfig) -> Partition:
@@ -559,25 +378,6 @@ def hf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the HuggingFace model, in forward order."""
     units = stage_units(model, whole_model(model), 0)
     return {part.name: part.shape for unit in units for spec in unit.params for part in spec.slices}
-
-
-def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of both halves of every low-rank addition, in forward order; PEFT's names
-    without its prefix."""
-    units = stage_units(model, whole_model(model), 0, lora=lora)
-    return {
-        part.name: part.shape
-        for unit in units
-        for spec in unit.params
-        for part in spec.slices
-        if spec.adapter
-    }
-
-
-def trained_beside_adapters(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the weights that ``--lora-rank`` trains whole: the score of a reward model,
-    which is new. PEFT calls them modules to save."""
-    return {SCORE: (model.num_labels, model.hidden_size)} if model.num_labels else {}
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -33,7 +33,7 @@ and gathers again what was taken from it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_llama.plans.buckets import BucketPlan, Slot
 from megatron_llama.plans.weight_access import WeightAccess
@@ -122,6 +122,7 @@ class PrefetchPlan:
         if the previous list was not walked to its end."""
         self._check_walked()
         accesses = tuple(accesses)
+        # By identity: the same tuple comes in every step, and its first round is worked out once.
         if accesses is not self._list.accesses:
             self._list = _AccessList(accesses, self.unit_buckets)
             self._first_round = frozenset(self._first_gathers())
@@ -169,6 +170,7 @@ class PrefetchPlan:
         read = {self.slots[bucket] for bucket in own}
         for bucket in () if following is None else self.unit_buckets[following]:
             if not self.holds(bucket):
+                # In order or not at all, as with a list.
                 if self.slots[bucket] in read or not self._within_limit(bucket):
                     break
                 self._occupy(bucket, prefetched=True)
@@ -231,6 +233,7 @@ class PrefetchPlan:
                 f"update after the last"
             )
         if self.holds(bucket):
+            # It is no longer waiting to be read, so it must not count in the limit.
             self._count_accessed(bucket)
             del self._occupants[self.slots[bucket]]
 
@@ -272,6 +275,7 @@ class PrefetchPlan:
         while self.gathers_to_come:
             bucket = self._list.needs[self._gathered]
             if not self.holds(bucket):
+                # No later one instead: its message would delay this one, which is needed first.
                 if not self._is_free(self.slots[bucket]) or not self._within_limit(bucket):
                     return
                 self._occupy(bucket, prefetched=True)
@@ -331,33 +335,6 @@ class PrefetchPlan:
                 return
             taken[self.slots[bucket]] = bucket
             yield bucket
-
-
-def gathers(
-    prefetch: PrefetchPlan,
-    accesses: Sequence[WeightAccess],
-    frozen: Container[int] = (),
-    steps: int = 2,
-) -> Counter[int]:
-    """Returns how often each bucket is gathered in the last of ``steps``. From the second step on
-    all are equal.
-
-    A step is: begin, every access, an update of all buckets but the ``frozen`` ones, ``try_gather``
-    in forward order. This walks ``prefetch``, so give it one of its own."""
-    accesses = tuple(accesses)
-    order = dict.fromkeys(
-        bucket for access in accesses for bucket in prefetch.unit_buckets[access.unit]
-    )
-    trained = [bucket for bucket in order if bucket not in frozen]
-    count: Counter[int] = Counter()
-    for _ in range(steps):
-        count = Counter(prefetch.begin(accesses))
-        for access in accesses:
-            count.update(prefetch.advance(access))
-        for bucket in trained:
-            prefetch.invalidate(bucket)
-        count.update(bucket for bucket in trained if prefetch.try_gather(bucket))
-    return count
 
 
 def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:

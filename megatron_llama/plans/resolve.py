@@ -51,7 +51,7 @@ from megatron_llama.plans.checks.run import (
 )
 from megatron_llama.plans.checks.warnings import warnings_of
 from megatron_llama.plans.checks.zenflow import with_file, zenflow_notes, zenflow_problems
-from megatron_llama.plans.params import PROJECTIONS, projections
+from megatron_llama.plans.lora import PROJECTIONS, projections
 
 RESIZE = flag("resize_embeddings")
 

@@ -18,7 +18,7 @@ from megatron_llama.plans.engine_options import (
     LossScaling,
     UpdateOptions,
 )
-from megatron_llama.plans.params import param_groups, rank_units
+from megatron_llama.plans.run_params import param_groups, rank_units
 
 
 def by_unit(parallel: ParallelConfig) -> bool:

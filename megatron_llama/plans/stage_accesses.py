@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.params import Partition, partition_of, rank_units
+from megatron_llama.plans.params import Partition, partition_of
+from megatron_llama.plans.run_params import rank_units
 from megatron_llama.plans.schedule import Action, Op
 from megatron_llama.plans.specs import UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess

@@ -3,7 +3,8 @@ context-parallel ranks, counted from the plans that the run executes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
@@ -13,10 +14,11 @@ from megatron_llama.plans.engine_options import MUON
 from megatron_llama.plans.itemsize import compute_itemsize, reduce_itemsize
 from megatron_llama.plans.muon import muon_plan
 from megatron_llama.plans.params import kv_copies
-from megatron_llama.plans.prefetch import gathers, prefetch_plan_of
+from megatron_llama.plans.prefetch import PrefetchPlan, prefetch_plan_of
 from megatron_llama.plans.run_engine import rank_bucket_plan
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.plans.stage_accesses import rank_weight_accesses
+from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.plans.windows import context_tokens
 
 
@@ -68,7 +70,7 @@ def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) 
     frozen = {bucket.index for bucket in bucket_plan.buckets if not bucket.kind.trainable}
     accesses = rank_weight_accesses(config, schedule.ranks[rank], rank=rank)
     prefetch = prefetch_plan_of(bucket_plan, itemsize, parallel.prefetch_bytes)
-    counts = gathers(prefetch, accesses, frozen)
+    counts = count_gathers(prefetch, accesses, frozen)
     gathered = sum(bucket_plan.buckets[bucket].numel * count for bucket, count in counts.items())
     return StepTraffic(
         gathers=sum(counts.values()) if shards > 1 else 0,
@@ -117,3 +119,30 @@ def context_traffic(config: Config, layers: Sequence[int], *, rank: int) -> Cont
         key_values=elements * itemsize * sum(sent for sent, _ in counts),
         gradients=elements * max(4, itemsize) * sum(received for _, received in counts),
     )
+
+
+def count_gathers(
+    prefetch: PrefetchPlan,
+    accesses: Sequence[WeightAccess],
+    frozen: Container[int] = (),
+    steps: int = 2,
+) -> Counter[int]:
+    """Returns how often each bucket is gathered in the last of ``steps``. From the second step on
+    all are equal.
+
+    A step is: begin, every access, an update of all buckets but the ``frozen`` ones, ``try_gather``
+    in forward order. This walks ``prefetch``, so give it one of its own."""
+    accesses = tuple(accesses)
+    order = dict.fromkeys(
+        bucket for access in accesses for bucket in prefetch.unit_buckets[access.unit]
+    )
+    trained = [bucket for bucket in order if bucket not in frozen]
+    count: Counter[int] = Counter()
+    for _ in range(steps):
+        count = Counter(prefetch.begin(accesses))
+        for access in accesses:
+            count.update(prefetch.advance(access))
+        for bucket in trained:
+            prefetch.invalidate(bucket)
+        count.update(bucket for bucket in trained if prefetch.try_gather(bucket))
+    return count

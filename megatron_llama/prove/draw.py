@@ -25,7 +25,7 @@ from megatron_llama.config.schema import Config, PipelineSchedule
 from megatron_llama.config.windows import FULL, SLIDING
 from megatron_llama.errors import UserError
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
-from megatron_llama.plans.params import PROJECTIONS
+from megatron_llama.plans.lora import PROJECTIONS
 from megatron_llama.plans.schedule import ScheduleError, placement_of
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.given import EXAMPLES, LEFT_OUT, PRETRAIN, SECTIONS, read_given

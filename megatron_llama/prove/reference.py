@@ -25,7 +25,7 @@ from megatron_llama.config.parse import options_of
 from megatron_llama.config.schema import Config, LoraConfig, OptimizerConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.params import adapter_shapes
+from megatron_llama.plans.lora import adapter_shapes
 from megatron_llama.plans.specs import Rectangle
 from megatron_llama.prove.case import Case, Note
 from megatron_llama.prove.compare import History

@@ -11,7 +11,8 @@ from typing import Any
 from megatron_llama.config.rope import LISTS, ORIGINAL, reads_max_positions
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.config.windows import window_of
-from megatron_llama.plans.params import hf_shapes, is_frozen, parameter_count
+from megatron_llama.plans.freeze import is_frozen
+from megatron_llama.plans.params import hf_shapes, parameter_count
 
 HEAD_DIM = 16
 """Of a small model; half of it with many heads, more where so few dims leave no pair to rotate."""

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_llama.engine.counting import Counting, PlannedCounting
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import TrainingError, UserError
 from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.holders import Holders, UnitHolders
-from megatron_llama.sharding.order import AccessOrder
+from megatron_llama.sharding.open_counting import OpenCounting, UnusedCounting
+from megatron_llama.sharding.order import REDUCTION, AccessOrder
 from megatron_llama.sharding.peers import OrderError, Peers
 from megatron_llama.sharding.placeholders import Placeholder, Resolve
 from megatron_llama.sharding.specs import ModuleUnit
@@ -88,13 +90,18 @@ class Accesses:
         *,
         microbatches: int,
         casts: bool,
+        find_unused: bool,
     ) -> None:
-        """``casts`` says whether floating inputs of the model and of its units are cast."""
+        """``casts`` says whether floating inputs of the model and of its units are cast,
+        ``find_unused`` whether ranks may leave out different parameters."""
         self.engine = engine
         self.holders = holders
         self.order = order
         self.peers = peers
         self.step = StepProgress(microbatches)
+        self._find_unused = find_unused
+        self.open_counting: OpenCounting | None = None
+        """The gradients of this step as they are found out; None: they are planned."""
         self.suspended = False
         """Whether the modules hold whole parameters, so that calls are none of the engine's
         business."""
@@ -122,6 +129,7 @@ class Accesses:
                 frozenset(
                     engine.parameters.unsharded[bucket].untyped_storage().data_ptr()
                     for bucket in {self.bucket_of[name] for name in unit.parameters}
+                    # What nothing else can take is never wrong, and need not be looked at.
                     if not plan.has_own_slot(bucket)
                 ),
                 casts and (not unit.is_root_part or unit.module is model),
@@ -143,6 +151,27 @@ class Accesses:
                 for name, parameter in holders.parameters.items()
             }
         )
+
+    def begin_step(self) -> None:
+        """Begin a step of the engine, by the plan if there is one."""
+        microbatches = self.step.microbatches
+        plan = self.order.begin_step(microbatches)
+        gradients = self.engine.gradients
+        counting: Counting
+        if plan is None or self._find_unused:
+            # Ranks that may leave out different parameters have no rounds in common.
+            make = UnusedCounting if self._find_unused else OpenCounting
+            counting = self.open_counting = make(gradients, self._agree_to_reduce)
+        else:
+            counting = PlannedCounting(plan.rounds, self.engine.bucket_plan.label)
+            self.open_counting = None
+        with self.peers.explained():
+            self.engine.begin_step(microbatches, () if plan is None else plan.accesses, counting)
+        self.step.begun = True
+        self.step.backward_passes = 0
+
+    def _agree_to_reduce(self, bucket: int) -> None:
+        self.order.agree(REDUCTION - bucket)
 
     def require_working(self) -> None:
         """Raise PassError or OrderError if the engine has come to its end."""
@@ -184,6 +213,7 @@ class Accesses:
                 following = self.order.expected_after(access)
                 self.engine.access_unplanned(unit.index, following)
             for bucket, name in unit.reads:
+                # In forward a linear layer waits for its own weight when it is called.
                 if backward or bucket not in unit.late:
                     self.engine.parameters.wait_unsharded(bucket, name)
 
@@ -215,6 +245,7 @@ class Accesses:
         """Let a unit's modules hold its parameters, for what is recomputed in them, and those of
         units that are done with hold placeholders."""
         self.current = unit
+        # Its slot may be taken by the next unit; a placeholder raises where a view would be wrong.
         for other in self.held:
             if other is not unit and not other.related(unit):
                 other.holders.hold_placeholders()
@@ -235,6 +266,7 @@ class Accesses:
         def resolve(placeholder: Placeholder) -> nn.Parameter | None:
             if self.suspended or not (self.active or self.step.in_backward):
                 return None
+            # A call of the part that is under way has announced it already.
             if part not in self.active:
                 self.access_and_return(part, backward=in_backward_pass())
             return parameter

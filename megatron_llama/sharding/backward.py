@@ -25,7 +25,7 @@ from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.nn.tensors import accumulate
 from megatron_llama.sharding.accesses import Accesses, PassError, Unit
 from megatron_llama.sharding.names import clean_name
-from megatron_llama.sharding.order import END_OF_BACKWARD, REDUCTION
+from megatron_llama.sharding.order import END_OF_BACKWARD
 from megatron_llama.sharding.peers import OrderError
 
 
@@ -38,9 +38,6 @@ class BackwardPasses:
         self._accesses = accesses
         self._engine = accesses.engine
         self._step = accesses.step
-        self._engine.gradients.agree_to_reduce = lambda bucket: accesses.order.agree(
-            REDUCTION - bucket
-        )
         self._hooks: list[RemovableHandle] = []
         holders = accesses.holders
         for name, parameter in holders.parameters.items():
@@ -166,22 +163,22 @@ class BackwardPasses:
         """Make sure that all ranks have had the same gradients in the same order in this pass:
         while nobody knows the order these decide what is reduced next and, in a step that is
         recorded, what later ones reduce and when. Raises PassError on all ranks."""
-        gradients = self._engine.gradients
+        counting = self._accesses.open_counting
         order = self._accesses.order
         axis = self._accesses.peers.axis
-        if order.plan is not None or axis.size == 1 or gradients.find_unused:
+        if counting is None or counting.allows_unused or axis.size == 1:
             return
-        if not (order.static or gradients.reduce_every_microbatch):
+        if not (order.static or self._engine.gradients.reduce_every_microbatch):
             return  # the end of the step reduces everything, in the order of the plan
         with self._accesses.peers.explained():
-            by_rank = all_gather_object(gradients.sequence(), axis)
-        rank = next((rank for rank, found in enumerate(by_rank) if found != by_rank[0]), None)
+            by_rank = all_gather_object(tuple(counting.sequence), axis)
+        rank = next((rank for rank, sequence in enumerate(by_rank) if sequence != by_rank[0]), None)
         if rank is None:
             return
         alone = [
-            f"{', '.join(map(clean_name, names))} on rank {one} and not on rank {other}"
-            for one, other in ((0, rank), (rank, 0))
-            if (names := sorted(set(by_rank[one]) - set(by_rank[other])))
+            f"{', '.join(map(clean_name, names))} on rank {having} and not on rank {lacking}"
+            for having, lacking in ((0, rank), (rank, 0))
+            if (names := sorted(set(by_rank[having]) - set(by_rank[lacking])))
         ]
         raise PassError(
             f"backward pass {self._step.backward_passes + 1} of a step",
@@ -262,8 +259,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif is_dataclass(output) and not isinstance(output, Mapping | type):
-        for each in fields(output):
-            yield from _tensors(getattr(output, each.name))
+        for field in fields(output):
+            yield from _tensors(getattr(output, field.name))
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _tensors(value)

@@ -69,6 +69,7 @@ class ModuleEngine:
         self._closed = False
         self.optimizer = EngineOptimizer(
             groups,
+            # Placeholders by now: who looks into the groups finds shapes, and no values.
             dict(model.named_parameters()),
             step=self.step,
             require_no_gradient=passes.require_no_gradient,
@@ -225,6 +226,7 @@ class ModuleEngine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # Peers in a planned step would wait for this rank until their timeout.
         if error is not None:
             self._passes.tell_peers(error)
         self.close()
@@ -243,6 +245,6 @@ class ModuleEngine:
 
 def _close(close: WeakMethod[Callable[[], None]]) -> None:
     """Close an engine that still exists."""
-    found = close()
-    if found is not None:
-        found()
+    close_engine = close()
+    if close_engine is not None:
+        close_engine()

@@ -59,9 +59,14 @@ def _digests(parameters: Iterable[Tensor]) -> list[tuple[int, int, int]]:
     # The version alone is not enough: ``parameter.data.clamp_(...)`` leaves it as it is.
     listed = list(parameters)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [one.detach().view(integers[one.element_size()]).sum() for one in listed]
+    sums = [
+        parameter.detach().view(integers[parameter.element_size()]).sum() for parameter in listed
+    ]
     read = torch.stack(sums).tolist() if sums else []  # the host waits once
-    return [(one._version, one.data_ptr(), total) for one, total in zip(listed, read, strict=True)]
+    return [
+        (parameter._version, parameter.data_ptr(), total)
+        for parameter, total in zip(listed, read, strict=True)
+    ]
 
 
 @contextmanager

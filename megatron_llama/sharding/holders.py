@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
+from megatron_llama.engine.handle import BucketParamHandle
+from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.plans.buckets import PlacedParam
 from megatron_llama.sharding.linear import waits_itself
 from megatron_llama.sharding.names import ParameterNames, clean_name
@@ -56,33 +57,6 @@ Explained = Callable[[], AbstractContextManager[None]]
 """Makes a section in which the end of a wait becomes the reason of the rank that has left."""
 
 
-@dataclass(frozen=True)
-class _ExplainedHandle:
-    """The handle of a parameter, whose waits for other ranks say why they ended."""
-
-    handle: ParamHandle
-    explained: Explained
-
-    def wait_unsharded(self) -> int:
-        with self.explained():
-            return self.handle.wait_unsharded()
-
-    def check_version(self, version: int) -> None:
-        with self.explained():
-            self.handle.check_version(version)
-
-    def grad_view(self) -> tuple[Tensor, float]:
-        with self.explained():
-            return self.handle.grad_view()
-
-    def grad_written(self) -> None:
-        with self.explained():
-            self.handle.grad_written()
-
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
-        return self.handle.keep_wgrad(work)
-
-
 class Holders:
     """The parameters of a model, which are views of the engine's slots, and their placeholders."""
 
@@ -94,11 +68,11 @@ class Holders:
         """By name, the parameter whose values are in the engine's slot while its unit runs."""
         self.placeholders: dict[str, Placeholder] = {}
 
-    def attach(self, placed: PlacedParam, view: Tensor, handle: ParamHandle) -> None:
+    def attach(self, placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
         """Make the parameter of a view of a slot: the engine calls this for each."""
         parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
         vars(parameter).update(self._attributes[placed.spec.name])
-        attach_param_handle(parameter, _ExplainedHandle(handle, self._explained))
+        attach_param_handle(parameter, replace(handle, waits=self._explained))
         self.parameters[placed.spec.name] = parameter
 
     def make_placeholders(self, resolve: Mapping[str, Resolve]) -> None:
@@ -139,6 +113,7 @@ class Holders:
 
     def of_unit(self, unit: ModuleUnit) -> UnitHolders:
         """Return the places of one unit, for swapping."""
+        # A module may be in two units, and then both swap its parameters.
         owned = set(unit.owned)
         return UnitHolders(
             [place for place in self._places if place.module in owned],
@@ -169,6 +144,7 @@ class UnitHolders:
         names |= dict.fromkeys(place.name for place in self._others)
         self._in_forward = parameters
         self._trained = [(parameters[name], parameters[name].requires_grad, name) for name in names]
+        # They count what users write: gathers and updates write the slot, which has its own.
         self._versions = [parameter._version for parameter, *_ in self._trained]
 
     def changed(self) -> str | None:
@@ -207,12 +183,12 @@ class UnitHolders:
 
     def _hold(self, chosen: Mapping[str, nn.Parameter]) -> None:
         for held, leaf, name in self._direct:
-            found = held[leaf]
+            present = held[leaf]
             # Another tensor comes from the user: to put ours over it would undo that in silence.
             if (
-                found is not self._placeholders[name]
-                and found is not self._in_forward[name]
-                and found is not self._parameters[name]
+                present is not self._placeholders[name]
+                and present is not self._in_forward[name]
+                and present is not self._parameters[name]
             ):
                 raise ShardedParameterError(
                     clean_name(name),

@@ -57,9 +57,9 @@ def require_same_options(options: Mapping[str, object], axis: Axis) -> None:
     Collective."""
     own = {name: str(value) for name, value in options.items()}
     problems = []
-    found = all_gather_object(own, axis)
-    for name in dict.fromkeys(name for each in found for name in each):
-        values = [each.get(name, "nothing") for each in found]
+    by_rank = all_gather_object(own, axis)
+    for name in dict.fromkeys(name for given in by_rank for name in given):
+        values = [given.get(name, "nothing") for given in by_rank]
         rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if rank is not None:
             problems.append(
@@ -76,8 +76,8 @@ def require_same_options(options: Mapping[str, object], axis: Axis) -> None:
 
 def _differences(own: list[Described], first: list[Described]) -> Iterator[str]:
     do = "build the same model on all ranks"
-    mine = {each[0]: each for each in own}
-    theirs = {each[0]: each for each in first}
+    mine = {described[0]: described for described in own}
+    theirs = {described[0]: described for described in first}
     for name in mine | theirs:
         if mine.get(name) != theirs.get(name):
             got = _in_words(mine.get(name))
@@ -106,12 +106,14 @@ def first_values(
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.is_meta
     ]
+    # Rank 0 decides: other ranks may be on the meta device only because its values count.
     values.uninitialized |= set(broadcast_object(without, engine.mesh.world))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in values.uninitialized:
                 for start, piece in values.broadcast(parameter):
                     values.write(name, MASTER, piece, start)
+        # By buffer, so that one that is registered twice stays one.
         places: dict[Tensor, Tensor] = {}
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
             if buffer not in places:
@@ -192,11 +194,11 @@ def _default_initialization(model: nn.Module) -> Callable[[nn.Module], object]:
     def initialize_module(module: nn.Module) -> None:
         # nn.MultiheadAttention and nn.Transformer have it with an underscore.
         names = ("reset_parameters", "_reset_parameters")
-        found = (getattr(module, name, None) for name in names)
+        candidates = (getattr(module, name, None) for name in names)
         if module in initializers:
             initializers[module](module)
         else:
-            reset = next((each for each in found if callable(each)), None)
+            reset = next((candidate for candidate in candidates if callable(candidate)), None)
             if reset is not None:
                 reset()
 

@@ -42,7 +42,7 @@ class Intercepted(nn.Module):
         reduced: Any = super().__reduce_ex__(1)
         make, arguments, *rest = reduced
         plain = type(self).__bases__[1]
-        arguments = tuple(plain if each is type(self) else each for each in arguments)
+        arguments = tuple(plain if argument is type(self) else argument for argument in arguments)
         if rest and isinstance(rest[0], dict):
             rest[0] = {
                 name: _without_engine(value) if name in _STATE_HOOKS else value
@@ -58,16 +58,17 @@ class InterceptedModel(Intercepted):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert the buffers, where ``to`` and its like leave the parameters as they are. Raises
         ShardedParameterError where they would change."""
+        # torch would convert placeholder by placeholder, and stop in the middle.
         sharded = [p for p in self.parameters() if isinstance(p, Placeholder)]
         if not sharded:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
         probe = torch.empty(0, dtype=sharded[0].dtype, device=sharded[0].device)
-        found = fn(probe)
-        if (found.dtype, found.device) != (probe.dtype, probe.device):
+        converted = fn(probe)
+        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
             raise ShardedParameterError(
                 "model",
-                got=f"a move to {found.dtype} on {found.device}",
+                got=f"a move to {converted.dtype} on {converted.device}",
                 expected=f"{probe.dtype} on {probe.device}, as in shard()",
                 do="move it before shard(), or give shard(dtype=)",
             )
@@ -103,6 +104,7 @@ def _intercepted(base: type[nn.Module], mixin: type[Intercepted]) -> type[nn.Mod
 
 def intercept(module: nn.Module, interceptor: Interceptor) -> None:
     """Let calls of a module go to ``interceptor(forward, args, kwargs)``."""
+    # Past ``nn.Module.__setattr__``, and so past any that a user's class has.
     object.__setattr__(module, _INTERCEPTOR, interceptor)
     module.__class__ = _intercepted(type(module), Intercepted)  # type: ignore[arg-type]
 

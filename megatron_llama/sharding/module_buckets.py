@@ -131,6 +131,7 @@ def _pools(
     pools: dict[tuple[BucketKind, int, str], int] = {}
     heads: list[tuple[BucketKind, int, int]] = []
     """Kind, depth and largest bucket of each pool so far."""
+    # The largest first: it makes the pool, and the others see whether they are like it.
     for key in sorted(largest, key=lambda key: -largest[key]):
         kind, depth, _ = key
         size = largest[key]

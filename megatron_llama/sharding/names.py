@@ -15,7 +15,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 def clean_name(name: str) -> str:
     """Return a parameter's name without the wrappers of torch.compile and of checkpointing: the
     name that it has in torch.distributed.checkpoint and in the unwrapped module."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(attribute for attribute in name.split(".") if attribute not in WRAPPERS)
 
 
 ParameterNames = Mapping[nn.Parameter, tuple[str, ...]]
@@ -25,7 +25,7 @@ ParameterNames = Mapping[nn.Parameter, tuple[str, ...]]
 def parameter_names(model: nn.Module) -> ParameterNames:
     """Return all names of each parameter, the one that ``named_parameters`` gives first: a shared
     parameter has several."""
-    found: dict[nn.Parameter, tuple[str, ...]] = {}
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[parameter] = (*found.get(parameter, ()), name)
-    return found
+        names[parameter] = (*names.get(parameter, ()), name)
+    return names

@@ -71,7 +71,9 @@ def group(
         raise TypeError("ml.group: got one tensor, expected an iterable; write [parameter]")
     elif isinstance(match, Iterable):
         chosen = tuple(match)
-        wrong = next((each for each in chosen if not isinstance(each, nn.Parameter)), None)
+        wrong = next(
+            (parameter for parameter in chosen if not isinstance(parameter, nn.Parameter)), None
+        )
         if wrong is not None:
             raise TypeError(
                 f"ml.group: got an iterable with {wrong!r} in it, expected parameters; "
@@ -106,7 +108,9 @@ class AdamW:
     def __post_init__(self) -> None:
         """Check the values."""
         _require_valid("ml.AdamW", self.lr, self.betas, self.eps, self.weight_decay)
-        wrong = next((each for each in self.groups if not isinstance(each, Group)), None)
+        wrong = next(
+            (candidate for candidate in self.groups if not isinstance(candidate, Group)), None
+        )
         if wrong is not None:
             raise ConfigError(
                 "ml.AdamW",
@@ -191,9 +195,13 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
     _require_own_parameters(optimizer.groups, names_of.keys())
     taken: dict[nn.Parameter, int] = {}
     """The first group that matches each trainable parameter."""
-    found: list[ParameterGroup] = []
+    result: list[ParameterGroup] = []
     for index, each in enumerate(optimizer.groups):
-        matched = [one for one, names in names_of.items() if _matches(each.match, one, names)]
+        matched = [
+            parameter
+            for parameter, names in names_of.items()
+            if _matches(each.match, parameter, names)
+        ]
         trainable = [parameter for parameter in matched if parameter.requires_grad]
         for parameter in trainable:
             taken.setdefault(parameter, index)
@@ -220,24 +228,24 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
                 ([p for p in own if p.dim() >= 2], optimizer.weight_decay),
                 ([p for p in own if p.dim() < 2], 0.0),
             ]
-        found += [
+        result += [
             ParameterGroup(
                 optimizer.lr if chosen.lr is None else chosen.lr,
                 optimizer.betas if chosen.betas is None else chosen.betas,
                 optimizer.eps if chosen.eps is None else chosen.eps,
                 decay,
-                tuple(names_of[parameter][0] for parameter in part),
+                tuple(names_of[parameter][0] for parameter in members),
             )
-            for part, decay in parts
-            if part and decay is not None
+            for members, decay in parts
+            if members and decay is not None
         ]
-    return tuple(found)
+    return tuple(result)
 
 
 def _matches(match: Match, parameter: nn.Parameter, names: Sequence[str]) -> bool:
     """Whether a group has a parameter; a shared one is matched by any of its names."""
     if isinstance(match, tuple):
-        return any(each is parameter for each in match)
+        return any(own is parameter for own in match)
     cleaned = map(clean_name, names)
     if isinstance(match, str):
         return any(fnmatchcase(name, match) for name in cleaned)

@@ -85,6 +85,7 @@ class AccessOrder:
         planned = accesses[self._repeated] if self._repeated < len(accesses) else None
         if access != planned:
             raise self._another_way(self._described(access), planned)
+        # A pass that was broken off may come again: what it gathered then is not gathered twice.
         self._repeated += 1
         if self._repeated <= self.position:
             return False
@@ -109,6 +110,7 @@ class AccessOrder:
             expected=f"{expected} as in the first step",
             do=do,
         )
+        # No collective could say it: the others are on their way to a gather.
         if self._peers.axis.size > 1:
             self._peers.leave(str(error))
         return error
@@ -123,11 +125,13 @@ class AccessOrder:
         """Return the unit that will probably follow an access that is in no plan."""
         if access in self._successors:
             return self._successors[access]
+        # Nearly all models run in the order in which they register; a wrong guess costs one gather.
         neighbour = access.unit + (-1 if access.backward else 1)
         return neighbour if 0 <= neighbour < len(self._names) else None
 
     def _note(self, access: WeightAccess) -> None:
         if self._last is not None:
+            # Kept over steps: without a plan the last step is the best guess.
             self._successors[self._last] = access.unit
         self._last = access
 
@@ -138,15 +142,16 @@ class AccessOrder:
         if self._peers.axis.size == 1 or (self.plan is not None and code != DISCARD):
             return
         with self._peers.explained():
-            codes = [int(found) for found in all_gather_float(code, self._peers.axis)]
+            codes = [int(code_of_rank) for code_of_rank in all_gather_float(code, self._peers.axis)]
         if len(set(codes)) > 1:
+            # All ranks have all codes, so all raise the same error, and nobody waits for it.
             by_code: dict[int, list[int]] = {}
-            for rank, found in enumerate(codes):
-                by_code.setdefault(found, []).append(rank)
+            for rank, code_of_rank in enumerate(codes):
+                by_code.setdefault(code_of_rank, []).append(rank)
             ways = "; ".join(
                 f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
-                f"{self._point(found)}"
-                for found, ranks in by_code.items()
+                f"{self._point(code_of_rank)}"
+                for code_of_rank, ranks in by_code.items()
             )
             raise OrderError(
                 f"access {len(self._made)} of the step",
@@ -160,6 +165,7 @@ class AccessOrder:
     def end_step(self, rounds: Callable[[], GradientRounds]) -> bool:
         """The step has ended: keep what it did as the plan of the next ones. Returns whether this
         is the first plan."""
+        # A step in which a pass was broken off has accesses that no other step has.
         if self.plan is not None or not self.static or not self._whole:
             return False
         self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())

@@ -77,6 +77,7 @@ class Passes:
         *,
         microbatches: int,
         cast_to: torch.dtype | None,
+        find_unused: bool,
         require_values: Callable[[], None],
     ) -> None:
         """``require_values`` raises while parameters have none."""
@@ -90,7 +91,15 @@ class Passes:
         self._require_values = require_values
         casts = cast_to is not None
         self._accesses = Accesses(
-            model, units, engine, holders, order, peers, microbatches=microbatches, casts=casts
+            model,
+            units,
+            engine,
+            holders,
+            order,
+            peers,
+            microbatches=microbatches,
+            casts=casts,
+            find_unused=find_unused,
         )
         self._step = self._accesses.step
         self._backward = BackwardPasses(self._accesses)
@@ -314,15 +323,7 @@ class Passes:
             if not self._step.begun:
                 self._engine.begin_evaluation(())
         elif not self._step.begun:
-            self._begin_step()
-
-    def _begin_step(self) -> None:
-        plan = self._order.begin_step(self._step.microbatches)
-        accesses, rounds = (None, None) if plan is None else (plan.accesses, plan.rounds)
-        with self._peers.explained():
-            self._engine.begin_step(self._step.microbatches, accesses, rounds)
-        self._step.begun = True
-        self._step.backward_passes = 0
+            self._accesses.begin_step()
 
     def _break_off(self, call: _Call, error: BaseException) -> None:
         """A forward pass of the step has ended with an error."""
@@ -416,7 +417,8 @@ class Passes:
             self._require_gradients()
         with self._peers.explained():
             result = step()
-        if self._order.end_step(self._engine.recorded_rounds):
+        counting = self._accesses.open_counting
+        if counting is not None and self._order.end_step(counting.rounds):
             self._let_layers_wait()
         self._forget_passes()
         return result
@@ -438,7 +440,7 @@ class Passes:
             by_rank = all_gather_object(made, self._peers.axis)
         if any(begun for begun, _, _ in by_rank):
             if not self._step.begun:
-                self._begin_step()
+                self._accesses.begin_step()
             # Where a pass has ended with an error, others may have gone on to its end. What they
             # have gathered is gathered here as well, so that all ranks go on from one state.
             furthest = max(position for begun, position, _ in by_rank if begun)
@@ -484,16 +486,17 @@ class Passes:
 
     def _require_gradients(self) -> None:
         """Raise PassError on all ranks for parameters that got no gradient on some rank."""
-        if self._engine.gradients.find_unused:
+        counting = self._accesses.open_counting
+        if counting is not None and counting.allows_unused:
             return
         missing = self._engine.gradients.without_gradient()
         by_rank = all_gather_object(missing, self._peers.axis)
         if any(by_rank):
             rank = next(rank for rank, names in enumerate(by_rank) if names)
-            found = ", ".join(map(clean_name, by_rank[rank]))
+            unused = ", ".join(map(clean_name, by_rank[rank]))
             raise PassError(
                 "engine.step()",
-                got=f"no gradient of {found}"
+                got=f"no gradient of {unused}"
                 + (f" on rank {rank}" if self._peers.axis.size > 1 else ""),
                 expected="one of every trainable parameter",
                 do="freeze what is not used, or shard(find_unused=True)",

@@ -142,9 +142,9 @@ class _Explained(AbstractContextManager[None]):
     ) -> None:
         peers = self._peers
         if isinstance(error, RuntimeError):
-            told = peers.explain(error)
-            if told is not error:
-                raise told from error
+            explained = peers.explain(error)
+            if explained is not error:
+                raise explained from error
         # On a device the host hears nothing of a wait that has ended before its message came: only
         # a stream has waited, and what it computes next reads memory that was not filled.
         elif error is None and peers.left is not None:
@@ -155,13 +155,13 @@ def _look(store: Store, watched: weakref.ref[Peers], stopped: threading.Event) -
     """Leave as soon as another rank has told a reason."""
     while not stopped.wait(LOOK_SECONDS):
         try:
-            told = store.get(_REASON).decode() if store.check([_REASON]) else None
+            reason = store.get(_REASON).decode() if store.check([_REASON]) else None
         except DistError:
             return
         peers = watched()
         if peers is None:
             return
-        if told is not None:
-            peers.leave(told)
+        if reason is not None:
+            peers.leave(reason)
             return
         del peers

@@ -73,6 +73,7 @@ class Placeholder(nn.Parameter):
     ) -> Placeholder:
         """Make the placeholder of one parameter; ``resolve`` is asked before anything is
         refused."""
+        # It has no storage: a placeholder of a large matrix costs as little as one of a vector.
         made: Placeholder = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -103,6 +104,7 @@ class Placeholder(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # Libraries ask shapes and devices all the time, also of modules that do not run.
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -119,8 +121,9 @@ class Placeholder(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = next(value for value in args if isinstance(value, Placeholder))
-        raise _refused(found.parameter_name, str(func))
+        # Operators that come below ``__torch_function__``, as those that C++ calls.
+        placeholder = next(value for value in args if isinstance(value, Placeholder))
+        raise _refused(placeholder.parameter_name, str(func))
 
 
 def arrived(parameter: Tensor) -> Tensor:
@@ -128,8 +131,8 @@ def arrived(parameter: Tensor) -> Tensor:
     ShardedParameterError if it may not be read now."""
     if not isinstance(parameter, Placeholder):
         return parameter
-    found: Tensor = _resolved(parameter, linear)
-    return found
+    resolved: Tensor = _resolved(parameter, linear)
+    return resolved
 
 
 def _resolved(value: Any, func: Callable[..., Any]) -> Any:
@@ -140,7 +143,7 @@ def _resolved(value: Any, func: Callable[..., Any]) -> Any:
             raise _refused(value.parameter_name, _described(func))
         return parameter
     if isinstance(value, list | tuple):
-        return type(value)(_resolved(each, func) for each in value)
+        return type(value)(_resolved(element, func) for element in value)
     return value
 
 

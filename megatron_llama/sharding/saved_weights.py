@@ -39,18 +39,21 @@ def checks_reads(
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(saved: Tensor) -> _Saved:
+        # By address: autograd saves views and transposes, which are other tensors of the same slot.
         is_weight = saved.untyped_storage().data_ptr() in storages
         if outer is not None:
             return _Saved(outer[0](saved), None, is_weight)
         return _Saved(saved.detach(), saved._version, is_weight)
 
     def unpack(saved: _Saved) -> Tensor:
+        # Before the value is used: a slot with another unit's weights has the right shape.
         if saved.is_weight:
             require_announced()
         if outer is not None:
-            found: Tensor = outer[1](saved.packed)
-            return found
+            unpacked: Tensor = outer[1](saved.packed)
+            return unpacked
         kept: Tensor = saved.packed
+        # Autograd compares versions itself only where no hooks are.
         if kept._version != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "

@@ -64,6 +64,7 @@ def module_units(model: nn.Module, names: ParameterNames, is_unit: IsUnit) -> li
     have no parameters."""
     search = _Search(names, is_unit)
     search.visit(model, "", None)
+    # There is nothing to gather for the others, and a plan of units has no empty ones.
     kept = [unit for unit in search.units if unit.parameters]
     numbers = {unit.index: number for number, unit in enumerate(kept)}
     for number, unit in enumerate(kept):
@@ -132,11 +133,13 @@ class _Search:
         owner.owned.append(module)
         for parameter in _own(module):
             name = self._names[parameter][0]
+            # A weight that is shared within a unit is gathered once.
             if name not in owner.parameters:
                 owner.parameters.append(name)
 
     def _units_below(self, module: nn.Module) -> bool:
         if module not in self._has_units:
+            # Kept: nested containers would ask the same modules again at every level.
             self._has_units[module] = any(
                 self._is_unit(below) for below in module.modules() if below is not module
             )

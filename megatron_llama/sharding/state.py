@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.data_mesh import new_group
+from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
 from megatron_llama.engine.update_rule import bias_corrections
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.engine_options import UpdateOptions
@@ -60,6 +61,7 @@ class StateLayout:
         """Return this rank's part of a parameter in memory of its own on ``device``, as a DTensor
         where there are several ranks."""
         mesh = self.device_mesh
+        # A number cannot be cut, and torch has it whole on every rank as well.
         if mesh is None or whole.dim() == 0:
             return whole.to(device, copy=True)
         coordinate = mesh.get_coordinate()
@@ -113,7 +115,7 @@ def sharded_parameters(
     Bucket by bucket, so that beside the result one whole bucket is in the memory of the device.
     Collective. Weights without values are NaN. Parts that an update rule keeps on the host stay
     there."""
-    found: dict[str, Tensor] = {}
+    cut: dict[str, Tensor] = {}
     for bucket in range(len(values.plan.buckets)):
         tensors = values.tensors(bucket)
         if what in tensors:
@@ -124,10 +126,10 @@ def sharded_parameters(
                 if placed.spec.name in factors:
                     factor = factors[placed.spec.name].to(value.device, value.dtype)
                     value.view(-1, len(factor)).mul_(factor)
-                found[placed.spec.name] = layout.cut(value, tensors[what].device)
+                cut[placed.spec.name] = layout.cut(value, tensors[what].device)
             # Before the next gather: both are of this bucket's memory.
             del whole, value
-    return {name: found[name] for name in values.aliases if name in found}
+    return {name: cut[name] for name in values.aliases if name in cut}
 
 
 def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], None]:
@@ -198,6 +200,7 @@ def optimizer_state(
     """Return the optimizer's part of ``state_dict``. Collective."""
     values.engine.settle()
     factors = _recounted(values, groups)
+    # One after the other: beside the result a rank holds one whole bucket.
     moments = {w: sharded_parameters(values, layout, w, f) for w, f in factors.items()}
     steps = {
         bucket: values.engine.rules.by_bucket[bucket].state(bucket)["step"]
@@ -221,7 +224,7 @@ def _recounted(
     corrects all of it by the number of steps."""
     engine = values.engine
     factors: dict[str, dict[str, Tensor]] = {what: {} for what in MOMENTS}
-    for column in engine.column_state():
+    for column in column_state(engine):
         name = column.spec.name
         step = engine.rules.by_bucket[values.bucket_of[name]].state(values.bucket_of[name])["step"]
         beta1, beta2 = groups[column.spec.group]["betas"]
@@ -270,6 +273,7 @@ def load_state_dict(
     values.engine.settle()
     loading = _Loading(values, groups, strict)
     with raise_on_all_ranks(values.engine.mesh.world):
+        # Everything before anything: half of a state would be a model that nobody has trained.
         loading.check(state)
         if loading.problems:
             raise CheckpointError(listing("engine.load_state_dict:", loading.problems))
@@ -329,13 +333,13 @@ class _Loading:
         if self._steps:
             # A rule that counts the updates of single columns takes the steps for all of them, and
             # selects columns anew.
-            for column in values.engine.column_state():
+            for column in column_state(values.engine):
                 column.updates.fill_(self._steps[values.bucket_of[column.spec.name]])
                 column.selected.zero_()
-            progress = values.engine.progress()
+            progress = rule_progress(values.engine)
             if progress is not None:
                 progress.zero_()
-            values.engine.resume(int(max(self._steps.values())))
+            resume_rules(values.engine, int(max(self._steps.values())))
         for group, lr in self._rates:
             group["lr"] = lr
 
@@ -348,11 +352,11 @@ class _Loading:
         for name, aliases in values.aliases.items():
             # As torch does where the names of a shared parameter have different values: the last
             # one counts. Files often have one of them only.
-            found = [left.pop(alias) for alias in map(clean_name, aliases) if alias in left]
-            if found:
+            candidates = [left.pop(alias) for alias in map(clean_name, aliases) if alias in left]
+            if candidates:
                 shape = values.shape(name)
-                if self._fits(clean_name(name), found[-1], shape):
-                    self._parameters.append((name, MASTER, found[-1]))
+                if self._fits(clean_name(name), candidates[-1], shape):
+                    self._parameters.append((name, MASTER, candidates[-1]))
             else:
                 self._missing(clean_name(name))
         names = {id(buffer): name for name, (_, _, buffer) in values.buffers().items()}
@@ -396,10 +400,10 @@ class _Loading:
         self._unexpected({f"optimizer state of {name}": None for name in left})
         for bucket, counts in steps.items():
             if len(counts) > 1:
-                found = ", ".join(f"{count:g} of {name}" for count, name in counts.items())
+                listed = ", ".join(f"{count:g} of {name}" for count, name in counts.items())
                 self._problem(
                     "optimizer",
-                    f"other step counts in one bucket: {found}",
+                    f"other step counts in one bucket: {listed}",
                     "one count: parameters of a bucket are updated together",
                     'load {"model": ...} alone',
                 )
@@ -410,15 +414,15 @@ class _Loading:
         for group in self.groups:
             rates: dict[float, str] = {}
             for name in group["param_names"]:
-                found = group_of.get(name)
-                if found is None:
+                saved = group_of.get(name)
+                if saved is None:
                     if given:
                         self._missing(f"{name} in the groups of the optimizer")
                     continue
-                rates[float(found["lr"])] = name
+                rates[float(saved["lr"])] = name
                 for option in OPTIONS:
-                    got, expected = _plain(found.get(option)), _plain(group[option])
-                    if option in found and got != expected:
+                    got, expected = _plain(saved.get(option)), _plain(group[option])
+                    if option in saved and got != expected:
                         self._problem(
                             f"{option} of {name}",
                             got,

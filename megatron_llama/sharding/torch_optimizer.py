@@ -72,6 +72,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                         do="choose a scheduler that leaves it alone (cycle_momentum=False)",
                     )
         given = [] if self._given is None else [group["lr"] for group in self._given.param_groups]
+        # A schedule of the old optimizer would be without effect, and without an error.
         if given != self._given_rates:
             raise ConfigError(
                 "the optimizer that shard() was given",

@@ -50,6 +50,7 @@ class ModuleValues:
             for placed in bucket.placements
         }
         """The bucket of each parameter."""
+        # One for each parameter at most, because a shard is contiguous.
         self._segments = {
             segment.spec.name: segment
             for bucket in self.plan.buckets
@@ -88,11 +89,11 @@ class ModuleValues:
     def tensors(self, bucket: int) -> dict[str, Tensor]:
         """Return the master and the moments of a bucket, live: flat tensors of one shard, wherever
         the update rule keeps them. A frozen bucket has no moments."""
-        found = {MASTER: self.engine.masters[bucket]}
+        tensors = {MASTER: self.engine.masters[bucket]}
         if self.plan.buckets[bucket].kind.trainable:
             state = self.engine.rules.by_bucket[bucket].state(bucket)
-            found |= {name: state[name] for name in MOMENTS}
-        return found
+            tensors |= {name: state[name] for name in MOMENTS}
+        return tensors
 
     def write(self, name: str, what: str, values: Tensor, start: int = 0) -> None:
         """Copy ``values``, elements of the flattened parameter from ``start`` on, to where they
@@ -142,17 +143,18 @@ class ModuleValues:
 
     def places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
         """Yield (module, attribute) of every name of a parameter."""
+        # A tied weight is in several modules, and all of them have to get the same tensor.
         for alias in self.aliases[name]:
             owner, _, leaf = alias.rpartition(".")
             yield self._modules[owner], leaf
 
     def buffers(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
         """Return (module, attribute, buffer) by name, each buffer once."""
-        found = {}
+        buffers = {}
         for name, buffer in self.model.named_buffers():
             owner, _, leaf = name.rpartition(".")
-            found[name] = (self._modules[owner], leaf, buffer)
-        return found
+            buffers[name] = (self._modules[owner], leaf, buffer)
+        return buffers
 
     def whole(
         self, names: Iterable[str], dtype: torch.dtype | None = None
@@ -162,7 +164,7 @@ class ModuleValues:
 
         They require no gradient: what a backward pass left in their ``.grad`` would be lost."""
         wanted = set(names)
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         with torch.no_grad():
             for bucket in sorted({self.bucket_of[name] for name in wanted}):
                 for placed, view in self.parameters(bucket, self.gather(bucket)):
@@ -170,12 +172,12 @@ class ModuleValues:
                         value = view.to(dtype or view.dtype, copy=True)
                         parameter = nn.Parameter(value, requires_grad=False)
                         vars(parameter).update(self._attributes[placed.spec.name])
-                        found[placed.spec.name] = parameter
+                        parameters[placed.spec.name] = parameter
                 # Before the next gather: it is of this bucket's memory.
                 del view
         for name in wanted & self.uninitialized:
-            forget(found[name])
-        return {name: found[name] for name in self.aliases if name in wanted}
+            forget(parameters[name])
+        return {name: parameters[name] for name in self.aliases if name in wanted}
 
     @contextmanager
     def installed(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -252,9 +254,9 @@ class ModuleValues:
 
 def named(names: Iterable[str]) -> str:
     """Return the first names as a message lists them, and how many there are."""
-    found = sorted(map(clean_name, names))
-    more = len(found) - LISTED
-    return ", ".join(found[:LISTED]) + (f" and {counted(more, 'other')}" if more > 0 else "")
+    shown = sorted(map(clean_name, names))
+    more = len(shown) - LISTED
+    return ", ".join(shown[:LISTED]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def unset(tensor: Tensor, version: int) -> bool:

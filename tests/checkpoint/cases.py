@@ -15,6 +15,7 @@ from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.native import TrainState
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
+from megatron_llama.engine.pieces import shard_pieces, step_counts
 from megatron_llama.plans.params import hf_shapes
 from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
@@ -48,7 +49,7 @@ def trained(place: Place, layout: Layout, steps: int = TRAINED) -> Trainer:
 
 
 def copies(engine: OverlappedDistributedOptimizer) -> list[Region]:
-    return [Region(part.key, part.shape, part.offset, part.size, part.tensor.clone()) for part in regions(engine.pieces())]
+    return [Region(part.key, part.shape, part.offset, part.size, part.tensor.clone()) for part in regions(shard_pieces(engine))]
 
 
 def merged(parts: Iterable[Region]) -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def held(run: Trainer, later: int = 2) -> Held:
     run.optimizer.settle()
     before = copies(run.optimizer)
-    steps = {float(count) for count in run.optimizer.step_counts()}
+    steps = {float(count) for count in step_counts(run.optimizer)}
     following = range(TRAINED, TRAINED + later) if GLOBAL_BATCH_SIZE % run.layout.dp == 0 else ()
     return Held(before, steps, [(loss.item(), norm.item()) for loss, norm in map(run.step, following)])
 

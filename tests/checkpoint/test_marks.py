@@ -12,6 +12,7 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.finite import NotFinite
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import CheckpointConfig
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.loop.build import find_not_finite_at_start, load_or_init
 from megatron_llama.loop.start import Start
 from megatron_llama.metrics.log import MetricLog
@@ -27,7 +28,7 @@ MOMENT = f"optimizer.exp_avg_sq.{WEIGHT}"
 def saved(folder: Path, state: str | None) -> Path:
     """A checkpoint in which the ``state`` of one weight has lost a value."""
     run = trainer(SINGLE, ONE)
-    for piece in run.optimizer.pieces():
+    for piece in shard_pieces(run.optimizer):
         if piece.rectangle.name == WEIGHT and state is not None:
             piece.tensors[state].view(-1)[3] = torch.nan
     return native.save(folder, run.optimizer, run.mesh, state_at(1), ONE.config())
@@ -79,7 +80,7 @@ def test_a_run_that_keeps_marked_checkpoints_returns_to_the_newest(policy: str, 
     log = MetricLog(None, prints=False, start_iteration=0, train_iters=9, progress_bar=False)
     saver = Saver(config, run.mesh, run.optimizer, None)
     saver.save(state_at(1), log)
-    next(iter(run.optimizer.pieces())).tensors["master"].view(-1)[0] = torch.nan
+    next(iter(shard_pieces(run.optimizer))).tensors["master"].view(-1)[0] = torch.nan
     saver.save(state_at(2), log)
     saver.finish(log)
     assert saver.newest_good == 1 and saver.return_point == tmp_path / f"iter_000000{point}"

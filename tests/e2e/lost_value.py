@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron_llama.cli import main
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
+from megatron_llama.engine.pieces import shard_pieces, step_counts
 
 EMBEDDING = "model.embed_tokens.weight"
 UPDATES, COLUMN = 3, 7
@@ -24,8 +25,8 @@ def lose(state: str, row: int, *, once: bool) -> None:
         nonlocal lost
         done = sound(self, *args, **named)
         self.settle()
-        here = max(map(int, self.step_counts()), default=0) == UPDATES
-        for piece in self.pieces() if here and not (once and lost) else ():
+        here = max(map(int, step_counts(self)), default=0) == UPDATES
+        for piece in shard_pieces(self) if here and not (once and lost) else ():
             first, rows = piece.rectangle.offset[0], piece.rectangle.size[0]
             if piece.rectangle.name == EMBEDDING and first <= row < first + rows:
                 piece.tensors[state][row - first, COLUMN] = torch.nan

@@ -21,6 +21,7 @@ from megatron_llama.engine.offload import build
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import held_memory
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.planner.trace.storages import Storages
@@ -105,7 +106,7 @@ def built(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch
             engine = build_optimizer(config, stages.values(), mesh, worker_factory=NoWorker)  # type: ignore[arg-type]
     live = made.storages.live
     seen = set[int]()
-    return Engine(engine, live, {name: made.storages.of(tensors, seen) for name, tensors in engine.memory.items()}), made
+    return Engine(engine, live, {name: made.storages.of(tensors, seen) for name, tensors in held_memory(engine).items()}), made
 
 
 def check(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -278,7 +279,7 @@ def test_around_a_model_that_is_not_ours(config: Config, world: int, find_unused
         expected = state_bytes(options, plan)
         expected |= {"staging": staging_bytes(options, plan, dp=world)}
         seen = set[int]()
-        found = {name: made.storages.of(tensors, seen) for name, tensors in engine.memory.items()}
+        found = {name: made.storages.of(tensors, seen) for name, tensors in held_memory(engine).items()}
         assert {name: found.get(name, 0) for name in expected} == expected
         assert made.storages.live == sum(expected.values())
 

@@ -19,6 +19,7 @@ from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.build import build_engine
+from megatron_llama.engine.counting import Counting, PlannedCounting
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.nn.param_handle import ParamHandle
 from megatron_llama.plans.buckets import PlacedParam, strategy_named
@@ -27,6 +28,7 @@ from megatron_llama.plans.run_engine import compute_dtype_name
 from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.module_buckets import module_bucket_plan
+from megatron_llama.sharding.open_counting import OpenCounting, UnusedCounting
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -149,7 +151,12 @@ class Formula:
         lrs = [lr * (1 + number) for lr in LRS]
         if self.case.announce:
             self.engine.announce_step(lrs, clip=self.case.clip)
-        self.engine.begin_step(MICROBATCHES, once * MICROBATCHES if planned else None, self.recorded if planned else None)
+        if planned:
+            counting: Counting = PlannedCounting(self.recorded, self.engine.bucket_plan.label)
+        else:
+            make = UnusedCounting if self.case.find_unused else OpenCounting
+            counting = make(self.engine.gradients, lambda bucket: None)
+        self.engine.begin_step(MICROBATCHES, once * MICROBATCHES if planned else (), counting)
         for microbatch in range(MICROBATCHES):
             for index, access in enumerate(once):
                 if planned:
@@ -164,7 +171,7 @@ class Formula:
             wait_for_guesses(self.engine)
         result = self.engine.step(lrs, clip=self.case.clip)
         if self.recorded is None and not self.case.find_unused:
-            self.recorded = self.engine.recorded_rounds()
+            self.recorded = counting.rounds()
         return result
 
     def _deliver(self, name: str, grad: Tensor) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import shard_pieces, step_counts
 from megatron_llama.nn.param_handle import param_handle_of
-from megatron_llama.plans.params import parameter_count, rank_units
+from megatron_llama.plans.params import parameter_count
+from megatron_llama.plans.run_params import rank_units
 from megatron_llama.plans.specs import Rectangle
 from torch import Tensor, nn
 
@@ -51,8 +53,8 @@ def deliver(run: Trainer, values: Gradients) -> None:
 def state_of(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
     """Copies of masters, moments and step counters."""
     engine.settle()
-    pieces = [tensor.clone() for piece in engine.pieces() for tensor in piece.tensors.values()]
-    return pieces + [count.clone() for count in engine.step_counts()]
+    pieces = [tensor.clone() for piece in shard_pieces(engine) for tensor in piece.tensors.values()]
+    return pieces + [count.clone() for count in step_counts(engine)]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -91,7 +93,7 @@ def test_clipping_changes_the_step_and_only_above_the_threshold() -> None:
         run = trainer(SINGLE, Layout())
         deliver(run, gradients(run, 0, scale=0.1))
         norms.append(run.optimizer.step(1e-3, clip=clip).grad_norm)
-        moments.append(torch.cat([piece.tensors["exp_avg"].flatten() for piece in run.optimizer.pieces()]))
+        moments.append(torch.cat([piece.tensors["exp_avg"].flatten() for piece in shard_pieces(run.optimizer)]))
     assert norms[0] == norms[1] == norms[2] > 10
     assert torch.equal(moments[0], moments[1])
     torch.testing.assert_close(moments[2] * norms[0], moments[0], rtol=1e-5, atol=1e-9)
@@ -217,9 +219,9 @@ def test_bf16_parameters_are_the_rounded_fp32_masters() -> None:
     engine = run.optimizer
     engine.settle()
     assert all(p.dtype is torch.bfloat16 for p in parameters_of(run).values())
-    assert all(t.dtype is torch.float32 for piece in engine.pieces() for t in piece.tensors.values())
+    assert all(t.dtype is torch.float32 for piece in shard_pieces(engine) for t in piece.tensors.values())
     assert all(shard.dtype is torch.float32 for shard in engine.gradients.shards.values())
-    masters = {piece.rectangle.name: piece.tensors["master"] for piece in engine.pieces()}
+    masters = {piece.rectangle.name: piece.tensors["master"] for piece in shard_pieces(engine)}
     down = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(parameters_of(run)[down], masters[down].to(torch.bfloat16))
     assert not torch.equal(masters[down], masters[down].to(torch.bfloat16).float()), "the master holds more than bf16"

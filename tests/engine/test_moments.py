@@ -16,6 +16,7 @@ from megatron_llama.checkpoint.native import load, require_complete, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.engine_memory import UPDATE_PIECE
 from megatron_llama.plans.specs import Rectangle
@@ -70,7 +71,7 @@ def owned_and_gradients(
     if saves is not None:
         save(saves, run.optimizer, run.mesh, TrainState(1, 8), layout.sized())
     run.optimizer.settle()
-    found = [(p.rectangle, {name: tensor.clone() for name, tensor in p.tensors.items()}) for p in run.optimizer.pieces() if p.primary]
+    found = [(p.rectangle, {name: tensor.clone() for name, tensor in p.tensors.items()}) for p in shard_pieces(run.optimizer) if p.primary]
     run.optimizer.close()
     return found, gradients
 

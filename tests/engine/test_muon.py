@@ -13,7 +13,8 @@ from megatron_llama.checkpoint.native import load, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.muon import Muon
-from megatron_llama.plans.params import param_groups
+from megatron_llama.engine.pieces import shard_pieces
+from megatron_llama.plans.run_params import param_groups
 from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
@@ -54,7 +55,7 @@ def after(place: Place, layout: MuonLayout) -> tuple[list[tuple[Rectangle, Tenso
         sum(traffic.bytes for (axis, operation), traffic in recorder.traffic.items() if axis == name and operation.startswith("matrices"))
         for name in (run.mesh.dp_shard.name, "tp")
     )
-    pieces = [(p.rectangle, p.tensors["master"].clone()) for p in run.optimizer.pieces()]
+    pieces = [(p.rectangle, p.tensors["master"].clone()) for p in shard_pieces(run.optimizer)]
     run.optimizer.close()
     return pieces, sent, rule.plan.sent(run.mesh.dp_shard.rank, run.mesh.tp.rank)
 
@@ -159,7 +160,7 @@ def resumed(place: Place, saved: MuonLayout | None, layout: MuonLayout, folder: 
         load(folder, run.optimizer, run.mesh, layout.config().model)
     run.step(1)
     run.optimizer.settle()
-    pieces = [(p.rectangle, p.tensors["master"].clone()) for p in run.optimizer.pieces() if p.primary]
+    pieces = [(p.rectangle, p.tensors["master"].clone()) for p in shard_pieces(run.optimizer) if p.primary]
     run.optimizer.close()
     return pieces
 

@@ -12,7 +12,7 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.params import param_groups
+from megatron_llama.plans.run_params import param_groups
 from torch import Tensor, nn
 
 from tests.harness import Cluster

@@ -27,6 +27,7 @@ from megatron_llama.engine.offload.copies import Copy, HostCopies
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker
+from megatron_llama.engine.pieces import held_memory, step_counts
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.engine.update_rule import AdamW, adamw_step
 from megatron_llama.errors import OffloadError, TrainingError
@@ -352,7 +353,7 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
     on_host = {
         tensor.untyped_storage().data_ptr() for bucket in theirs for tensor in (engine.masters[bucket], *rule.state(bucket).values())
     }
-    tensors = [tensor for component in engine.memory.values() for tensor in component]
+    tensors = [tensor for component in held_memory(engine).values() for tensor in component]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     storages = {address: size for address, size in storages.items() if address not in on_host}
     return (rule.nbytes, sum(storages.values()), rule.to_host_bytes - before[0], rule.to_device_bytes - before[1])
@@ -453,7 +454,7 @@ def test_a_run_that_goes_back_is_at_its_checkpoint_again(tmp_path: Path) -> None
     before = state_of(run.optimizer)
     run.step(1)
     run.optimizer.reset()
-    assert not any(map(bool, run.optimizer.step_counts())) and not same(before, state_of(run.optimizer))
+    assert not any(map(bool, step_counts(run.optimizer))) and not same(before, state_of(run.optimizer))
     native.load(tmp_path, run.optimizer, run.mesh, run.layout.config().model)
     assert same(before, state_of(run.optimizer))
 

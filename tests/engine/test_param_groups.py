@@ -10,6 +10,7 @@ import torch
 from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
@@ -74,7 +75,7 @@ def after(place: Place, layout: GroupLayout) -> list[tuple[Rectangle, Tensor]]:
     for index in range(STEPS):
         run.step(index)
     run.optimizer.settle()
-    pieces = [(p.rectangle, p.tensors["master"].clone()) for p in run.optimizer.pieces()]
+    pieces = [(p.rectangle, p.tensors["master"].clone()) for p in shard_pieces(run.optimizer)]
     run.optimizer.close()
     return pieces
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.engine.replicas import _digest, check_replicas, has_replicas
+from megatron_llama.engine.replicas import _digest, check_replicas, has_replicas, replicated
 from megatron_llama.errors import TrainingError
 
 from tests.harness import Cluster
@@ -46,7 +46,7 @@ def compared(place: Place, layout: Layout) -> dict[str, set[str]]:
         run.step(step)
         check_replicas(run.optimizer, run.mesh, step)
     found: dict[str, set[str]] = {}
-    for one in run.optimizer.replicated():
+    for one in replicated(run.optimizer):
         found.setdefault(one.axis.name, set()).add(one.what)
     assert has_replicas(run.optimizer, run.mesh)
     return found
@@ -67,7 +67,7 @@ def flipped(place: Place, layout: Layout, victim: int, axis: str, what: str) -> 
     run.optimizer.settle()
     told = ("", 0.0, 0.0)
     if place.rank == victim:
-        one = [one for one in run.optimizer.replicated() if (one.axis.name, one.what) == (axis, what)][-1]
+        one = [one for one in replicated(run.optimizer) if (one.axis.name, one.what) == (axis, what)][-1]
         before = float(one.tensor[5])
         one.tensor[5:6].view(torch.int32).bitwise_xor_(1 << 20)
         name = one.name if axis != "embedding" else "model.embed_tokens.weight"  # as the first of these ranks calls it

@@ -14,12 +14,13 @@ from megatron_llama.distributed.comm.streams import Future, InlineStream, Stream
 from megatron_llama.distributed.comm.worker import Task, Work
 from megatron_llama.distributed.data_mesh import data_mesh
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.engine.counting import GradientRounds
+from megatron_llama.engine.counting import Counting, GradientRounds, PlannedCounting
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.plans.buckets import PlacedParam, strategy_named
 from megatron_llama.plans.engine_options import EngineOptions
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.sharding.module_buckets import module_bucket_plan
+from megatron_llama.sharding.open_counting import OpenCounting, UnusedCounting
 
 from tests.harness import Cluster
 
@@ -84,8 +85,9 @@ class Bench:
             reduced=self.final.append,
             before_reuse=lambda bucket: None,
             gathers_to_come=lambda: False,
-            find_unused=find_unused,
         )
+        self.find_unused = find_unused
+        self.counting: Counting
         self.where: dict[str, tuple[int, PlacedParam]] = {
             placed.spec.name: (bucket.index, placed) for bucket in self.plan.buckets for placed in bucket.placements
         }
@@ -107,13 +109,22 @@ class Bench:
         self.own[name] += value
         self.buckets.grad_written(bucket, placed)
 
+    def begin(self, rounds: GradientRounds | None) -> None:
+        """A step with these rounds, or one in which they are found out."""
+        if rounds is None:
+            make = UnusedCounting if self.find_unused else OpenCounting
+            self.counting = make(self.buckets, lambda bucket: None)
+        else:
+            self.counting = PlannedCounting(rounds, self.plan.label)
+        self.buckets.begin_rounds(self.counting)
+
     def run(self, program: Program, rounds: GradientRounds | None) -> list[str]:
         """One step. Returns what happened, in order."""
         events = self.mesh.recorder.events = []
         self.final.clear()
         for own in self.own.values():
             own.zero_()
-        self.buckets.begin_rounds(rounds)
+        self.begin(rounds)
         for names in program:
             for name in names:
                 self.write(name)
@@ -152,7 +163,7 @@ def check_recorded(place: Place, strategy: str, shard_size: int, program: Progra
     open_events = bench.run(program, None)
     bench.check_sums()
     assert bench.final == [bucket.index for bucket in trained], "in the order of the plan"
-    rounds = bench.buckets.recorded_rounds()
+    rounds = bench.counting.rounds()
     assert [dict(one) for one in rounds.passes] == [dict(Counter(names)) for names in program]
     for bucket, found in rounds.by_bucket.items():
         total = sum((Counter(one) for one in found), Counter[str]())
@@ -204,7 +215,7 @@ def test_rounds_of_a_winding_backward() -> None:
     """Five layers in two slots: 4 and 2 share one. ``4.a`` goes out when 2 comes, 2 when the rest of 4 comes."""
     bench = Bench(Mesh.single(), "optim_grads_params")
     bench.run([WINDING], None)
-    rounds = bench.buckets.recorded_rounds().by_bucket
+    rounds = bench.counting.rounds().by_bucket
     of = {name: [dict(one) for one in rounds[bucket]] for name, (bucket, _) in bench.where.items()}
     assert of["4.a"] == of["4.b"] == [{"4.a": 1}, {"4.a": 1, "4.b": 1}]
     assert of["1.a"] == [{"1.a": 2, "1.b": 2}]
@@ -231,7 +242,7 @@ def test_at_the_end_of_a_step_nothing_is_left_to_follow(strategy: str) -> None:
     everything = [bucket.index for bucket in bench.plan.buckets]
     assert bench.final == everything
     bench.check_sums()
-    bench.run([WINDING, BACKWARD], bench.buckets.recorded_rounds())
+    bench.run([WINDING, BACKWARD], bench.counting.rounds())
     assert sorted(bench.final) == everything
     bench.check_sums()
 
@@ -247,7 +258,7 @@ def test_another_way_than_recorded_is_refused_by_name(strategy: str) -> None:
     def recorded() -> dict[str, object]:
         bench = Bench(Mesh.single(), strategy)
         bench.run([BACKWARD, BACKWARD], None)
-        return {"bench": bench, "rounds": bench.buckets.recorded_rounds()}
+        return {"bench": bench, "rounds": bench.counting.rounds()}
 
     def left_out(names: list[str]) -> list[str]:
         return [name for name in names if name not in ("0.b", "root")]
@@ -270,13 +281,13 @@ def test_the_error_says_how_many_gradients_the_pass_had_when_it_was_recorded() -
     twice = [*BACKWARD, "root", "root"]
     bench.run([BACKWARD, twice], None)
     with pytest.raises(RuntimeError, match="root: more gradients than the 3 planned for each microbatch"):
-        bench.run([BACKWARD, [*twice, "root"]], bench.buckets.recorded_rounds())
+        bench.run([BACKWARD, [*twice, "root"]], bench.counting.rounds())
 
 
 def test_a_parameter_that_nobody_uses_is_named_before_anything_is_sent() -> None:
     bench = Bench(Mesh.single(), "optim")
     events = bench.mesh.recorder.events = []
-    bench.buckets.begin_rounds(None)
+    bench.begin(None)
     for name in BACKWARD:
         if name not in ("3.a", "3.v"):
             bench.write(name)
@@ -313,23 +324,9 @@ def test_ranks_that_leave_out_different_parameters(cluster: Cluster, world_size:
 
 
 def test_unused_parameters_need_a_slot_for_each_bucket() -> None:
-    shared = Bench(Mesh.single(), "optim_grads_params").plan
+    shared = Bench(Mesh.single(), "optim_grads_params").buckets
     with pytest.raises(ValueError, match="unused parameters need a gradient slot for each bucket"):
-        GradientBuckets(
-            shared,
-            shard_axis=Mesh.single().dp_shard,
-            replica_axis=Mesh.single().dp_replica,
-            reduce_every_microbatch=False,
-            dtype=torch.float32,
-            wire=None,
-            device=CPU,
-            stream=open_stream(CPU, inline=True),
-            chunk_bytes=100,
-            reduced=lambda bucket: None,
-            before_reuse=lambda bucket: None,
-            gathers_to_come=lambda: False,
-            find_unused=True,
-        )
+        UnusedCounting(shared, lambda bucket: None)
 
 
 def test_gradients_of_our_own_model_are_checked_too() -> None:

@@ -12,7 +12,8 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.native import load, read_meta, require_complete, save
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.plans.params import param_groups
+from megatron_llama.engine.pieces import shard_pieces, weight_sums
+from megatron_llama.plans.run_params import param_groups
 from torch import Tensor
 
 from tests.engine.test_moments import Found, whole
@@ -93,7 +94,7 @@ def train(place: Place, layout: AveragedLayout, steps: range = range(STEPS), loa
     if saves is not None:
         save(saves, run.optimizer, run.mesh, TrainState(steps.stop, 8), layout.sized())
     run.optimizer.settle()
-    pieces = [(p.rectangle, {name: tensor.clone() for name, tensor in p.tensors.items()}) for p in run.optimizer.pieces() if p.primary]
+    pieces = [(p.rectangle, {name: tensor.clone() for name, tensor in p.tensors.items()}) for p in shard_pieces(run.optimizer) if p.primary]
     run.optimizer.close()
     return Curves(losses, norms, evaluations, pieces)
 
@@ -208,8 +209,8 @@ def skipping(place: Place, layout: AveragedLayout, skipped: tuple[int, ...]) -> 
         assert result.skipped.item() == bad
         number += not bad
     run.optimizer.settle()
-    pieces = [(p.rectangle, {name: tensor.clone() for name, tensor in p.tensors.items()}) for p in run.optimizer.pieces() if p.primary]
-    sums = {float(weight_sum) for weight_sum in run.optimizer.weight_sums()}
+    pieces = [(p.rectangle, {name: tensor.clone() for name, tensor in p.tensors.items()}) for p in shard_pieces(run.optimizer) if p.primary]
+    sums = {float(weight_sum) for weight_sum in weight_sums(run.optimizer)}
     assert sums == {4.0}
     run.optimizer.close()
     return Curves([loss for index, loss in enumerate(losses) if index not in skipped], [], [], pieces)

@@ -11,8 +11,9 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.param_handle import attach_param_handle
-from megatron_llama.plans.activation_memory import GRANULARITIES, Granularity
+from megatron_llama.plans.chunks import GRANULARITIES, Granularity
 from megatron_llama.plans.params import Partition, stage_units, whole_model
+from megatron_llama.plans.run_params import trained_units
 from megatron_llama.plans.schedule import Action, Op
 from megatron_llama.plans.specs import ParamSpec
 from megatron_llama.plans.stage_accesses import unit_weight_accesses, weight_accesses_of
@@ -71,7 +72,7 @@ class Watched:
         self.stage.on_weight_access = lambda unit, backward: self.events.append(f"{'B' if backward else 'F'}{unit}")
         self.handles = [
             self.lived_in(unit, spec)
-            for unit, specs in enumerate(stage_units(MODEL, partition, index, freeze=freeze))
+            for unit, specs in enumerate(trained_units(stage_units(MODEL, partition, index), freeze=freeze))
             for spec in specs.params
         ]
         self.x = token_ids(12).view(6, 2) if index == 0 else torch.ones(6, 2, MODEL.hidden_size, requires_grad=True)
@@ -150,7 +151,7 @@ def test_evaluation_announces_forward_passes_only(recompute: Granularity) -> Non
 def test_backward_goes_down_to_the_first_unit_that_is_trained(freeze: tuple[str, ...], backward: str, recompute: Granularity) -> None:
     """As the plan has it, which the engine gathers by. No frozen weight's gradient is written or postponed."""
     watched = Watched(1, 0, recompute, freeze)
-    units, partition = stage_units(MODEL, whole_model(MODEL), 0, freeze=freeze), whole_model(MODEL)
+    units, partition = trained_units(stage_units(MODEL, whole_model(MODEL), 0), freeze=freeze), whole_model(MODEL)
     planned = weight_accesses_of([Action(Op.BACKWARD, 0, 0)], *unit_weight_accesses([units], partition))
     for put_off in (False, True):
         for handle in watched.handles:
@@ -250,7 +251,7 @@ def test_documents_by_blocks_equal_those_by_a_mask(monkeypatch: pytest.MonkeyPat
     documents = torch.stack((torch.arange(16) // 5, torch.arange(16) // 16), dim=1).int()
     found = []
     for longest in (16, 15):
-        monkeypatch.setattr("megatron_llama.model.llama.LONGEST_MASKED", longest)
+        monkeypatch.setattr("megatron_llama.model.positions.LONGEST_MASKED", longest)
         monkeypatch.setattr("megatron_llama.nn.sliding.BLOCK", 4)
         positions = stage.positions(16, CPU, None, documents)
         assert (positions.mask is None) is (longest == 15)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.recorder import Traffic
-from megatron_llama.model.llama import Positions
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn.functional import gated, recomputable_add_norm, recomputable_gated, rms_norm, split_heads
 from megatron_llama.nn.linear import column_linear
 from megatron_llama.nn.ops import PLAIN
@@ -21,7 +21,8 @@ from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
+from megatron_llama.plans.activation_memory import Activations
+from megatron_llama.plans.chunks import GRANULARITIES, Granularity
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -21,7 +21,7 @@ from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
 from megatron_llama.nn.param_handle import attach_param_handle
-from megatron_llama.plans.params import rank_units
+from megatron_llama.plans.run_params import rank_units
 from megatron_llama.plans.specs import HFSlice
 from megatron_llama.plans.zigzag import zigzag_chunks
 from tools.overlap.loss import token_losses

@@ -15,7 +15,9 @@ from megatron_llama.config.world import dp_size
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.training_job import Matmul
 from megatron_llama.plans.activation_memory import Activations
-from megatron_llama.plans.params import adapter_shapes, padded_vocab_size, partition_of, rank_units
+from megatron_llama.plans.lora import adapter_shapes
+from megatron_llama.plans.params import padded_vocab_size, partition_of
+from megatron_llama.plans.run_params import rank_units
 from megatron_llama.plans.specs import ParamSpec
 
 PASSES = 3

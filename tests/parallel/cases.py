@@ -22,12 +22,14 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Block, Stage, build_stages
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.params import hf_shapes, param_groups, rank_units
+from megatron_llama.plans.params import hf_shapes
+from megatron_llama.plans.run_params import param_groups, rank_units
 from megatron_llama.plans.specs import Rectangle
 from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
@@ -266,7 +268,7 @@ def train(place: Place, layout: Layout, block: type[Block] = Block) -> Record:
 def record(run: Trainer, steps: Sequence[tuple[Tensor, Tensor]]) -> Record:
     """What is left of a run that took these steps. Collective."""
     run.optimizer.settle()
-    pieces = (Piece(piece.rectangle, piece.tensors["master"].clone(), piece.primary) for piece in run.optimizer.pieces())
+    pieces = (Piece(piece.rectangle, piece.tensors["master"].clone(), piece.primary) for piece in shard_pieces(run.optimizer))
     return Record(
         losses=tuple(loss.item() for loss, _ in steps),
         norms=tuple(norm.item() for _, norm in steps),

@@ -12,7 +12,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.head import head_loss
 from megatron_llama.nn.ops import PLAIN
-from megatron_llama.plans.activation_memory import HEAD_CHUNK, head_rows
+from megatron_llama.plans.chunks import HEAD_CHUNK, head_rows
 
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, trainer

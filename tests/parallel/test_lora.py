@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.nn.lora import additions_off
-from megatron_llama.plans.params import adapter_shapes, hf_shapes, is_adapter
+from megatron_llama.plans.lora import adapter_shapes, is_adapter
+from megatron_llama.plans.params import hf_shapes
 from megatron_llama.plans.run_engine import rank_bucket_plan
 from megatron_llama.plans.specs import Rectangle
 from torch import Tensor

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.model.llama import Positions, Stage
+from megatron_llama.model.llama import Stage
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.plans.buckets import BucketKind
 from megatron_llama.prove.draw import DOUBLINGS, EACH_SCHEDULE, SCHEDULES, THREE_AXES

@@ -12,10 +12,11 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.gradients import _Exchanges
+from megatron_llama.engine.exchanges import BucketExchanges
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
-from megatron_llama.model.llama import Positions, build_stages
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.plans.engine_memory import host_buffer_bytes, squares_bytes, state_bytes
@@ -408,7 +409,7 @@ def receive_bytes(place: Place, layout: Layout) -> int:
     old = run.optimizer.gradients
     with Made():
         slots = {bucket: old.bucket_plan.gradient_slots[bucket] for bucket in old.trainable}
-        _Exchanges(old._unsharded, old._parts, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
+        BucketExchanges(old._unsharded, old._parts, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
     return sum(tensor.untyped_storage().nbytes() for tensor in made)
 
 

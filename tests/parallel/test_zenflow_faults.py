@@ -10,7 +10,7 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.config.offload import ZenFlowConfig
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.engine.replicas import check_replicas
+from megatron_llama.engine.replicas import check_replicas, replicated
 from megatron_llama.errors import OffloadError, TrainingError
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def flipped(place: Place, layout: Zen) -> tuple[list[str], set[str]]:
     if place.rank == 3:
         run.optimizer.masters[0][5:6].view(torch.int32).bitwise_xor_(1 << 20)
     told.append(complaint(run, 9))
-    return told, {one.what for one in run.optimizer.replicated() if one.axis.name == "dp_replica"}
+    return told, {one.what for one in replicated(run.optimizer) if one.axis.name == "dp_replica"}
 
 
 def complaint(run: Trainer, iteration: int) -> str:

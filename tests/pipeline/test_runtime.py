@@ -16,8 +16,10 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.pipeline.runtime import Engine, FixedWeights, PipelineRuntime
-from megatron_llama.plans.params import is_frozen
+from megatron_llama.pipeline.fixed_weights import FixedWeights
+from megatron_llama.pipeline.runtime import Engine, PipelineRuntime
+from megatron_llama.pipeline.scoring import score_tokens
+from megatron_llama.plans.freeze import is_frozen
 from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
 
@@ -88,7 +90,7 @@ def scored(place: Place, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor, T
     batches = run.batches(0)
     for index in range(1, len(batches), 2):
         batches[index] = Batch(*(half[: SEQ_LENGTH // 2] for half in (batches[index].tokens, batches[index].labels)))
-    found = run.runtime.score(batches)
+    found = score_tokens(run.runtime, batches)
     assert not any(losses.requires_grad for losses, _ in found)
     return [(batch.tokens, batch.labels, losses, likeliest) for batch, (losses, likeliest) in zip(batches, found, strict=True)]
 

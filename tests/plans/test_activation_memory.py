@@ -15,11 +15,13 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.model.llama import Positions, Stage, build_stages
+from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
+from megatron_llama.plans.activation_memory import Activations
+from megatron_llama.plans.chunks import GRANULARITIES, Granularity
 from megatron_llama.plans.memory import MemoryPlan, peak_of
 from tools.overlap.loss import token_losses
 from torch import Tensor, nn

@@ -11,20 +11,19 @@ from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, Optimi
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.model.llama import Stage, StageOptions
-from megatron_llama.plans.activation_memory import Granularity
+from megatron_llama.plans.chunks import Granularity
+from megatron_llama.plans.lora import adapter_shapes, projections
 from megatron_llama.plans.params import (
     Partition,
-    adapter_shapes,
     hf_shapes,
     kv_copies,
     padded_vocab_size,
     parameter_count,
     partition_of,
-    projections,
-    rank_units,
     split_layers,
     stage_units,
 )
+from megatron_llama.plans.run_params import rank_units, trained_units
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec, rectangles
 from torch import Tensor
 
@@ -202,7 +201,7 @@ def test_a_fused_tensor_of_huggingface_has_one_addition() -> None:
     shapes = adapter_shapes(model, lora)
     assert len(shapes) == 4 * model.num_hidden_layers
     assert shapes["model.layers.0.self_attn.qkv_proj.lora_B.weight"] == (outputs, 2)
-    specs = {spec.name: spec for spec in specs_of(stage_units(model, even(4, 1), 0, tp=2, tp_rank=1, lora=lora))}
+    specs = {spec.name: spec for spec in specs_of(trained_units(stage_units(model, even(4, 1), 0, tp=2, tp_rank=1), lora=lora, tp=2))}
     second = specs["model.layers.0.self_attn.qkv_proj.adapters.qkv_proj.lora_B.weight"]
     assert second.shape == (outputs // 2, 2)
     # The second half of the queries, of the keys and of the values.
@@ -313,7 +312,8 @@ def test_norms_are_copies_whose_gradients_are_partial_only_under_sequence_parall
 def frozen_of(model: ModelConfig, partition: Partition, tp: int, freeze: tuple[str, ...]) -> set[str]:
     """The HuggingFace names of what is not trained, over all ranks. A name is either frozen everywhere or nowhere."""
     places = itertools.product(range(tp), range(partition.stages))
-    specs = [s for rank, stage in places for s in specs_of(stage_units(model, partition, stage, tp=tp, tp_rank=rank, freeze=freeze))]
+    stages = [stage_units(model, partition, stage, tp=tp, tp_rank=rank) for rank, stage in places]
+    specs = [spec for units in stages for spec in specs_of(trained_units(units, freeze=freeze))]
     frozen, trained = ({part.name for s in specs if s.trainable is wanted for part in s.slices} for wanted in (False, True))
     assert not frozen & trained and frozen | trained == set(hf_shapes(model))
     return frozen
@@ -338,13 +338,13 @@ def test_the_embedding_decides_for_a_tied_head() -> None:
         (even(4, 4), [(0, "model.embed_tokens.weight"), (3, "lm_head.weight")]),
     ):
         for stage, name in places:
-            [spec] = [s for s in specs_of(stage_units(TIED, partition, stage, freeze=("model.embed_tokens.*",))) if s.name == name]
+            [spec] = [s for s in specs_of(trained_units(stage_units(TIED, partition, stage), freeze=("model.embed_tokens.*",))) if s.name == name]
             assert not spec.trainable
-            assert all(s.trainable for s in specs_of(stage_units(TIED, partition, stage, freeze=("lm_head.*",))))
+            assert all(s.trainable for s in specs_of(trained_units(stage_units(TIED, partition, stage), freeze=("lm_head.*",))))
 
 
 def test_a_part_of_a_fused_weight_freezes_nothing() -> None:
-    specs = specs_of(stage_units(GQA, even(4, 1), 0, freeze=("*.q_proj.*", "*.up_proj.*")))
+    specs = specs_of(trained_units(stage_units(GQA, even(4, 1), 0), freeze=("*.q_proj.*", "*.up_proj.*")))
     assert all(spec.trainable for spec in specs)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from megatron_llama.plans.buckets import Slot
 from megatron_llama.plans.params import Partition, split_layers, stage_units
-from megatron_llama.plans.prefetch import PrefetchPlan, gathers
+from megatron_llama.plans.prefetch import PrefetchPlan
 from megatron_llama.plans.schedule import Op, placement_of, schedule_named
 from megatron_llama.plans.stage_accesses import unit_weight_accesses, weight_accesses_of
+from megatron_llama.plans.traffic import count_gathers
 from megatron_llama.plans.weight_access import WeightAccess
 
 from tests.plans.test_weight_access import MODEL
@@ -67,20 +68,20 @@ def test_gathers_of_equal_blocks(microbatches: int, limit: int | None) -> None:
     for count in range(1, 9):
         for slots in range(1, count + 1):
             turns = 2 * microbatches - 1
-            found = gathers(blocks(count, slots, limit=limit), plain(count, microbatches))
+            found = count_gathers(blocks(count, slots, limit=limit), plain(count, microbatches))
             assert sum(found.values()) == 2 * count * microbatches - slots * turns
 
 
 def test_gathers_by_bucket() -> None:
     """Four blocks, two slots, two microbatches. 2 and 3 are kept from forward to backward, 0 and 1 from backward to forward."""
-    assert gathers(blocks(4, 2), plain(4, 2)) == {0: 3, 1: 3, 2: 2, 3: 2}
-    assert gathers(blocks(4, 1), plain(4, 2)) == {0: 3, 1: 4, 2: 4, 3: 2}
-    assert gathers(blocks(4, 4), plain(4, 2)) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert count_gathers(blocks(4, 2), plain(4, 2)) == {0: 3, 1: 3, 2: 2, 3: 2}
+    assert count_gathers(blocks(4, 1), plain(4, 2)) == {0: 3, 1: 4, 2: 4, 3: 2}
+    assert count_gathers(blocks(4, 4), plain(4, 2)) == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 @pytest.mark.parametrize("steps", [2, 3, 10])
 def test_steps_repeat_from_the_second(steps: int) -> None:
-    assert gathers(blocks(5, 2), plain(5, 3), steps=steps) == gathers(blocks(5, 2), plain(5, 3))
+    assert count_gathers(blocks(5, 2), plain(5, 3), steps=steps) == count_gathers(blocks(5, 2), plain(5, 3))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
@@ -95,7 +96,7 @@ def test_gathers_of_1f1b(count: int, rank: int, microbatches: int) -> None:
     assert turns == 2 * max(1, microbatches - (3 - rank)) - 1, "warm-up, then one forward and one backward in turn"
     for slots in range(1, count + 1):
         kept = slots * turns + max(0, 2 * slots - count) * (2 * microbatches - 1 - turns)
-        assert sum(gathers(blocks(count, slots), accesses).values()) == 2 * count * microbatches - kept
+        assert sum(count_gathers(blocks(count, slots), accesses).values()) == 2 * count * microbatches - kept
 
 
 def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[PrefetchPlan, tuple[WeightAccess, ...]]:
@@ -123,7 +124,7 @@ def test_gathers_of_real_schedules(name: str, virtual: int, rank: int, slots: in
     """As few as a fixed slot allows: one each time that the bucket changes. With all slots: one per bucket and step."""
     prefetch, accesses = rank_case(name, virtual, rank, slots=slots)
     needs = [bucket for access in accesses for bucket in prefetch.unit_buckets[access.unit]]
-    found = gathers(prefetch, accesses)
+    found = count_gathers(prefetch, accesses)
     assert found.total() == changes(prefetch.slots, needs)
     assert found[0] == 1 and set(found) == set(needs)
     if slots == 12:
@@ -138,7 +139,7 @@ def test_a_slot_shared_by_embedding_and_head(ends: int) -> None:
     places = [(1, 0), *[(0, block) for block in range(12)], (1, ends - 1)]
     prefetch = PrefetchPlan(slots=places, sizes=[1] * 14, unit_buckets=[(b,) for b in range(14)], prefetch_bytes=None)
     accesses = weight_accesses_of(schedule_named("1f1b", ranks=1, microbatches=5).ranks[0], *unit_weight_accesses(units, partition))
-    found = gathers(prefetch, accesses)
+    found = count_gathers(prefetch, accesses)
     assert (found[0], found[13]) == ((5, 5) if ends == 1 else (1, 1))
     assert {found[bucket] for bucket in range(1, 13)} == {1}
 
@@ -199,8 +200,8 @@ def forget_all(prefetch: PrefetchPlan) -> None:
 
 
 def test_frozen_buckets_are_gathered_once_where_they_may_stay() -> None:
-    assert gathers(blocks(3, 3), plain(3, 2), frozen={0, 2}) == {1: 1}
-    assert gathers(blocks(3, 1), plain(3, 1), frozen={0, 1, 2}) == {1: 2, 2: 1, 0: 1}
+    assert count_gathers(blocks(3, 3), plain(3, 2), frozen={0, 2}) == {1: 1}
+    assert count_gathers(blocks(3, 1), plain(3, 1), frozen={0, 1, 2}) == {1: 2, 2: 1, 0: 1}
 
 
 def test_slots_stay_filled_between_lists() -> None:

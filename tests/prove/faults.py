@@ -32,13 +32,16 @@ from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.comm.collectives import DONE, Pending
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine import optimizer as engine
-from megatron_llama.engine.gradients import GradientBuckets, _Exchanges
+from megatron_llama.engine.exchanges import BucketExchanges
+from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.parameters import ParameterBuckets
+from megatron_llama.engine.pieces import step_counts
 from megatron_llama.loop import inputs
 from megatron_llama.model import init, llama
-from megatron_llama.model.llama import Positions, Stage
+from megatron_llama.model.llama import Stage
+from megatron_llama.model.positions import Positions
 from megatron_llama.nn import context, loss, ops, recompute, rotary, sliding_context
 from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import local_sequence
@@ -46,8 +49,9 @@ from megatron_llama.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans import lr, params, zigzag
-from megatron_llama.plans.params import LORA_A, Shapes
+from megatron_llama.plans import lora, lr, params, zigzag
+from megatron_llama.plans.lora import LORA_A
+from megatron_llama.plans.params import Shapes
 from megatron_llama.plans.specs import ParamSpec, Rectangle
 from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
@@ -178,12 +182,12 @@ def padding_of_the_vocabulary() -> AbstractContextManager[object]:
 
 def low_rank_halves_not_summed() -> AbstractContextManager[object]:
     """The half of a low-rank addition that all tp ranks hold keeps this rank's gradient."""
-    correct = params._adapter
+    correct = lora._adapter
 
     def adapter(*args: Any, **options: Any) -> tuple[ParamSpec, ...]:
         return tuple(replace(spec, partial_grad=False) for spec in correct(*args, **options))
 
-    return patch.object(params, "_adapter", adapter)
+    return patch.object(lora, "_adapter", adapter)
 
 
 def low_rank_spread_of_a_shard() -> AbstractContextManager[object]:
@@ -357,20 +361,20 @@ def norm_of_the_own_shard() -> AbstractContextManager[object]:
 
 def replicas_not_summed() -> AbstractContextManager[object]:
     """With hybrid sharding no gradient leaves the ranks that share a bucket."""
-    return patch.object(_Exchanges, "sum_over_replicas", lambda self, bucket: None)
+    return patch.object(BucketExchanges, "sum_over_replicas", lambda self, bucket: None)
 
 
 def shards_not_zeroed() -> AbstractContextManager[object]:
     """Reduced gradients are added to those of the step before."""
-    take, follow_up = _Exchanges.take, GradientBuckets._follow_up
+    take, follow_up = BucketExchanges.take, GradientBuckets._follow_up
 
-    def take_later(self: _Exchanges, bucket: int, *, first: bool) -> Any:
+    def take_later(self: BucketExchanges, bucket: int, *, first: bool) -> Any:
         return take(self, bucket, first=False)
 
     def add(self: GradientBuckets, *args: Any, first: bool, final: bool) -> None:
         follow_up(self, *args, first=False, final=final)
 
-    return _together(patch.object(_Exchanges, "take", take_later), patch.object(GradientBuckets, "_follow_up", add))
+    return _together(patch.object(BucketExchanges, "take", take_later), patch.object(GradientBuckets, "_follow_up", add))
 
 
 @contextmanager
@@ -525,7 +529,7 @@ def step_count_forgotten() -> AbstractContextManager[object]:
 
     def load(path: str | Path, loaded: OverlappedDistributedOptimizer, *args: Any, **options: Any) -> TrainState:
         state = correct(path, loaded, *args, **options)
-        for count in loaded.step_counts():
+        for count in step_counts(loaded):
             count.zero_()
         return state
 

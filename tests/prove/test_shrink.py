@@ -19,7 +19,8 @@ from megatron_llama.config.windows import layer_windows
 from megatron_llama.errors import ConfigError
 from megatron_llama.nn.rotary import rope_frequencies, rotary_width
 from megatron_llama.plans.buckets import strategy_named
-from megatron_llama.plans.params import hf_shapes, is_frozen, partition_of
+from megatron_llama.plans.freeze import is_frozen
+from megatron_llama.plans.params import hf_shapes, partition_of
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.plans.run_engine import parameter_slots, rank_bucket_plan
 from megatron_llama.prove.case import STEPS, Case

@@ -18,6 +18,7 @@ from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.sharding.initial import first_values
 from megatron_llama.sharding.module_buckets import module_bucket_plan
 from megatron_llama.sharding.names import parameter_names
+from megatron_llama.sharding.open_counting import OpenCounting
 from megatron_llama.sharding.optimizer import AdamW, ParameterGroup, parameter_groups
 from megatron_llama.sharding.values import ModuleValues
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class Sharded:
         with self.values.installed(whole):
             loss = loss_of()
             loss.backward()
-        self.engine.begin_step(1, None)
+        self.engine.begin_step(1, (), OpenCounting(self.engine.gradients, lambda bucket: None))
         for name in reversed(self.trainable):
             view, beta = self.handles[name].grad_view()
             assert beta == 0.0

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 from megatron_llama.plans.buckets import ALIGN, OWN_SLOT_POOL, BucketPlan
 from megatron_llama.plans.engine_options import EngineOptions
-from megatron_llama.plans.prefetch import PrefetchPlan, gathers
+from megatron_llama.plans.prefetch import PrefetchPlan
 from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.plans.traffic import count_gathers
 from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.module_buckets import module_bucket_plan
 
@@ -136,7 +137,7 @@ def test_nested_units_keep_what_is_around_them() -> None:
     )
     forward = [WeightAccess(unit, backward=False) for unit in range(9)]
     backward = [WeightAccess(unit, backward=True) for unit in reversed(range(9))]
-    counts = gathers(prefetch, [*forward, *backward])
+    counts = count_gathers(prefetch, [*forward, *backward])
     norms = bucket_of(found, "block.0.norm")
     assert counts[norms] == 1
     # With a slot for each depth all but the last block are gathered twice.

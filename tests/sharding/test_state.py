@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.pieces import column_state, shard_pieces
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.optimizer import AdamW, group
@@ -437,12 +438,12 @@ def zenflow_moments(place: Place) -> bool:
     losses(run, 0, 7)
     state = run.state()
     saved = {name: whole(value) for name, value in bits(state).items()}  # on all ranks in one order
-    live = {column.spec.name: column for column in run.engine._engine.column_state()}
+    live = {column.spec.name: column for column in column_state(run.engine._engine)}
     counts = {int(count) for column in live.values() for count in column.updates}
     assert len(counts) > 1
     beta1, beta2 = 0.8, 0.95
     good = []
-    for piece in run.engine._engine.pieces():
+    for piece in shard_pieces(run.engine._engine):
         name, low = piece.rectangle.name, piece.rectangle.offset
         if name not in live:
             continue

@@ -31,12 +31,14 @@ from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.pipeline.scoring import predict_tokens
 from megatron_llama.plans.resolve import problems, resolve
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Step
@@ -169,7 +171,8 @@ class _Run:
             float(loss)
         if "texts" in wanted:
             ids = self._batches()[0].tokens
-            predicted = runtime.predict(Batch(ids.to(self._mesh.device), ids.to(self._mesh.device)))
+            batch = Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))
+            predicted = predict_tokens(runtime, batch)
             predicted.cpu().tolist()
         if "rollback" in wanted:
             # As after a bad step, with the first weights as the checkpoint to which it returns.
@@ -178,7 +181,7 @@ class _Run:
             prefetcher.restart(0)
         if "save" in wanted:
             optimizer.settle()
-            pieces = chain(optimizer.pieces(), column_pieces(optimizer, self._mesh))
+            pieces = chain(shard_pieces(optimizer), column_pieces(optimizer, self._mesh))
             primary = (piece for piece in pieces if piece.primary)
             self._copy_for_save(tuple(part for one in regions(primary) for part in one.split()))
         if "timeline" in wanted:

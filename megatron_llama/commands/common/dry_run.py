@@ -27,17 +27,12 @@ from megatron_llama.config.schema import (
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.hooks import layouts
-from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
+from megatron_llama.plans.chunks import GRANULARITIES
 from megatron_llama.plans.engine_memory import sized
+from megatron_llama.plans.lora import adapter_shapes, trained_beside_adapters
 from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.params import (
-    adapter_shapes,
-    hf_shapes,
-    padded_vocab_size,
-    parameter_count,
-    trained_beside_adapters,
-)
+from megatron_llama.plans.params import hf_shapes, padded_vocab_size, parameter_count
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.registry import imported
 

@@ -27,7 +27,7 @@ from megatron_llama.conversion.hf.writer import EXPORT_FILES, require_export
 from megatron_llama.conversion.safetensors_file import DTYPES, write_safetensors
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
-from megatron_llama.plans.params import adapter_shapes, projections, trained_beside_adapters
+from megatron_llama.plans.lora import adapter_shapes, projections, trained_beside_adapters
 from megatron_llama.plans.specs import Rectangle
 from megatron_llama.tokenizer.base import Tokenizer
 

@@ -18,6 +18,7 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import held_memory
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -91,7 +92,7 @@ def state_of(
     """Return the bytes that are there when a step begins, by the components of
     ``plans.engine_memory.state_bytes``, ``staging``, and those above."""
     seen = set[int]()
-    found = {name: storages.of(tensors, seen) for name, tensors in optimizer.memory.items()}
+    found = {name: storages.of(tensors, seen) for name, tensors in held_memory(optimizer).items()}
     found[BATCHES] = storages.of(
         (tensor for batch in batches for tensor in batch.tensors().values()), seen
     )

@@ -8,7 +8,8 @@ from shlex import join as quoted
 
 from megatron_llama.config.schema import MODEL_SIZES, ModelConfig
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import has_tied_head, is_frozen, stage_units, whole_model
+from megatron_llama.plans.freeze import is_frozen
+from megatron_llama.plans.params import has_tied_head, stage_units, whole_model
 
 
 def freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:

@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import (
-    PROJECTIONS,
-    adapter_shapes,
-    is_frozen,
-    kv_copies,
-    projections,
-)
+from megatron_llama.plans.freeze import is_frozen
+from megatron_llama.plans.lora import PROJECTIONS, adapter_shapes, projections
+from megatron_llama.plans.params import kv_copies
 
 
 def lora_problems(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.errors import describe
 from megatron_llama.plans.checks.whole_units import whole_units
+from megatron_llama.plans.lora import is_adapter
 from megatron_llama.plans.param_groups import (
     FLAG,
     INIT_STD,
@@ -18,7 +19,7 @@ from megatron_llama.plans.param_groups import (
     read_group,
     with_values,
 )
-from megatron_llama.plans.params import has_tied_head, is_adapter
+from megatron_llama.plans.params import has_tied_head
 from megatron_llama.plans.specs import ParamSpec
 
 

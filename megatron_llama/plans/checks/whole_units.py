@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import MODEL_SIZES, Config
-from megatron_llama.plans.engine_options import MUON
-from megatron_llama.plans.params import stage_units, whole_model
+from megatron_llama.plans.run_params import whole_model_units
 from megatron_llama.plans.specs import UnitSpec
 
 
@@ -18,12 +17,4 @@ def whole_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:
     sizes += [model.num_key_value_heads, model.head_dim, tp]
     if min(sizes) <= 0 or model.model_type not in FAMILIES:
         return ()
-    return stage_units(
-        model,
-        whole_model(model),
-        0,
-        tp=tp,
-        freeze=config.optimizer.freeze,
-        lora=config.lora,
-        muon=config.optimizer.optimizer == MUON,
-    )
+    return whole_model_units(config, tp=tp)

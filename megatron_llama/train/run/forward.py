@@ -13,7 +13,8 @@ from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+from megatron_llama.pipeline.fixed_weights import FixedWeights
+from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.train.run.validation import Evaluator
 
 

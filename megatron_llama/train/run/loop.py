@@ -15,7 +15,7 @@ from megatron_llama.metrics.events import END
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.lr import learning_rate
-from megatron_llama.plans.params import logged_group, param_groups
+from megatron_llama.plans.run_params import logged_group, param_groups
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Part, Run, Step
 from megatron_llama.train.run.checkpoints import Checkpoints

@@ -16,6 +16,7 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.pipeline.scoring import predict_tokens
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.train.run.callbacks import Part, Run
 
@@ -71,8 +72,8 @@ class SampleTexts(Part):
         done = torch.zeros(count, dtype=torch.bool)
         columns = torch.arange(count)
         for _ in range(self._options.sample_tokens):
-            next_ids = self._runtime.predict(
-                Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))
+            next_ids = predict_tokens(
+                self._runtime, Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))
             ).cpu()[lengths - 1, columns]
             done |= next_ids == self._tokenizer.eos_id
             if done.all():

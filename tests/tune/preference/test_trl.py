@@ -15,6 +15,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import BatchLoader
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.lora import additions_off
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
@@ -149,7 +150,7 @@ def train(place: Place, run: Run, folder: Path) -> tuple[Trained, Trained, dict[
 def trained_pieces(optimizer: Any, name: str) -> tuple[Piece, ...]:
     """One tensor of the state of everything that is trained."""
     optimizer.settle()
-    return tuple(Piece(p.rectangle, p.tensors[name].clone(), p.primary) for p in optimizer.pieces() if "exp_avg" in p.tensors)
+    return tuple(Piece(p.rectangle, p.tensors[name].clone(), p.primary) for p in shard_pieces(optimizer) if "exp_avg" in p.tensors)
 
 
 class Twins:

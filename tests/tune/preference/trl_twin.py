@@ -22,7 +22,7 @@ from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.corpus import docstring_pairs, python_documentation
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.params import adapter_shapes
+from megatron_llama.plans.lora import adapter_shapes
 from megatron_llama.plans.specs import Rectangle
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor

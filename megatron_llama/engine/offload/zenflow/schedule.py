@@ -161,8 +161,10 @@ class AutoInterval:
     def end_step(self, scale: Tensor, skip: Tensor, *, closed: bool) -> None:
         """A step is over, whose gradients are to be divided by ``scale``; ``closed`` says whether
         its window closed. Collective."""
+        # Every rank has counted its own part of a matrix.
         for axis in (self._mesh.dp_shard, self._mesh.tp):
             all_reduce(self._step, axis).wait()
+        # ``where``: a product with zero would keep the NaN of a skipped step.
         self._window += torch.where(skip > 0, 0.0, self._step / scale)
         self._steps += 1.0 - skip
         self._step.zero_()

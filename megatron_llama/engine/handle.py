@@ -1,0 +1,47 @@
+"""The engine's end of a parameter's handle (``nn/param_handle.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_llama.engine.gradients import GradientBuckets
+from megatron_llama.engine.parameters import ParameterBuckets
+from megatron_llama.plans.buckets import PlacedParam
+
+
+@dataclass(frozen=True)
+class BucketParamHandle:
+    """The engine's side of one parameter: a ``ParamHandle``. Whatever it is asked may wait for
+    messages of other ranks."""
+
+    parameters: ParameterBuckets
+    gradients: GradientBuckets
+    bucket: int
+    placement: PlacedParam
+    waits: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes the section around each call, for whoever has more to say of a wait that ends with an
+    error than the backend has."""
+
+    def wait_unsharded(self) -> int:
+        with self.waits():
+            return self.parameters.wait_unsharded(self.bucket, self.placement.spec.name)
+
+    def check_version(self, version: int) -> None:
+        with self.waits():
+            self.parameters.check_version(self.bucket, self.placement.spec.name, version)
+
+    def grad_view(self) -> tuple[Tensor, float]:
+        with self.waits():
+            return self.gradients.grad_view(self.bucket, self.placement)
+
+    def grad_written(self) -> None:
+        with self.waits():
+            self.gradients.grad_written(self.bucket, self.placement)
+
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+        # The only one that waits for nothing.
+        return self.gradients.keep_wgrad(work)

@@ -1,0 +1,142 @@
+"""What an engine holds, for those who read and write it between steps: checkpoints, conversions,
+and the state dict of a user's module.
+
+Call ``engine.settle`` first: until then messages and updates may be under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.update_rule import ColumnState
+from megatron_llama.plans.buckets import ALIGN
+from megatron_llama.plans.specs import Rectangle
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """A rectangle of a HuggingFace tensor that this rank owns, with its live storage."""
+
+    rectangle: Rectangle
+    tensors: dict[str, Tensor]
+    """``master`` and the update rule's shard-shaped state, as views of the rectangle's size. What
+    the rule keeps for each block of ALIGN elements of a row is a piece of its own, of a rectangle
+    that counts blocks."""
+    primary: bool
+    """Whether this rank is the one that writes it, if several ranks hold the same values."""
+
+
+def shard_pieces(engine: OverlappedDistributedOptimizer) -> Iterator[ShardPiece]:
+    """Yields everything that a checkpoint holds of this rank, in HuggingFace coordinates. Call
+    ``settle`` first."""
+    for bucket in range(len(engine.masters)):
+        tensors = shard_tensors(engine, bucket)
+        of_blocks = block_tensors(engine, bucket)
+        primary = engine.is_primary(bucket)
+        for rectangle, place in engine.bucket_plan.rectangles(bucket, engine.mesh.dp_shard.rank):
+            views = {name: tensor[place].view(rectangle.size) for name, tensor in tensors.items()}
+            yield ShardPiece(rectangle, views, primary)
+            # Their rectangles count blocks, so they cannot be views in the piece of the elements.
+            if of_blocks:
+                span = slice(place.start // ALIGN, place.stop // ALIGN)
+                blocks = in_blocks(rectangle)
+                views = {name: tensor[span].view(blocks.size) for name, tensor in of_blocks.items()}
+                yield ShardPiece(blocks, views, primary)
+
+
+def in_blocks(rectangle: Rectangle) -> Rectangle:
+    """Returns where the blocks of ALIGN elements of a matrix's rows are that a rectangle consists
+    of, in the matrix of all blocks. The columns of a rectangle, on every rank, begin and end at
+    multiples of ALIGN where this is used (``checks/optimizer.py``)."""
+    shape, offset, size = (
+        (*sides[:-1], sides[-1] // ALIGN)
+        for sides in (rectangle.shape, rectangle.offset, rectangle.size)
+    )
+    return Rectangle(rectangle.name, shape, offset, size, rectangle.start // ALIGN)
+
+
+def shard_tensors(engine: OverlappedDistributedOptimizer, bucket: int) -> dict[str, Tensor]:
+    """Returns the master and all shard-shaped state of a bucket, live."""
+    trainable = engine.bucket_plan.buckets[bucket].kind.trainable
+    state = engine.rules.by_bucket[bucket].state(bucket) if trainable else {}
+    return {
+        "master": engine.masters[bucket],
+        **{
+            name: tensor
+            for name, tensor in state.items()
+            if tensor.dim() and len(tensor) == len(engine.masters[bucket])
+        },
+    }
+
+
+def block_tensors(engine: OverlappedDistributedOptimizer, bucket: int) -> dict[str, Tensor]:
+    """Returns the state of a bucket that has a number for each ALIGN elements, live."""
+    if not engine.bucket_plan.buckets[bucket].kind.trainable:
+        return {}
+    return {
+        name: tensor
+        for name, tensor in engine.rules.by_bucket[bucket].state(bucket).items()
+        if tensor.dim() and len(tensor) < len(engine.masters[bucket])
+    }
+
+
+def step_counts(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
+    """Returns the update rules' step counters (0-dim, live), which are equal on every rank."""
+    return [
+        engine.rules.by_bucket[bucket].state(bucket)["step"]
+        for bucket in engine.gradients.trainable
+    ]
+
+
+def weight_sums(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
+    """Returns the sum of the weights of all steps in the average of weights (0-dim, live), for
+    every shard that has one. They are equal on every rank."""
+    return [
+        engine.rules.by_bucket[b].state(b)["weight_sum"] for b in engine.evaluation_weights.buckets
+    ]
+
+
+def column_state(engine: OverlappedDistributedOptimizer) -> list[ColumnState]:
+    """Returns what update rules keep for single columns. Call ``settle`` first."""
+    return [column for rule in engine.rules.distinct for column in rule.column_state()]
+
+
+def rule_progress(engine: OverlappedDistributedOptimizer) -> Tensor | None:
+    """Returns the live vector of the rule that has a schedule of its own, or None."""
+    of_rules = (rule.progress() for rule in engine.rules.distinct)
+    return next((progress for progress in of_rules if progress is not None), None)
+
+
+def resume_rules(engine: OverlappedDistributedOptimizer, step: int) -> None:
+    """All state has been written: have the rules continue from it, after ``step`` updates."""
+    for rule in engine.rules.distinct:
+        rule.resume(step)
+
+
+def held_memory(engine: OverlappedDistributedOptimizer) -> dict[str, list[Tensor]]:
+    """All tensors that live as long as the engine, by the components of
+    ``engine_memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
+    also in two components: what counts is the first one."""
+    states = [
+        tensor
+        for bucket in engine.gradients.trainable
+        for tensor in engine.rules.by_bucket[bucket].state(bucket).values()
+    ]
+    return {
+        "parameters": engine.parameters.unsharded,
+        "parameter shards": engine.parameters.shards,
+        "gradients": engine.gradients.memory,
+        "staging": engine.gradients.staging,
+        "master weights": engine.masters,
+        "moments": [tensor for tensor in states if tensor.dim()],
+        "update buffers": [tensor for rule in engine.rules.distinct for tensor in rule.buffers],
+        "scalars": [
+            *(tensor for tensor in states if not tensor.dim()),
+            *engine.loss_scale.memory,
+            *engine.numbers,
+        ],
+    }

@@ -1,0 +1,94 @@
+"""What attention needs to know of a microbatch: rotary tables, and which positions are one
+document."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.distributed.axes import Axis
+from megatron_llama.model.continuation import Continuation
+from megatron_llama.nn.attention import LONGEST_MASKED, Documents, ScoreRule
+from megatron_llama.nn.context import causal_document_mask, local_sequence
+from megatron_llama.nn.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What attention needs to know of a microbatch.
+
+    ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
+    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are given
+    as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s]. With it, for
+    layers with a window or with capped scores, and instead of a mask that would be too large, they
+    are given as ``document_ids``, int [s, b] of the whole sequence. With a continuation the mask is
+    [b, 1, s, length], and None when nothing was read before; it has no window."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | Documents | None = None
+    document_ids: Tensor | None = None
+    continuation: Continuation | None = None
+    sliding_cos: Tensor | None = None
+    sliding_sin: Tensor | None = None
+
+
+class Rotaries:
+    """The rotary frequencies of a model's layers."""
+
+    def __init__(self, config: ModelConfig, cp: Axis) -> None:
+        self.plain = Rotary.of(config)
+        self._sliding = Rotary.of_sliding_layers(config)
+        self._cp = cp
+
+    def positions(
+        self, length: int, device: torch.device, position_ids: Tensor | None, lengths: Tensor | None
+    ) -> Positions:
+        """Make the tables for a whole sequence of ``length`` positions from 0, or for given ids
+        [s, b]; with context parallelism those of this rank's part only.
+
+        ``lengths``, int64 [b], are those of the whole sequences, on which some rotary scalings
+        depend; by default each sequence ends behind the largest of its ids."""
+        ids = position_ids
+        if ids is None:
+            ids = torch.arange(length, device=device).unsqueeze(-1)
+        if self.plain.depends_on_length and lengths is None:
+            lengths = ids.amax(0) + 1
+        own_ids = local_sequence(ids, self._cp)
+        cos, sin = self.plain.table(own_ids, lengths)
+        positions = Positions(cos, sin)
+        if self._sliding is None:
+            return positions
+        sliding_cos, sliding_sin = self._sliding.table(own_ids)
+        return replace(positions, sliding_cos=sliding_cos, sliding_sin=sliding_sin)
+
+
+def with_documents(
+    positions: Positions,
+    document_ids: Tensor,
+    documents: Documents | None,
+    *,
+    length: int,
+    cp: Axis,
+    rules: Collection[ScoreRule],
+) -> Positions:
+    """Say which positions are one document, in the form that the attention of each layer reads.
+
+    ``documents`` are those of ``document_ids`` where there is a kernel for them, which replaces the
+    mask. ``rules`` are how the layers make attention scores."""
+    if cp.size > 1:
+        return replace(positions, document_ids=document_ids)
+    if any(not rule.is_plain(length) for rule in rules):
+        positions = replace(positions, document_ids=document_ids)
+    if documents is not None:
+        return replace(positions, mask=documents)
+    if length > LONGEST_MASKED:
+        # In blocks of queries: a mask of all positions would be larger than all activations.
+        return replace(positions, document_ids=document_ids)
+    if any(rule.is_plain(length) for rule in rules):
+        return replace(positions, mask=causal_document_mask(document_ids))
+    return positions
