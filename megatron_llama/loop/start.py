@@ -22,6 +22,7 @@ from megatron_llama.checkpoint.meta import (
     TrainState,
     model_changes,
     model_differences,
+    parse_meta,
 )
 from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage import refuse
@@ -48,15 +49,20 @@ class Start:
     """A folder of weights from which a run starts."""
 
     path: Path
-    native: bool
-    """Whether this is a checkpoint of this program, which also has the optimizer's state and the
-    position in the data; else it is a folder of another format."""
+    meta: CheckpointMeta | None
+    """Of a checkpoint of this program, which also has the optimizer's state and the position in the
+    data; None for a folder of another format."""
     ignored: tuple[str, ...] = ()
     """Fields of a HuggingFace ``config.json`` that are not refused."""
     goes_on: bool = False
     """Whether a folder of another format has the optimizer's state and the position, too."""
     passed_over: tuple[checkpoint_dir.PassedOver, ...] = ()
     """Why each newer checkpoint cannot be used, where AUTO has passed over some."""
+
+    @property
+    def native(self) -> bool:
+        """Whether this is a checkpoint of this program."""
+        return self.meta is not None
 
     @property
     def resumable(self) -> bool:
@@ -66,8 +72,8 @@ class Start:
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
         """The configuration of the weights. The sizes are for a folder that stores only a padded
         vocabulary; see ``open_model``."""
-        if self.native:
-            return native.read_meta(self.path).model
+        if self.meta is not None:
+            return self.meta.model
         return open_model(
             self.path, vocab_size=vocab_size, tokens=tokens, ignored=self.ignored
         ).model
@@ -82,10 +88,10 @@ class Start:
 
     def carried(self, model: ModelConfig) -> Carried:
         """What came with the weights of ``model`` beside its numbers. Raises CheckpointError."""
-        if self.native:
+        if self.meta is not None:
             with local_copy(self.path.parent / checkpoint_dir.TOKENIZER) as folder:
                 generation = read_generation(folder)
-            return Carried(native.read_meta(self.path).state.hf_config, generation)
+            return Carried(self.meta.state.hf_config, generation)
         source = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
         beside = {path.parent for path in source.tokenizer_files if path.name == GENERATION}
         generation = read_generation(beside.pop()) if beside else derived_generation(source.extra)
@@ -105,8 +111,8 @@ class Start:
 
     def state(self) -> TrainState:
         """The position of the run that saved a ``resumable`` folder. Raises CheckpointError."""
-        if self.native:
-            return native.read_meta(self.path).state
+        if self.meta is not None:
+            return self.meta.state
         return TrainState(*self.saved_run().position())
 
 
@@ -156,15 +162,15 @@ def named_start(options: CheckpointConfig) -> Start | None:
         )
         if newest is None:
             return None
-        return Start(newest.path, native=True, passed_over=newest.passed_over)
+        return Start(newest.path, parse_meta(newest.path), passed_over=newest.passed_over)
     named = storage_path(options.load)
     checkpoint = named if (named / META).is_file() else checkpoint_dir.latest(named)
     if checkpoint is not None:
-        return Start(checkpoint, native=True)
+        return Start(checkpoint, parse_meta(checkpoint))
     if is_remote(named) or not list(candidates(named)):
         return None
     goes_on = saved_run(named) is not None
-    return Start(named, False, options.ignore_hf_config_fields, goes_on)
+    return Start(named, None, options.ignore_hf_config_fields, goes_on)
 
 
 def find_start(options: CheckpointConfig) -> Start | None:
@@ -254,13 +260,10 @@ def compare(
     return model_changes(str(start.path), saved, model)
 
 
-def resumed(options: CheckpointConfig) -> CheckpointMeta | None:
-    """The checkpoint of ours from which the run resumes; None if it begins at iteration 0, or goes
-    on from another format. Raises CheckpointError."""
-    start = find_start(options)
-    if start is None or begins_anew(options, start) or not start.native:
-        return None
-    return native.read_meta(start.path)
+def resumed(options: CheckpointConfig, start: Start | None) -> CheckpointMeta | None:
+    """Return the checkpoint of ours from which the run resumes; None if it begins at iteration 0,
+    or goes on from another format."""
+    return None if start is None or begins_anew(options, start) else start.meta
 
 
 def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
@@ -410,7 +413,7 @@ def with_pad_embedding_as_before(
     if padding is None or given or start is None or begins_anew(config.checkpoint, start):
         return config, []
     # Megatron trains all rows.
-    if start.native and not _trained_pad_embedding(native.read_meta(start.path)):
+    if start.meta is not None and not _trained_pad_embedding(start.meta):
         return config, []
     line = (
         f"--train-pad-embedding: the embedding of pad_token_id {padding} stays trained, as in the "
@@ -474,10 +477,9 @@ def folder_from_elsewhere(options: CheckpointConfig, start: Start | None) -> str
     return None if start.native else start.path
 
 
-def trained_weights(config: Config) -> TrainedWeights:
+def trained_weights(config: Config, start: Start | None) -> TrainedWeights:
     """Open the weights to evaluate. Raises CheckpointError, ConfigError."""
     options = config.checkpoint
-    start = find_start(options) if options.load is not None else None
     folder = folder_from_elsewhere(options, start)
     if start is not None:
         state = start.state() if start.resumable else TrainState(0, 0)

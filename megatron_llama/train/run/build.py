@@ -24,7 +24,7 @@ from megatron_llama.loop.build import (
     warn_of_start,
 )
 from megatron_llama.loop.facts import run_facts
-from megatron_llama.loop.inputs import Inputs, require_outputs
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.loop.start import folder_from_elsewhere
 from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.metrics.events import FAULT, START
@@ -48,7 +48,7 @@ from megatron_llama.train.run.validation import Evaluator, Validation
 
 @contextmanager
 def open_run(
-    inputs: Inputs,
+    inputs: Ready,
     mesh: Mesh,
     *,
     background: BackgroundSaver | None = None,
@@ -65,9 +65,7 @@ def open_run(
     config = inputs.config
     with raise_on_all_ranks(mesh.world):
         read_first_step(inputs, (mesh.data_rank,), mesh.data_size)
-        if mesh.rank == 0:
-            require_outputs(config)
-    for line in (*inputs.lines, *banner(inputs, mesh)) if mesh.rank == 0 else ():
+    for line in banner(inputs, mesh) if mesh.rank == 0 else ():
         print(f" {line}", flush=True)
 
     with ExitStack() as stack:

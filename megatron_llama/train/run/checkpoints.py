@@ -13,7 +13,7 @@ from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.inputs import Inputs
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.loop.text_inputs import with_places
 from megatron_llama.loop.weight_check import WeightCheck
 from megatron_llama.metrics.log import MetricLog
@@ -31,7 +31,7 @@ class Checkpoints(Part):
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: Ready,
         mesh: Mesh,
         optimizer: OverlappedDistributedOptimizer,
         saver: Saver,
