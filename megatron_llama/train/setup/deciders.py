@@ -1,13 +1,17 @@
 """What is decided between the words of a user and the first step, in its order.
 
-``CONFIGURATION`` comes first: everything that a plan needs. Rank 0 makes the configuration; what
-its folders are called is each rank's own word. Then a command adds what it reads (``reads``), and
-``SAMPLES`` opens and refuses what a run could not train on, load or write. Behind the last of them
-nothing is decided any more.
+The lists at the end say it top to bottom; the functions before them stand in the same order.
 
-The functions below the lists stand in the same order. What they decide by is in the rooms before:
-``loop/start.py`` (--load), ``plans/resolve.py`` (the fields of a configuration), ``plans/checks``
-(what cannot run), ``loop/vocabulary.py`` (tokenizers), ``loop/inputs.py`` (samples)."""
+- ``CONFIGURATION``: rank 0 makes the configuration of the words and of what --load names, and
+  refuses what cannot run. Each rank looks whether it sees the same files, and reads the tokenizer.
+- what a command reads: ``TEXT`` for ``pretrain``; ``sft`` and ``align`` have deciders of their own.
+- ``SAMPLES``: samples are opened, and the position in them is found. Behind the steps of --epochs
+  the configuration is final.
+- ``OUTPUTS``: what the run will write can be written.
+
+What they decide by is in the rooms before: ``loop/start.py`` (--load), ``plans/resolve.py`` (fields
+of a configuration), ``plans/checks`` (what cannot run), ``loop/vocabulary.py`` (tokenizers),
+``loop/inputs.py`` (samples)."""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ from megatron_llama.train.setup.draft import By, Decider, Draft, Need
 from megatron_llama.train.setup.layout import Choice, is_layout_open
 
 
-def require_packages(draft: Draft) -> None:
+def refuse_missing_packages(draft: Draft) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
     log = draft.parsed.get(LogConfig)
     require_tensorboard(log)
@@ -140,7 +144,7 @@ def use_own_folders(draft: Draft) -> Draft:
     return replace(draft, config=replace(draft.config, data=data, checkpoint=checkpoint))
 
 
-def require_visible_start(draft: Draft) -> None:
+def refuse_unseen_start(draft: Draft) -> None:
     """Raise CheckpointError if this rank does not see the folder that rank 0 has found. Each rank
     reads its part of the weights there."""
     start = draft.start
@@ -228,12 +232,12 @@ def decide_prompts(draft: Draft) -> Draft:
     return replace(draft, prompts=prompts)
 
 
-def require_loadable(draft: Draft) -> None:
+def refuse_incomplete_weights(draft: Draft) -> None:
     """Raise CheckpointError if the weights that the run loads are not all there."""
     require_weights(draft.config, draft.start)
 
 
-def require_savable(draft: Draft) -> None:
+def refuse_unsavable_run(draft: Draft) -> None:
     """Raise UserError if the run will save or export what cannot be written."""
     require_saveable(draft.config.checkpoint, draft.reading.tokenizer, draft.start)
 
@@ -250,7 +254,7 @@ def warn_of_run(draft: Draft) -> Draft:
     return replace(draft, notes=(*draft.notes, *lines))
 
 
-def require_writable_outputs(draft: Draft) -> None:
+def refuse_unwritable_outputs(draft: Draft) -> None:
     """Raise UserError unless the run can write where its options say."""
     require_outputs(draft.config)
 
@@ -264,7 +268,7 @@ MODEL = (
 """From words to the options and the model that they name, with much that is not yet derived."""
 
 CONFIGURATION = (
-    Decider(Need.MACHINE, By.RANK_0, refuses=require_packages),
+    Decider(Need.MACHINE, By.RANK_0, refuses=refuse_missing_packages),
     *MODEL,
     Decider(Need.WORDS, By.RANK_0, fills=("config", "notes"), decide=decide_padding),
     Decider(Need.PROCESSES, By.RANK_0, fills=("config", "notes"), decide=decide_layout),
@@ -274,7 +278,7 @@ CONFIGURATION = (
         By.EACH_RANK,
         fills=("config",),
         decide=use_own_folders,
-        refuses=require_visible_start,
+        refuses=refuse_unseen_start,
     ),
     Decider(Need.FILES, By.EACH_RANK, fills=("vocabulary", "config"), decide=decide_vocabulary),
     Decider(Need.WORDS, By.EACH_RANK, fills=("warnings",), decide=compare_with_start),
@@ -286,7 +290,7 @@ CONFIGURATION = (
 TEXT = (Decider(Need.FILES, By.EACH_RANK, fills=("reading",), decide=read_text),)
 """What ``pretrain`` reads."""
 
-OUTPUTS = (Decider(Need.MACHINE, By.RANK_0, refuses=require_writable_outputs),)
+OUTPUTS = (Decider(Need.MACHINE, By.RANK_0, refuses=refuse_unwritable_outputs),)
 """Checks of the places into which a run writes."""
 
 SAMPLES = (
@@ -295,8 +299,8 @@ SAMPLES = (
     Decider(Need.SAMPLES, By.EACH_RANK, fills=("config", "notes"), decide=decide_length),
     Decider(Need.FILES, By.ALL_TOGETHER, fills=("validation",), decide=open_validation),
     Decider(Need.FILES, By.EACH_RANK, fills=("prompts",), decide=decide_prompts),
-    Decider(Need.FILES, By.RANK_0, refuses=require_loadable),
-    Decider(Need.FILES, By.RANK_0, refuses=require_savable),
+    Decider(Need.FILES, By.RANK_0, refuses=refuse_incomplete_weights),
+    Decider(Need.FILES, By.RANK_0, refuses=refuse_unsavable_run),
     Decider(Need.FILES, By.RANK_0, fills=("carried", "notes"), decide=decide_carried),
     Decider(Need.SAMPLES, By.EACH_RANK, fills=("notes",), decide=warn_of_run),
 )

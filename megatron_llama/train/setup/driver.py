@@ -61,10 +61,12 @@ def _by_each_rank(draft: Draft, group: Sequence[Decider]) -> Draft:
 
 
 def _in_turn(draft: Draft, group: Sequence[Decider]) -> Draft:
-    """Return the draft after all deciders of a group. Raises UserError with everything that they
-    refuse, up to the first that could not fill what those after it may need."""
+    """Return the draft after all deciders of a group. Raises UserError with everything that
+    neighbours refuse which fill nothing: what others would fill behind a refusal may be wrong."""
     refused: list[UserError] = []
     for decider in group:
+        if refused and decider.fills:
+            break
         try:
             if decider.refuses is not None:
                 decider.refuses(draft)
