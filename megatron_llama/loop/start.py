@@ -28,8 +28,9 @@ from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples
-from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
-from megatron_llama.conversion.formats import SavedRun, candidates, open_model, saved_run
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
+from megatron_llama.conversion.formats import SavedRun, candidates, detect, open_model, saved_run
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.engine.optimizer import WeightSource
@@ -39,6 +40,7 @@ from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.plans.engine_options import EIGHT_BIT
 from megatron_llama.plans.params import padding_idx, trains_embedding
 from megatron_llama.plans.specs import Rectangle
+from megatron_llama.tokenizer.load import load_tokenizer
 
 AUTO = "auto"
 """A value of --load: the newest usable checkpoint of --save, or a fresh start."""
@@ -218,6 +220,35 @@ def find_start(options: CheckpointConfig) -> Start | None:
             f"--load {load}", got=found, expected=expected, do="check the path, or leave --load out"
         )
     return named
+
+
+def loaded_model(start: Start | None, parsed: Parsed) -> ModelConfig | None:
+    """Read the model's fields from what --load names; None if nothing is loaded.
+
+    A folder that stores only a padded vocabulary gets the size of --vocab-size, or of the tokenizer
+    that is given. Raises CheckpointError or DataError."""
+    if start is None:
+        return None
+    data = parsed.get(DataConfig)
+    vocab_size = parsed.get(ModelConfig).vocab_size
+    if parsed.get(CheckpointConfig).resize_embeddings and not start.native:
+        return _resizable_model(start)
+    if start.native or data.tokenizer_model is None or vocab_size:
+        return start.model(vocab_size=vocab_size)
+    return start.model(tokens=load_tokenizer(data.tokenizer_model, data.tokenizer_type).vocab_size)
+
+
+def _resizable_model(start: Start) -> ModelConfig:
+    """Read the model of a folder that is to get more rows, to which --vocab-size says nothing.
+    Raises CheckpointError for a format that stores padding."""
+    if (kind := detect(start.path)) != "hf":
+        raise CheckpointError(
+            "--resize-embeddings",
+            got=f"--load {start.path}, a {kind} folder",
+            expected="a HuggingFace folder or a checkpoint, which store no padding",
+            do="convert it first: convert SRC DST --to hf",
+        )
+    return start.model()
 
 
 def begins_anew(options: CheckpointConfig, start: Start) -> bool:

@@ -36,7 +36,7 @@ from megatron_llama.plans.params import (
 )
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, ready_of
-from megatron_llama.train.setup.draft import By, Decider, Draft, Need
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
 from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.processes import imagined_processes
 
@@ -87,7 +87,7 @@ def dry_run(
     samples = () if absent else (*reads, *SAMPLES, *checks)
     draft = decide(
         Draft(given, processes, needs_data=examples is None and strict, missing=tuple(missing)),
-        (*CONFIGURATION, *samples, *OUTPUTS, HOST),
+        (*CONFIGURATION, *samples, *OUTPUTS, _refuse_small_host),
     )
     plan = MemoryPlan(draft.config, world_size)
     if not absent:
@@ -177,7 +177,8 @@ def _without(absent: set[str], parsed: Parsed, warnings: list[str]) -> Parsed:
     return replace(parsed, instances={**parsed.instances, **changed}, sources=sources)
 
 
-def _require_host(draft: Draft) -> None:
+@refuses(needs=Need.MACHINE, by=By.RANK_0)
+def _refuse_small_host(draft: Draft) -> None:
     """Raise what the engine of a run on this machine would raise."""
     from megatron_llama.distributed import device as devices
     from megatron_llama.engine.offload.build import require_memory
@@ -203,10 +204,6 @@ def _require_host(draft: Draft) -> None:
             for offload, rank in offloads
         ]
         require_memory(sum(needed) * ranks // len(needed), ranks, offloads[0][0])
-
-
-HOST = Decider(Need.MACHINE, By.RANK_0, refuses=_require_host)
-"""What a run finds out when it builds its engine."""
 
 
 def _lacking(plan: MemoryPlan, world: int) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What is decided between the words of a user and the first step, in its order.
 
-The lists at the end say it top to bottom; the functions before them stand in the same order.
+The functions stand in the order in which they are called; above each of them is what it fills, what
+it needs, and who decides. The lists at the end are parts of the way, for commands to put together:
 
 - ``CONFIGURATION``: rank 0 makes the configuration of the words and of what --load names, and
   refuses what cannot run. Each rank looks whether it sees the same files, and reads the tokenizer.
@@ -19,8 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_llama.checkpoint.storage_paths import is_remote
-from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig, ModelConfig
-from megatron_llama.conversion.formats import detect
+from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megatron_llama.data.text_stream import seek
 from megatron_llama.errors import CheckpointError
 from megatron_llama.hooks import imported, layouts
@@ -40,7 +40,12 @@ from megatron_llama.loop.inputs import (
     with_run_length,
 )
 from megatron_llama.loop.prompts import encoded_prompts
-from megatron_llama.loop.start import Start, compare, find_start, with_pad_embedding_as_before
+from megatron_llama.loop.start import (
+    compare,
+    find_start,
+    loaded_model,
+    with_pad_embedding_as_before,
+)
 from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
 from megatron_llama.metrics.mlflow import require_mlflow
 from megatron_llama.metrics.tensorboard import require_tensorboard
@@ -49,11 +54,11 @@ from megatron_llama.metrics.wandb import require_wandb
 from megatron_llama.plans.auto import decide as decide_by_memory
 from megatron_llama.plans.checks.model import require_language_model
 from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.tokenizer.load import load_tokenizer
-from megatron_llama.train.setup.draft import By, Decider, Draft, Need
+from megatron_llama.train.setup.draft import By, Draft, Need, decides, refuses
 from megatron_llama.train.setup.layout import Choice, is_layout_open
 
 
+@refuses(needs=Need.MACHINE, by=By.RANK_0)
 def refuse_missing_packages(draft: Draft) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
     log = draft.parsed.get(LogConfig)
@@ -63,55 +68,31 @@ def refuse_missing_packages(draft: Draft) -> None:
     require_trackio(log)
 
 
+@decides("start", needs=Need.FILES, by=By.RANK_0)
 def decide_start(draft: Draft) -> Draft:
     """Find what --load names: the only place where it is looked for."""
+    # Before the fields of the model: a checkpoint that is missing is what a user has to hear, not
+    # that the fields are missing which it would have given.
     options = draft.parsed.get(CheckpointConfig)
     return replace(draft, start=find_start(options) if options.load is not None else None)
 
 
+@decides("trained", "config", "notes", needs=Need.FILES, by=By.RANK_0)
 def decide_model(draft: Draft) -> Draft:
     """Put together preset, folder of weights, YAML and flags."""
-    trained = loaded_model(draft)
+    trained = loaded_model(draft.start, draft.parsed)
     config = assemble(draft.parsed, trained=trained)
     return replace(draft, trained=trained, config=config, notes=draft.parsed.notes)
 
 
-def loaded_model(draft: Draft) -> ModelConfig | None:
-    """Read the model's fields from what --load names; None if nothing is loaded.
-
-    A folder that stores only a padded vocabulary gets the size of --vocab-size, or of the tokenizer
-    that is given. Raises CheckpointError or DataError."""
-    start = draft.start
-    if start is None:
-        return None
-    data = draft.parsed.get(DataConfig)
-    vocab_size = draft.parsed.get(ModelConfig).vocab_size
-    if draft.parsed.get(CheckpointConfig).resize_embeddings and not start.native:
-        return _resizable_model(start)
-    if start.native or data.tokenizer_model is None or vocab_size:
-        return start.model(vocab_size=vocab_size)
-    return start.model(tokens=load_tokenizer(data.tokenizer_model, data.tokenizer_type).vocab_size)
-
-
-def _resizable_model(start: Start) -> ModelConfig:
-    """Read the model of a folder that is to get more rows, to which --vocab-size says nothing.
-    Raises CheckpointError for a format that stores padding."""
-    if (kind := detect(start.path)) != "hf":
-        raise CheckpointError(
-            "--resize-embeddings",
-            got=f"--load {start.path}, a {kind} folder",
-            expected="a HuggingFace folder or a checkpoint, which store no padding",
-            do="convert it first: convert SRC DST --to hf",
-        )
-    return start.model()
-
-
+@decides("config", "notes", needs=Need.WORDS, by=By.RANK_0)
 def decide_padding(draft: Draft) -> Draft:
     """Train the embedding of the padding token where the run that goes on has trained it."""
     config, notes = with_pad_embedding_as_before(draft.config, draft.start, draft.parsed.explicit)
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
 
+@decides("config", "notes", needs=Need.PROCESSES, by=By.RANK_0)
 def decide_layout(draft: Draft) -> Draft:
     """Choose the layout, with --auto-parallel."""
     if not is_layout_open(draft.parsed):
@@ -124,6 +105,7 @@ def decide_layout(draft: Draft) -> Draft:
     return replace(draft, config=choice.config, notes=(*draft.notes, *choice.notes))
 
 
+@decides("config", "notes", "warnings", needs=Need.PROCESSES, by=By.RANK_0)
 def derive(draft: Draft) -> Draft:
     """Refuse a configuration that cannot run, with all problems; else fill in what follows from
     it."""
@@ -136,14 +118,7 @@ def derive(draft: Draft) -> Draft:
     )
 
 
-def use_own_folders(draft: Draft) -> Draft:
-    """Put this rank's own words for folders and files in the place of rank 0's: a dataset, a
-    snapshot of the hub or a cache may be elsewhere on each machine."""
-    data = draft.parsed.get(DataConfig)
-    checkpoint = draft.parsed.get(CheckpointConfig)
-    return replace(draft, config=replace(draft.config, data=data, checkpoint=checkpoint))
-
-
+@refuses(needs=Need.FILES, by=By.EACH_RANK)
 def refuse_unseen_start(draft: Draft) -> None:
     """Raise CheckpointError if this rank does not see the folder that rank 0 has found. Each rank
     reads its part of the weights there."""
@@ -158,12 +133,23 @@ def refuse_unseen_start(draft: Draft) -> None:
     )
 
 
+@decides("config", needs=Need.WORDS, by=By.EACH_RANK)
+def use_own_folders(draft: Draft) -> Draft:
+    """Put this rank's own words for folders and files in the place of rank 0's: a dataset, a
+    snapshot of the hub or a cache may be elsewhere on each machine."""
+    data = draft.parsed.get(DataConfig)
+    checkpoint = draft.parsed.get(CheckpointConfig)
+    return replace(draft, config=replace(draft.config, data=data, checkpoint=checkpoint))
+
+
+@decides("vocabulary", "config", needs=Need.FILES, by=By.EACH_RANK)
 def decide_vocabulary(draft: Draft) -> Draft:
     """Read the tokenizer, and fill in what the model takes from it."""
     vocabulary = find_vocabulary(draft.config, draft.start)
     return replace(draft, vocabulary=vocabulary, config=with_vocabulary(draft.config, vocabulary))
 
 
+@decides("warnings", needs=Need.WORDS, by=By.EACH_RANK)
 def compare_with_start(draft: Draft) -> Draft:
     """Refuse to load weights of another model."""
     changes: list[str] = []
@@ -173,13 +159,16 @@ def compare_with_start(draft: Draft) -> Draft:
     return replace(draft, warnings=(*draft.warnings, *changes, *draft.vocabulary.warnings))
 
 
+@decides("config", "notes", needs=Need.MEMORY, by=By.EACH_RANK)
 def decide_by_device_memory(draft: Draft) -> Draft:
     """Replace every ``auto`` by what fits into memory."""
+    # Behind the vocabulary, which is a large part of a small model.
     processes = draft.processes
     config, notes = decide_by_memory(draft.config, processes.count, processes.memory)
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
 
+@decides("reading", needs=Need.FILES, by=By.EACH_RANK)
 def read_text(draft: Draft) -> Draft:
     """Read --data-path: what ``pretrain`` does."""
     require_language_model(draft.config.model, "training on --data-path")
@@ -194,6 +183,7 @@ def read_text(draft: Draft) -> Draft:
     return replace(draft, reading=Reading(source, vocabulary.tokenizer))
 
 
+@decides("training", needs=Need.FILES, by=By.ALL_TOGETHER)
 def open_training(draft: Draft) -> Draft:
     """Open the training samples on all ranks."""
     world = draft.processes.world
@@ -201,6 +191,7 @@ def open_training(draft: Draft) -> Draft:
     return replace(draft, training=training)
 
 
+@decides("identity", "state", "notes", needs=Need.SAMPLES, by=By.RANK_0)
 def decide_position(draft: Draft) -> Draft:
     """Find the step and the sample with which the run begins."""
     identity, state, notes = first_state(
@@ -209,6 +200,7 @@ def decide_position(draft: Draft) -> Draft:
     return replace(draft, identity=identity, state=state, notes=(*draft.notes, *notes))
 
 
+@decides("config", "notes", needs=Need.SAMPLES, by=By.EACH_RANK)
 def decide_length(draft: Draft) -> Draft:
     """Count the steps of --epochs. With this the configuration is final."""
     seek(draft.training, draft.state.places)
@@ -216,6 +208,7 @@ def decide_length(draft: Draft) -> Draft:
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
 
+@decides("validation", needs=Need.FILES, by=By.ALL_TOGETHER)
 def open_validation(draft: Draft) -> Draft:
     """Open the samples of evaluations on all ranks, if the run has evaluations."""
     validation = None
@@ -225,6 +218,7 @@ def open_validation(draft: Draft) -> Draft:
     return replace(draft, validation=validation)
 
 
+@decides("prompts", needs=Need.FILES, by=By.EACH_RANK)
 def decide_prompts(draft: Draft) -> Draft:
     """Make tokens of --sample-prompt."""
     reading = draft.reading
@@ -232,79 +226,36 @@ def decide_prompts(draft: Draft) -> Draft:
     return replace(draft, prompts=prompts)
 
 
+@refuses(needs=Need.FILES, by=By.RANK_0)
 def refuse_incomplete_weights(draft: Draft) -> None:
     """Raise CheckpointError if the weights that the run loads are not all there."""
     require_weights(draft.config, draft.start)
 
 
+@refuses(needs=Need.FILES, by=By.RANK_0)
 def refuse_unsavable_run(draft: Draft) -> None:
     """Raise UserError if the run will save or export what cannot be written."""
     require_saveable(draft.config.checkpoint, draft.reading.tokenizer, draft.start)
 
 
+@decides("carried", "notes", needs=Need.FILES, by=By.RANK_0)
 def decide_carried(draft: Draft) -> Draft:
     """Read what came with the weights and goes into checkpoints and exports."""
     carried, notes = carried_files(draft.config, draft.start, draft.reading.tokenizer)
     return replace(draft, carried=carried, notes=(*draft.notes, *notes))
 
 
+@decides("notes", needs=Need.SAMPLES, by=By.EACH_RANK)
 def warn_of_run(draft: Draft) -> Draft:
     """Warn of a run that reads its samples too often, or keeps nothing."""
     lines = warnings_of_run(draft.config, len(draft.training))
     return replace(draft, notes=(*draft.notes, *lines))
 
 
+@refuses(needs=Need.MACHINE, by=By.RANK_0)
 def refuse_unwritable_outputs(draft: Draft) -> None:
     """Raise UserError unless the run can write where its options say."""
     require_outputs(draft.config)
-
-
-MODEL = (
-    # Before the fields of the model: a checkpoint that is missing is what a user has to hear, not
-    # that the fields are missing which it would have given.
-    Decider(Need.FILES, By.RANK_0, fills=("start",), decide=decide_start),
-    Decider(Need.FILES, By.RANK_0, fills=("trained", "config", "notes"), decide=decide_model),
-)
-"""From words to the options and the model that they name, with much that is not yet derived."""
-
-CONFIGURATION = (
-    Decider(Need.MACHINE, By.RANK_0, refuses=refuse_missing_packages),
-    *MODEL,
-    Decider(Need.WORDS, By.RANK_0, fills=("config", "notes"), decide=decide_padding),
-    Decider(Need.PROCESSES, By.RANK_0, fills=("config", "notes"), decide=decide_layout),
-    Decider(Need.PROCESSES, By.RANK_0, fills=("config", "notes", "warnings"), decide=derive),
-    Decider(
-        Need.FILES,
-        By.EACH_RANK,
-        fills=("config",),
-        decide=use_own_folders,
-        refuses=refuse_unseen_start,
-    ),
-    Decider(Need.FILES, By.EACH_RANK, fills=("vocabulary", "config"), decide=decide_vocabulary),
-    Decider(Need.WORDS, By.EACH_RANK, fills=("warnings",), decide=compare_with_start),
-    # Behind the vocabulary, which is a large part of a small model.
-    Decider(Need.MEMORY, By.EACH_RANK, fills=("config", "notes"), decide=decide_by_device_memory),
-)
-"""From words to a configuration."""
-
-TEXT = (Decider(Need.FILES, By.EACH_RANK, fills=("reading",), decide=read_text),)
-"""What ``pretrain`` reads."""
-
-OUTPUTS = (Decider(Need.MACHINE, By.RANK_0, refuses=refuse_unwritable_outputs),)
-"""Checks of the places into which a run writes."""
-
-SAMPLES = (
-    Decider(Need.FILES, By.ALL_TOGETHER, fills=("training",), decide=open_training),
-    Decider(Need.SAMPLES, By.RANK_0, fills=("identity", "state", "notes"), decide=decide_position),
-    Decider(Need.SAMPLES, By.EACH_RANK, fills=("config", "notes"), decide=decide_length),
-    Decider(Need.FILES, By.ALL_TOGETHER, fills=("validation",), decide=open_validation),
-    Decider(Need.FILES, By.EACH_RANK, fills=("prompts",), decide=decide_prompts),
-    Decider(Need.FILES, By.RANK_0, refuses=refuse_incomplete_weights),
-    Decider(Need.FILES, By.RANK_0, refuses=refuse_unsavable_run),
-    Decider(Need.FILES, By.RANK_0, fills=("carried", "notes"), decide=decide_carried),
-    Decider(Need.SAMPLES, By.EACH_RANK, fills=("notes",), decide=warn_of_run),
-)
-"""From a configuration and what a command reads to a run."""
 
 
 def ready_of(draft: Draft) -> Ready:
@@ -325,3 +276,40 @@ def ready_of(draft: Draft) -> Ready:
         reading.names,
         draft.carried,
     )
+
+
+MODEL = (decide_start, decide_model)
+"""From words to the options and the model that they name, with much that is not yet derived."""
+
+CONFIGURATION = (
+    refuse_missing_packages,
+    *MODEL,
+    decide_padding,
+    decide_layout,
+    derive,
+    refuse_unseen_start,
+    use_own_folders,
+    decide_vocabulary,
+    compare_with_start,
+    decide_by_device_memory,
+)
+"""From words to a configuration."""
+
+TEXT = (read_text,)
+"""What ``pretrain`` reads."""
+
+SAMPLES = (
+    open_training,
+    decide_position,
+    decide_length,
+    open_validation,
+    decide_prompts,
+    refuse_incomplete_weights,
+    refuse_unsavable_run,
+    decide_carried,
+    warn_of_run,
+)
+"""From a configuration and what a command reads to a run."""
+
+OUTPUTS = (refuse_unwritable_outputs,)
+"""What the run will write can be written."""

@@ -91,13 +91,34 @@ class By(Enum):
 
 @dataclass(frozen=True)
 class Decider:
-    """One decision."""
+    """One decision, or one refusal."""
 
     needs: Need
     by: By
+    decide: Callable[[Draft], Draft]
+    """Returns the draft with the fields that it fills. Raises UserError with every problem that it
+    sees."""
     fills: tuple[str, ...] = ()
-    """The fields of the draft that ``decide`` fills."""
-    decide: Callable[[Draft], Draft] | None = None
-    """Returns the draft with these fields. Raises UserError where it cannot."""
-    refuses: Callable[[Draft], None] | None = None
-    """Raises UserError with every problem that it sees in the draft."""
+    """These fields; none for a refusal."""
+
+
+def decides(*fills: str, needs: Need, by: By) -> Callable[[Callable[[Draft], Draft]], Decider]:
+    """Make a decider of a function that fills fields of a draft."""
+
+    def decider(decide: Callable[[Draft], Draft]) -> Decider:
+        return Decider(needs, by, decide, fills)
+
+    return decider
+
+
+def refuses(*, needs: Need, by: By) -> Callable[[Callable[[Draft], None]], Decider]:
+    """Make a decider of a function that only raises UserError for what it sees in a draft."""
+
+    def decider(refuse: Callable[[Draft], None]) -> Decider:
+        def decide(draft: Draft) -> Draft:
+            refuse(draft)
+            return draft
+
+        return Decider(needs, by, decide)
+
+    return decider

@@ -68,10 +68,7 @@ def _in_turn(draft: Draft, group: Sequence[Decider]) -> Draft:
         if refused and decider.fills:
             break
         try:
-            if decider.refuses is not None:
-                decider.refuses(draft)
-            if decider.decide is not None:
-                draft = decider.decide(draft)
+            draft = decider.decide(draft)
         except UserError as error:
             if decider.needs is Need.MACHINE and not draft.processes.are_here:
                 draft = replace(draft, missing=(*draft.missing, str(error)))

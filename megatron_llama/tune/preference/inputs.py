@@ -21,7 +21,7 @@ from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import Fingerprint
 from megatron_llama.train.setup.deciders import ready_of
-from megatron_llama.train.setup.draft import By, Decider, Draft, Need
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
 from megatron_llama.tune.preference.align_config import WITH_REFERENCE, AlignConfig
 from megatron_llama.tune.preference.objective import Preferences
 from megatron_llama.tune.preference.option_problems import objective_changes
@@ -65,7 +65,7 @@ class PairInputs:
     @property
     def checks(self) -> tuple[Decider, ...]:
         """What ``complete`` would refuse, for a dry run, which does not come to it."""
-        return (Decider(Need.SAMPLES, By.ALL_TOGETHER, refuses=self.require_scores),)
+        return (refuses(needs=Need.SAMPLES, by=By.ALL_TOGETHER)(self.require_scores),)
 
     def read(self, draft: Draft) -> Draft:
         """Read the preferences of --train-data. Collective. Raises UserError."""

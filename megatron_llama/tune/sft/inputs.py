@@ -10,13 +10,14 @@ from megatron_llama.errors import DataError, describe
 from megatron_llama.loop.inputs import Reading
 from megatron_llama.loop.start import resumed
 from megatron_llama.plans.checks.model import require_language_model
-from megatron_llama.train.setup.draft import By, Decider, Draft, Need
+from megatron_llama.train.setup.draft import By, Draft, Need, decides
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import RENDERED
 from megatron_llama.tune.sft.run import ExampleData
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 
+@decides("reading", "notes", needs=Need.FILES, by=By.ALL_TOGETHER)
 def read_examples(draft: Draft) -> Draft:
     """Read --train-data. Collective. Raises UserError."""
     options = draft.parsed.get(SFTConfig)
@@ -42,7 +43,7 @@ def read_examples(draft: Draft) -> Draft:
     return replace(draft, reading=reading, notes=(*draft.notes, *notes))
 
 
-EXAMPLES = (Decider(Need.FILES, By.ALL_TOGETHER, fills=("reading", "notes"), decide=read_examples),)
+EXAMPLES = (read_examples,)
 """What ``sft`` reads."""
 
 
