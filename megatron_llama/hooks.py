@@ -70,12 +70,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Functions that choose the layout of a run with --auto-parallel."""
+    """Who chooses the layout of a run with --auto-parallel."""
 
     chosen: str
-    """Of a run whose processes a launcher has started."""
-    imagined: str
-    """Of a dry run, in one process."""
+    """A function of the options, the configuration, the number of processes, their devices, and
+    what the run loads."""
 
 
 def commands() -> Mapping[str, Command]:

@@ -308,7 +308,6 @@ def become(job: Job) -> None:
 
 def preload() -> None:
     """Import what commands import when they run."""
-    import megatron_llama.api.common.loaded
     import megatron_llama.api.common.trained
     import megatron_llama.api.train
     import megatron_llama.commands.export

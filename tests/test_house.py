@@ -136,8 +136,7 @@ def test_the_trainer_loads_no_wing(code: str) -> None:
 def test_what_hooks_name_is_there() -> None:
     """Each room that hangs something in is one that hooks know, and each text names a function or class that it has."""
     assert {room(path) for path in FILES if path.name == "hooks.py"} == {"hooks", *hooks.ROOMS}
-    layouts = hooks.layouts()
-    places = [layouts.chosen, layouts.imagined]
+    places = [hooks.layouts().chosen]
     places += [text for format in hooks.formats().values() for text in (vars(format)[field.name] for field in fields(format)) if text]
     for place in places:
         assert callable(imported(place)), place

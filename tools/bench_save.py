@@ -99,7 +99,7 @@ class Saves:
         checkpoint_dir.require_usable(path)
         options = replace(trial.config.checkpoint, load=str(path))
         config = replace(trial.config, checkpoint=options)
-        start = Start(path, native=True)
+        start = Start(path, native.read_meta(path))
         load_or_init(config, trial.engine, trial.mesh, start)
         find_not_finite_at_start(config, trial.engine, trial.mesh, start)
 

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.api.train import agreed_memory
 from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.config.help import help_text
 from megatron_llama.config.megatron_names import MEGATRON
@@ -58,6 +57,7 @@ from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.train.setup.processes import launched_processes
 
 T = TypeVar("T")
 MODES = {name: (name, "default") for name in (NO_SHARD, *BY_TRAFFIC[:-1])}
@@ -260,7 +260,7 @@ def main(words: list[str]) -> None:
     if options.json is not None:
         require_writable(Path(options.json).parent)
     mesh = init_mesh(config, place)
-    memory = agreed_memory(mesh, place)
+    memory = launched_processes(place, mesh.world).memory
     configs = {
         mode: decide(_in_mode(config, mode), place.world_size, memory)[0] for mode in options.modes
     }
@@ -299,7 +299,7 @@ def checked(parsed: Parsed, world_size: int) -> Config:
     that of the tokenizer or dataset that is named, if one is. Raises UserError."""
     config = assemble(parsed)
     if config.data.data_path or config.data.tokenizer_model is not None:
-        config = with_vocabulary(config, find_vocabulary(config))
+        config = with_vocabulary(config, find_vocabulary(config, None))
     size = config.model.vocab_size or LLAMA_VOCABULARY
     steps = config.training.train_iters or 1
     config = replace(

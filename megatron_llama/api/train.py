@@ -6,44 +6,37 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
+from math import inf
 
-import torch
-import torch.distributed as dist
-
-from megatron_llama.api.common.configs import AutoParallelConfig
-from megatron_llama.api.common.layout import Choice
 from megatron_llama.api.common.options import Options, read_options
-from megatron_llama.api.common.startup import OpenInputs, Ready, start_up
 from megatron_llama.api.common.watched import watched
 from megatron_llama.checkpoint.background import in_background
-from megatron_llama.checkpoint.lease import leasing
+from megatron_llama.checkpoint.lease import Lease, leasing
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.comm.watch import Watch
-from megatron_llama.distributed.join import this_place
+from megatron_llama.distributed.axes import Mesh
+from megatron_llama.distributed.join import join, this_place
 from megatron_llama.distributed.launcher import Place, fix_sums
-from megatron_llama.distributed.mesh import init_mesh, placement_warnings
+from megatron_llama.distributed.mesh import build_mesh, placement_warnings
 from megatron_llama.distributed.orphan import ending_with_launcher
 from megatron_llama.errors import ConfigError
-from megatron_llama.hooks import layouts
-from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
-from megatron_llama.loop.start import Start
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.model.llama import score_rule
 from megatron_llama.nn.attention import attention_warnings
 from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.plans.checks.model import require_language_model
-from megatron_llama.registry import imported
 from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.loop import train as run_steps
 from megatron_llama.train.run.result import TrainResult
+from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, TEXT, ready_of
+from megatron_llama.train.setup.draft import Decider, Draft
+from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.layout import AutoParallelConfig
+from megatron_llama.train.setup.processes import launched_processes
 
 SECTIONS = (*config_sections(), AutoParallelConfig)
 """The options of a run."""
@@ -106,7 +99,7 @@ def train(
     ClusterError, and TrainingError for a run that cannot go on; all of these are UserErrors. What a
     callback raises on one rank is raised there; the other ranks raise a ClusterError."""
     parsed = read_options(config, options, SECTIONS)
-    return run_and_leave(lambda: run_training(parsed, open_stream_inputs, callbacks=callbacks))
+    return run_and_leave(lambda: run_training(parsed, TEXT, callbacks=callbacks))
 
 
 def run_and_leave(run: Callable[[], TrainResult]) -> TrainResult:
@@ -130,16 +123,16 @@ def run_and_leave(run: Callable[[], TrainResult]) -> TrainResult:
 
 def run_training(
     parsed: Parsed,
-    open_inputs: OpenInputs,
+    reads: Sequence[Decider],
     *,
     callbacks: Sequence[Callback] = (),
     needs_data: bool = True,
     place: Place | None = None,
-    complete: Callable[[Inputs, Mesh], Inputs] | None = None,
+    complete: Callable[[Ready, Mesh], Ready] | None = None,
 ) -> TrainResult:
-    """Train on what ``open_inputs`` opens, and what ``complete`` adds to it, which may need a model
-    for that. ``needs_data``: it reads --data-path. ``place``: which process this is, if it is not
-    for the environment to say. Collective. Raises UserError."""
+    """Train on what the deciders ``reads`` say that the run reads, and on what ``complete`` adds to
+    it, which may need a model for that. ``needs_data``: it reads --data-path. ``place``: which
+    process this is, if it is not for the environment to say. Collective. Raises UserError."""
     if parsed.get(TrainingConfig).deterministic_mode:
         fix_sums()
     place = place or this_place()
@@ -161,105 +154,75 @@ def run_training(
         in_background(place, wanted=forks) as background,
     ):
         follower.begin()
-        with prepared(parsed, place, needs_data=needs_data) as (ready, mesh):
-            # Before it is looked up what the run goes on from: another one may have been saving.
-            lease.take(mesh.world)
-            for line in lease.notes:
-                print(f" {line}", flush=True)
-            inputs = open_inputs(parsed, ready, mesh.world)
+        deciders = (*CONFIGURATION, *reads, *SAMPLES, *OUTPUTS)
+        with set_up(parsed, place, deciders, lease, needs_data=needs_data) as (draft, mesh):
+            ready = ready_of(draft)
             if complete is not None:
-                inputs = complete(inputs, mesh)
+                ready = complete(ready, mesh)
             with open_run(
-                inputs, mesh, background=background, lease=lease, callbacks=callbacks
+                ready, mesh, background=background, lease=lease, callbacks=callbacks
             ) as built:
                 return run_steps(built)
 
 
-def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
-    """Open what training on --data-path reads. Collective. Raises UserError."""
-    require_language_model(ready.config.model, "training on --data-path")
-    vocabulary = ready.vocabulary
-    return open_inputs(
-        ready.config,
-        world,
-        partial(
-            stream_samples,
-            eod=vocabulary.eod,
-            tokenizer=vocabulary.tokenizer,
-            share=(world.rank, world.size),
-        ),
-        tokenizer=vocabulary.tokenizer,
-    )
-
-
-class Launched:
-    """The ``Processes`` that a launcher has started, this one among them. ``watch`` is that of this
-    one; it starts when they meet."""
-
-    def __init__(self, place: Place, watch: Watch) -> None:
-        self._place = place
-        self._watch = watch
-        self.mesh: Mesh | None = None
-        """None until they have met."""
-
-    @property
-    def world_size(self) -> int:
-        return self._place.world_size
-
-    def on_this_machine(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def choose(self, parsed: Parsed, config: Config, start: Start | None) -> Choice:
-        choose = imported(layouts().chosen)
-        choice: Choice = choose(parsed, config, self._place, start, self._watch)
-        return choice
-
-    def meet(self, config: Config) -> Axis:
-        self.mesh = init_mesh(config, self._place, self._watch)
-        return self.mesh.world
-
-    def memory(self) -> int:
-        assert self.mesh is not None
-        return agreed_memory(self.mesh, self._place)
-
-
 @contextmanager
-def prepared(
-    parsed: Parsed, place: Place, *, needs_data: bool = True
-) -> Iterator[tuple[Ready, Mesh]]:
-    """``start_up`` with the processes of the launcher; prints what was decided on the way. Inside
-    the context the death of a rank becomes an error that names it."""
-    timeout = 60 * parsed.get(ParallelConfig).distributed_timeout_minutes
+def set_up(
+    parsed: Parsed,
+    place: Place,
+    deciders: Sequence[Decider],
+    lease: Lease | None = None,
+    *,
+    needs_data: bool = True,
+) -> Iterator[tuple[Draft, Mesh]]:
+    """A section with everything that the deciders decide, and the mesh for it; rank 0 prints what
+    was decided. Inside, the death of a rank becomes an error that names it. ``lease``, if given, is
+    taken. Collective. Raises UserError."""
+    parallel = _joinable(parsed.get(ParallelConfig))
+    timeout = 60 * parallel.distributed_timeout_minutes
     fixed = parsed.get(TrainingConfig).deterministic_mode
     with devices.deterministic(wanted=fixed), watched(place, timeout) as watch:
-        processes = Launched(place, watch)
-        ready = start_up(parsed, processes, needs_data=needs_data)
-        config = ready.config
-        mesh = processes.mesh
-        assert mesh is not None
-        if mesh.rank == 0:
-            m = config.model
-            placed = placement_warnings(config.parallel, place.local_world_size)
-            slow = attention_warnings(
-                mesh.device,
-                compute_dtype(config),
-                m.num_attention_heads,
-                m.num_key_value_heads,
-                m.head_dim,
-                config.training.attention_backend,
-            )
-            rules = {score_rule(m, layer) for layer in range(m.num_hidden_layers)}
-            slow += sliding_warnings(mesh.device, compute_dtype(config), m.head_dim, rules)
-            warnings = (*ready.warnings, *placed, *slow)
-            for line in (*ready.lines, *(f"warning: {text}" for text in warnings)):
+        world, device = join(parallel, place, watch)
+        if lease is not None:
+            # Before it is looked up what the run goes on from: another one may have been saving.
+            lease.take(world)
+            for line in lease.notes:
                 print(f" {line}", flush=True)
-        yield ready, mesh
+        processes = launched_processes(place, world)
+        draft = decide(Draft(parsed, processes, needs_data), deciders)
+        config = draft.config
+        mesh = build_mesh(
+            config,
+            rank=place.rank,
+            world_size=place.world_size,
+            device=device,
+            recorder=world.recorder,
+            world=world,
+        )
+        if mesh.rank == 0:
+            warnings = (*draft.warnings, *_slow_choices(config, mesh, place))
+            for line in (*draft.notes, *(f"warning: {text}" for text in warnings)):
+                print(f" {line}", flush=True)
+        yield draft, mesh
 
 
-def agreed_memory(mesh: Mesh, place: Place) -> int:
-    """Bytes of memory that every process has: the minimum over all ranks, so that all decide alike.
-    Collective."""
-    sharing = (place.local_world_size or place.world_size) if devices.is_host(mesh.device) else 1
-    memory = torch.tensor(devices.memory_bytes(mesh.device) // sharing, device=mesh.device)
-    all_reduce(memory, mesh.world, dist.ReduceOp.MIN).wait()
-    return int(memory)
+def _joinable(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the options with which the processes can meet. A timeout that cannot be one is refused
+    with all other problems, when they have met."""
+    minutes = parallel.distributed_timeout_minutes
+    return parallel if 0 < minutes < inf else ParallelConfig()
+
+
+def _slow_choices(config: Config, mesh: Mesh, place: Place) -> Iterator[str]:
+    """Warn of what runs, and would run faster otherwise."""
+    model = config.model
+    yield from placement_warnings(config.parallel, place.local_world_size)
+    yield from attention_warnings(
+        mesh.device,
+        compute_dtype(config),
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.head_dim,
+        config.training.attention_backend,
+    )
+    rules = {score_rule(model, layer) for layer in range(model.num_hidden_layers)}
+    yield from sliding_warnings(mesh.device, compute_dtype(config), model.head_dim, rules)

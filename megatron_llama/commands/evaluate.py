@@ -226,26 +226,27 @@ def _tokens_of(
 def _measure(run: Parsed, options: EvaluateConfig) -> None:
     """Join the other processes, and print the loss on the validation split: on every token of it,
     or on the samples that --eval-iters leaves."""
-    from megatron_llama.api.train import prepared
+    from megatron_llama.api.train import set_up
     from megatron_llama.distributed.join import this_place
+    from megatron_llama.train.setup.deciders import CONFIGURATION
 
-    with prepared(run, this_place()) as (ready, mesh):
+    with set_up(run, this_place(), CONFIGURATION) as (draft, mesh):
         from megatron_llama.loop.inputs import stream_samples
         from megatron_llama.train.run.forward import evaluate_only
 
-        config = ready.config
+        config = draft.config
         if config.training.eval_interval == 0:  # `check` switched it off
             expected = "a share of documents for validation"
             do = "give --split 0,100,0 to evaluate on all of them"
             raise ConfigError(describe("--split", got=config.data.split, expected=expected, do=do))
         source = partial(
             stream_samples,
-            eod=ready.vocabulary.eod,
+            eod=draft.vocabulary.eod,
             keep_tail=options.eval_iters is None,
-            tokenizer=ready.vocabulary.tokenizer,
+            tokenizer=draft.vocabulary.tokenizer,
             share=(mesh.world.rank, mesh.world.size),
         )
-        evaluate_only(config, mesh, source)
+        evaluate_only(config, mesh, draft.start, source)
 
 
 def _run_tasks(run: Parsed, options: EvaluateConfig, source: ModelReader, positions: int) -> None:
@@ -298,18 +299,19 @@ def _require_tasks(options: EvaluateConfig) -> None:
 
 def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer) -> None:
     """Join the other processes, and print the results of --tasks."""
-    from megatron_llama.api.train import prepared
+    from megatron_llama.api.train import set_up
     from megatron_llama.distributed.join import this_place
+    from megatron_llama.train.setup.deciders import CONFIGURATION
 
-    with prepared(run, this_place(), needs_data=False) as (ready, mesh):
+    with set_up(run, this_place(), CONFIGURATION, needs_data=False) as (draft, mesh):
         from megatron_llama.checkpoint.failures import writing
         from megatron_llama.distributed.comm.object_collectives import on_rank0
         from megatron_llama.files import replace_file
         from megatron_llama.loop.scoring import Ask, Scorer, serve
         from megatron_llama.train.run.forward import forward_runtime
 
-        config = ready.config
-        runtime, state = forward_runtime(config, mesh)
+        config = draft.config
+        runtime, state = forward_runtime(config, mesh, draft.start)
         loaded = config.checkpoint.load or config.checkpoint.init_from_hf
         info = {"model": loaded, "iteration": state.iteration, "processes": mesh.world.size}
 

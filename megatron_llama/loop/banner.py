@@ -11,7 +11,7 @@ from megatron_llama.data.stream_places import text_streams
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.errors import counted
-from megatron_llama.loop.inputs import Inputs, passes_over
+from megatron_llama.loop.inputs import Ready, passes_over
 from megatron_llama.loop.start import begins_anew
 from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.plans.freeze import is_frozen
@@ -20,7 +20,7 @@ from megatron_llama.plans.params import hf_shapes, parameter_count
 from megatron_llama.plans.run_params import trains_embedding
 
 
-def banner(inputs: Inputs, mesh: Mesh) -> Iterator[str]:
+def banner(inputs: Ready, mesh: Mesh) -> Iterator[str]:
     """Yield one line for each thing that is easily not what was meant: the model, its layout, the
     data, the start, and what will be kept."""
     config = inputs.config
@@ -60,7 +60,7 @@ def banner(inputs: Inputs, mesh: Mesh) -> Iterator[str]:
             yield f"{name:<11} {value}"
 
 
-def already_finished(inputs: Inputs) -> str:
+def already_finished(inputs: Ready) -> str:
     """What a run says that resumes from the checkpoint of its last iteration."""
     training = inputs.config.training
     assert inputs.start is not None  # a run that begins has iterations left
@@ -107,7 +107,7 @@ def _pad_token(config: Config) -> str:
     )
 
 
-def _data(inputs: Inputs) -> str:
+def _data(inputs: Ready) -> str:
     data = inputs.config.data
     length = inputs.config.training.seq_length
     streams = text_streams(inputs.training)
@@ -130,7 +130,7 @@ def _data(inputs: Inputs) -> str:
     )
 
 
-def _validation(inputs: Inputs) -> str:
+def _validation(inputs: Ready) -> str:
     if inputs.validation is None:
         return "none"
     training = inputs.config.training
@@ -138,7 +138,7 @@ def _validation(inputs: Inputs) -> str:
     return f"{len(inputs.validation):,} samples{some}, every {training.eval_interval:,} iterations"
 
 
-def _start(inputs: Inputs) -> str:
+def _start(inputs: Ready) -> str:
     options = inputs.config.checkpoint
     start = inputs.start
     if start is not None and not begins_anew(options, start):

@@ -34,7 +34,7 @@ from megatron_llama.distributed.join import this_place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.inputs import Inputs, resumes
+from megatron_llama.loop.inputs import Ready, resumes
 from megatron_llama.loop.start import Start, weights_of
 from megatron_llama.loop.take_over import take_over
 from megatron_llama.metrics.events import FAULT, tracked_runs
@@ -107,7 +107,7 @@ class ValidationBatches:
             ]
 
 
-def read_first_step(inputs: Inputs, data_ranks: Iterable[int], data_size: int) -> None:
+def read_first_step(inputs: Ready, data_ranks: Iterable[int], data_size: int) -> None:
     """Read what these ranks of a run read until its first step, and forget it: the samples of the
     evaluation before it, and its own. Raises DataError."""
     training = inputs.config.training
@@ -188,9 +188,9 @@ def find_not_finite_at_start(
 def _marked_at_start(config: Config, start: Start | None) -> tuple[NotFinite, ...] | None:
     """Return what the save of a checkpoint has found in what is loaded from it. None where nothing
     has looked at that."""
-    if start is None or not start.native or not resumes(config, start):
+    if start is None or start.meta is None or not resumes(config, start):
         return None
-    marked = native.read_meta(start.path).not_finite
+    marked = start.meta.not_finite
     if marked is None:
         return None
     takes_state = config.checkpoint.load_optim and not config.checkpoint.finetune

@@ -14,13 +14,13 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.errors import ClusterError
-from megatron_llama.loop.inputs import Inputs
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.loop.start import begins_anew
 from megatron_llama.metrics.versions import versions
 from megatron_llama.plans.params import parameter_count
 
 
-def run_facts(inputs: Inputs, mesh: Mesh) -> dict[str, Any]:
+def run_facts(inputs: Ready, mesh: Mesh) -> dict[str, Any]:
     """Return the facts of one start, for JSON: its place in the run (``iteration``,
     ``consumed_samples``, ``resumes`` or ``weights``: from which folder), the processes and their
     device, the ``versions``, the ``data`` (by dataset), and the whole ``config``."""
@@ -52,7 +52,7 @@ def _processes_per_machine() -> int:
         return 0
 
 
-def _datasets(inputs: Inputs) -> Iterator[dict[str, Any]]:
+def _datasets(inputs: Ready) -> Iterator[dict[str, Any]]:
     """Each dataset with its number of samples (None where a text is read as it comes) and its
     weight in the blend. One entry for samples that are no blend, with what identifies them."""
     config: Config = inputs.config

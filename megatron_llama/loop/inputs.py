@@ -1,7 +1,7 @@
-"""What a run reads before it has an engine: samples, the place from which it starts, prompts.
+"""What a run reads before it has an engine: samples, the position from which it starts, weights.
 
-Every refusal that depends on files is made here, before anything is built or written. A dry run
-calls the same functions, in one process.
+Every refusal that depends on files is made here, before anything is built or written.
+``train/setup`` calls these functions in its order, in a dry run, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,17 +28,12 @@ from megatron_llama.conversion.formats import hf_weights, weight_folders
 from megatron_llama.data.datasets import open_dataset
 from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples, found_files
 from megatron_llama.data.stream import TokenStream, megatron_split, split_documents
-from megatron_llama.data.stream_places import fits, seek, text_streams
+from megatron_llama.data.stream_places import fits, text_streams
 from megatron_llama.data.words import is_stream
 from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.object_collectives import (
-    broadcast_object,
-    on_rank0,
-    raise_on_all_ranks,
-)
+from megatron_llama.distributed.comm.object_collectives import broadcast_object, raise_on_all_ranks
 from megatron_llama.errors import ConfigError, DataError, listing
-from megatron_llama.loop.carried_files import carried_files
-from megatron_llama.loop.prompts import Prompt, encoded_prompts
+from megatron_llama.loop.prompts import Prompt
 from megatron_llama.loop.start import (
     AUTO,
     Start,
@@ -47,7 +41,6 @@ from megatron_llama.loop.start import (
     begins_anew,
     damaged,
     data_changes,
-    find_start,
     order_changes,
     padding_changes,
     sample_changes,
@@ -90,11 +83,28 @@ OTHER_SAMPLES: Registry[OpenSamples] = Registry(
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a run reads."""
+class Reading:
+    """Which samples a command reads, and how: what differs between its runs and those of others."""
+
+    source: Source
+    tokenizer: Tokenizer | None = None
+    """It is copied into each checkpoint."""
+    prompt: Prompt | None = None
+    """Makes tokens of --sample-prompt."""
+    same_data: bool = False
+    """Whether a run must not resume from a checkpoint that was trained on other samples. Otherwise
+    that is a line."""
+    objective: Objective | None = None
+    """What is minimized; None: the mean loss of the target tokens."""
+    names: LossNames = LANGUAGE_MODEL
+    """How the log calls the loss."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run for which everything has been decided. Nothing changes its configuration any more."""
 
     config: Config
-    """The configuration, with the number of steps that --epochs leaves to the samples."""
     training: Samples
     validation: Samples | None
     """None in a run that never evaluates."""
@@ -108,8 +118,10 @@ class Inputs:
     """It is copied into each checkpoint."""
     prompts: tuple[tuple[int, ...], ...]
     """The tokens of --sample-prompt."""
-    lines: tuple[str, ...]
-    """What the user should know of all this."""
+    notes: tuple[str, ...] = ()
+    """What was decided for the user."""
+    warnings: tuple[str, ...] = ()
+    """What can run but is probably not meant."""
     objective: Objective | None = None
     """What is minimized; None: the mean loss of the target tokens."""
     names: LossNames = LANGUAGE_MODEL
@@ -183,57 +195,6 @@ def stream_samples(
     return BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
 
 
-def open_inputs(
-    config: Config,
-    world: Axis,
-    source: Source | None = None,
-    *,
-    tokenizer: Tokenizer | None = None,
-    prompt: Prompt | None = None,
-    same_data: bool = False,
-) -> Inputs:
-    """Open what a run reads, and refuse what it could not use. Collective over ``world``, which in
-    a dry run is this process alone.
-
-    ``config`` is resolved (``plans.resolve.check``). ``source`` gives the samples; the default is
-    those of --data-path, without the options that need an end-of-document id. ``tokenizer`` is
-    copied into each checkpoint. ``prompt`` makes tokens of --sample-prompt. With ``same_data`` a
-    run does not resume from a checkpoint that was trained on other samples; without it that is a
-    line. Raises UserError, the same on every rank."""
-    source = source or partial(stream_samples, eod=None)
-    training = open_samples(source, config, TRAINING, world)
-    # Machines may see different states of a shared folder for a while: all take what the first
-    # rank finds.
-    identity, start, state, start_lines = on_rank0(
-        lambda: _first_state(config, training, same_data=same_data), world
-    )
-    with raise_on_all_ranks(world):
-        seek(training, state.places)
-        config, length_lines = _with_run_length(config, len(training), state)
-    validation = None
-    if config.training.eval_interval:
-        validation = open_samples(source, config, VALIDATION, world)
-    with raise_on_all_ranks(world):
-        prompts = encoded_prompts(config, tokenizer, prompt)
-    with raise_on_all_ranks(world):
-        if world.rank == 0:
-            _require_weights(config, start)
-            _require_saveable(config.checkpoint, tokenizer, start)
-    carried, carried_lines = on_rank0(lambda: carried_files(config, start, tokenizer), world)
-    return Inputs(
-        config,
-        training,
-        validation,
-        identity,
-        start,
-        state,
-        tokenizer,
-        prompts,
-        (*start_lines, *carried_lines, *length_lines, *_warnings(config, len(training))),
-        carried=carried,
-    )
-
-
 def open_samples(source: Source, config: Config, part: int, world: Axis) -> Samples:
     """Open the samples of TRAINING or VALIDATION on all ranks. Collective. Raises DataError, on
     every rank also where one has found other files than the first: each looks for itself, and a
@@ -255,7 +216,7 @@ def open_samples(source: Source, config: Config, part: int, world: Axis) -> Samp
     return samples
 
 
-def _warnings(config: Config, samples: int) -> Iterator[str]:
+def warnings_of_run(config: Config, samples: int) -> Iterator[str]:
     """Warn of what a run of these training samples is probably not meant to do."""
     training = config.training
     options = config.checkpoint
@@ -274,18 +235,19 @@ def passes_over(training: TrainingConfig, samples: int) -> float:
     return BatchSizes.from_training(training).samples(training.train_iters) / samples
 
 
-def _first_state(
-    config: Config, samples: Samples, *, same_data: bool
-) -> tuple[Mapping[str, Any], Start | None, TrainState, list[str]]:
-    """Find where the run starts, and compare its samples with those of the checkpoint that it
-    resumes from. Returns the samples' identity, the start, its state, and lines to print."""
+def first_state(
+    config: Config, samples: Samples, start: Start | None, *, same_data: bool
+) -> tuple[Mapping[str, Any], TrainState, list[str]]:
+    """Return the identity of the samples, the position at which the run starts, and lines to print.
+
+    Compares the samples with those of the checkpoint from which the run resumes. With ``same_data``
+    it raises DataError for others."""
     options = config.checkpoint
-    start = find_start(options)
     identity = samples.identity()
     lines = list(_start_lines(options, start))
     if start is None or begins_anew(options, start):
-        return identity, start, TrainState(0, 0), lines
-    if not start.native:
+        return identity, TrainState(0, 0), lines
+    if start.meta is None:
         if text_streams(samples):
             raise DataError(
                 "--data-path",
@@ -306,8 +268,8 @@ def _first_state(
         lines += batch_changes(run.args, state, config)
         if options.load_optim:
             lines += update_lines(start.optimizer(config.model), config)
-        return identity, start, state, lines
-    meta = native.read_meta(start.path)
+        return identity, state, lines
+    meta = start.meta
     changes = sample_changes(meta.state.data, identity)
     if text_streams(samples) and (
         changes or meta.state.places is None or not fits(samples, meta.state.places)
@@ -337,7 +299,7 @@ def _first_state(
     )
     lines += [f"warning: {text}" for text in others]
     lines += batch_changes(meta.config.get("training", {}), meta.state, config)
-    return identity, start, meta.state, lines
+    return identity, meta.state, lines
 
 
 def _start_lines(options: CheckpointConfig, start: Start | None) -> Iterator[str]:
@@ -356,7 +318,7 @@ def _start_lines(options: CheckpointConfig, start: Start | None) -> Iterator[str
         yield from (f"warning: {text}" for text in damaged(start))
 
 
-def _with_run_length(config: Config, samples: int, state: TrainState) -> tuple[Config, list[str]]:
+def with_run_length(config: Config, samples: int, state: TrainState) -> tuple[Config, list[str]]:
     """The configuration with the number of steps that --epochs means, and lines that say so. Raises
     ConfigError for options that do not fit it."""
     if not config.training.epochs:
@@ -393,19 +355,16 @@ def resumes(config: Config, start: Start) -> bool:
     anew = config.checkpoint.finetune
     if start.goes_on and not anew:
         return takes_up(where, LoraConfig(), config.lora, anew=False)
-    if start.native:
-        saved = start.model()
-        # --resize-embeddings, or a reward model that begins with a language model.
-        if saved.vocab_size != config.model.vocab_size:
-            return False
-        if saved.num_labels != config.model.num_labels:
-            return False
-    return start.native and takes_up(
-        where, saved_lora(native.read_meta(start.path).config), config.lora, anew=anew
-    )
+    if start.meta is None:
+        return False
+    saved = start.meta.model
+    # --resize-embeddings, or a reward model that begins with a language model.
+    if saved.vocab_size != config.model.vocab_size or saved.num_labels != config.model.num_labels:
+        return False
+    return takes_up(where, saved_lora(start.meta.config), config.lora, anew=anew)
 
 
-def _require_weights(config: Config, start: Start | None) -> None:
+def require_weights(config: Config, start: Start | None) -> None:
     """Raise CheckpointError if the weights that the run loads are not all there."""
     options = config.checkpoint
     if start is not None and resumes(config, start) and start.native:
@@ -420,7 +379,7 @@ def _require_weights(config: Config, start: Start | None) -> None:
         hf_weights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
 
 
-def _require_saveable(
+def require_saveable(
     options: CheckpointConfig, tokenizer: Tokenizer | None, start: Start | None
 ) -> None:
     """Raise DataError if the run will save its tokenizer and no file can express it, and
@@ -430,9 +389,9 @@ def _require_saveable(
         from megatron_llama.conversion.hf.writer import require_export
 
         sources = weight_folders(vars(options))
-        if start is not None and start.native:
+        if start is not None and start.meta is not None:
             # A resumed run no longer names the model that it began with.
-            sources += weight_folders(native.read_meta(start.path).config.get("checkpoint", {}))
+            sources += weight_folders(start.meta.config.get("checkpoint", {}))
         require_export(Path(options.export_hf).resolve(), sources)
     saves = options.save is not None and not (storage_path(options.save) / TOKENIZER).exists()
     if tokenizer is not None and (saves or options.export_hf is not None):

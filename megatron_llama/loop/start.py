@@ -22,15 +22,18 @@ from megatron_llama.checkpoint.meta import (
     TrainState,
     model_changes,
     model_differences,
+    parse_meta,
 )
 from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples
-from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megatron_llama.conversion.formats import (
     SavedRun,
     candidates,
+    detect,
     hf_weights,
     open_model,
     saved_run,
@@ -44,6 +47,7 @@ from megatron_llama.plans.engine_options import EIGHT_BIT
 from megatron_llama.plans.params import padding_idx
 from megatron_llama.plans.run_params import trains_embedding
 from megatron_llama.plans.specs import Rectangle
+from megatron_llama.tokenizer.load import load_tokenizer
 
 AUTO = "auto"
 """A value of --load: the newest usable checkpoint of --save, or a fresh start."""
@@ -54,15 +58,20 @@ class Start:
     """A folder of weights from which a run starts."""
 
     path: Path
-    native: bool
-    """Whether this is a checkpoint of this program, which also has the optimizer's state and the
-    position in the data; else it is a folder of another format."""
+    meta: CheckpointMeta | None
+    """Of a checkpoint of this program, which also has the optimizer's state and the position in the
+    data; None for a folder of another format."""
     ignored: tuple[str, ...] = ()
     """Fields of a HuggingFace ``config.json`` that are not refused."""
     goes_on: bool = False
     """Whether a folder of another format has the optimizer's state and the position, too."""
     passed_over: tuple[checkpoint_dir.PassedOver, ...] = ()
     """Why each newer checkpoint cannot be used, where AUTO has passed over some."""
+
+    @property
+    def native(self) -> bool:
+        """Whether this is a checkpoint of this program."""
+        return self.meta is not None
 
     @property
     def resumable(self) -> bool:
@@ -72,8 +81,8 @@ class Start:
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
         """The configuration of the weights. The sizes are for a folder that stores only a padded
         vocabulary; see ``open_model``."""
-        if self.native:
-            return native.read_meta(self.path).model
+        if self.meta is not None:
+            return self.meta.model
         return open_model(
             self.path, vocab_size=vocab_size, tokens=tokens, ignored=self.ignored
         ).model
@@ -88,10 +97,10 @@ class Start:
 
     def carried(self, model: ModelConfig) -> Carried:
         """What came with the weights of ``model`` beside its numbers. Raises CheckpointError."""
-        if self.native:
+        if self.meta is not None:
             with local_copy(self.path.parent / checkpoint_dir.TOKENIZER) as folder:
                 generation = read_generation(folder)
-            return Carried(native.read_meta(self.path).state.hf_config, generation)
+            return Carried(self.meta.state.hf_config, generation)
         source = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
         beside = {path.parent for path in source.tokenizer_files if path.name == GENERATION}
         generation = read_generation(beside.pop()) if beside else derived_generation(source.extra)
@@ -111,8 +120,8 @@ class Start:
 
     def state(self) -> TrainState:
         """The position of the run that saved a ``resumable`` folder. Raises CheckpointError."""
-        if self.native:
-            return native.read_meta(self.path).state
+        if self.meta is not None:
+            return self.meta.state
         return TrainState(*self.saved_run().position())
 
 
@@ -162,15 +171,15 @@ def named_start(options: CheckpointConfig) -> Start | None:
         )
         if newest is None:
             return None
-        return Start(newest.path, native=True, passed_over=newest.passed_over)
+        return Start(newest.path, parse_meta(newest.path), passed_over=newest.passed_over)
     named = storage_path(options.load)
     checkpoint = named if (named / META).is_file() else checkpoint_dir.latest(named)
     if checkpoint is not None:
-        return Start(checkpoint, native=True)
+        return Start(checkpoint, parse_meta(checkpoint))
     if is_remote(named) or not list(candidates(named)):
         return None
     goes_on = saved_run(named) is not None
-    return Start(named, False, options.ignore_hf_config_fields, goes_on)
+    return Start(named, None, options.ignore_hf_config_fields, goes_on)
 
 
 def find_start(options: CheckpointConfig) -> Start | None:
@@ -220,6 +229,35 @@ def find_start(options: CheckpointConfig) -> Start | None:
     return named
 
 
+def loaded_model(start: Start | None, parsed: Parsed) -> ModelConfig | None:
+    """Read the model's fields from what --load names; None if nothing is loaded.
+
+    A folder that stores only a padded vocabulary gets the size of --vocab-size, or of the tokenizer
+    that is given. Raises CheckpointError or DataError."""
+    if start is None:
+        return None
+    data = parsed.get(DataConfig)
+    vocab_size = parsed.get(ModelConfig).vocab_size
+    if parsed.get(CheckpointConfig).resize_embeddings and not start.native:
+        return _resizable_model(start)
+    if start.native or data.tokenizer_model is None or vocab_size:
+        return start.model(vocab_size=vocab_size)
+    return start.model(tokens=load_tokenizer(data.tokenizer_model, data.tokenizer_type).vocab_size)
+
+
+def _resizable_model(start: Start) -> ModelConfig:
+    """Read the model of a folder that is to get more rows, to which --vocab-size says nothing.
+    Raises CheckpointError for a format that stores padding."""
+    if (kind := detect(start.path)) != "hf":
+        raise CheckpointError(
+            "--resize-embeddings",
+            got=f"--load {start.path}, a {kind} folder",
+            expected="a HuggingFace folder or a checkpoint, which store no padding",
+            do="convert it first: convert SRC DST --to hf",
+        )
+    return start.model()
+
+
 def begins_anew(options: CheckpointConfig, start: Start) -> bool:
     """Whether the run loads the weights alone and begins at iteration 0."""
     return options.finetune or not start.resumable
@@ -260,13 +298,10 @@ def compare(
     return model_changes(str(start.path), saved, model)
 
 
-def resumed(options: CheckpointConfig) -> CheckpointMeta | None:
-    """The checkpoint of ours from which the run resumes; None if it begins at iteration 0, or goes
-    on from another format. Raises CheckpointError."""
-    start = find_start(options)
-    if start is None or begins_anew(options, start) or not start.native:
-        return None
-    return native.read_meta(start.path)
+def resumed(options: CheckpointConfig, start: Start | None) -> CheckpointMeta | None:
+    """Return the checkpoint of ours from which the run resumes; None if it begins at iteration 0,
+    or goes on from another format."""
+    return None if start is None or begins_anew(options, start) else start.meta
 
 
 def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
@@ -416,7 +451,7 @@ def with_pad_embedding_as_before(
     if padding is None or given or start is None or begins_anew(config.checkpoint, start):
         return config, []
     # Megatron trains all rows.
-    if start.native and not _trained_pad_embedding(native.read_meta(start.path)):
+    if start.meta is not None and not _trained_pad_embedding(start.meta):
         return config, []
     line = (
         f"--train-pad-embedding: the embedding of pad_token_id {padding} stays trained, as in the "
@@ -480,10 +515,9 @@ def folder_from_elsewhere(options: CheckpointConfig, start: Start | None) -> str
     return None if start.native else start.path
 
 
-def trained_weights(config: Config) -> TrainedWeights:
+def trained_weights(config: Config, start: Start | None) -> TrainedWeights:
     """Open the weights to evaluate. Raises CheckpointError, ConfigError."""
     options = config.checkpoint
-    start = find_start(options) if options.load is not None else None
     folder = folder_from_elsewhere(options, start)
     if start is not None:
         state = start.state() if start.resumable else TrainState(0, 0)

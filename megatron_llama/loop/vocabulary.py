@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint import checkpoint_dir
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy
 from megatron_llama.config.blend import read_blend
@@ -16,7 +15,7 @@ from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.data.meta import read_meta
 from megatron_llama.data.words import is_stream, is_url
 from megatron_llama.errors import ConfigError, DataError, describe, listing
-from megatron_llama.loop.start import AUTO, named_start
+from megatron_llama.loop.start import Start
 from megatron_llama.plans.checks.model import token_problems
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import Fingerprint, difference, require_same_ids
@@ -37,9 +36,9 @@ class Vocabulary:
     """What could not be compared, and what the run does without."""
 
 
-def find_vocabulary(config: Config) -> Vocabulary:
-    """Return the vocabulary of --tokenizer-model, or else of the tokenizer beside the weights, or
-    else of the dataset's PREFIX.meta.json.
+def find_vocabulary(config: Config, start: Start | None) -> Vocabulary:
+    """Return the vocabulary of --tokenizer-model, or else of the tokenizer beside the weights of
+    ``start`` or --init-from-hf, or else of the dataset's PREFIX.meta.json.
 
     Raises DataError for a dataset or for weights that were made with another tokenizer."""
     # A text is made into tokens by the tokenizer of the run.
@@ -47,7 +46,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
     metas = {prefix: meta for prefix in prefixes if (meta := read_meta(prefix)) is not None}
     _require_one_tokenizer(metas)
     first = next(iter(metas.values()), {})
-    folder = _tokenizer_of_weights(config.checkpoint)
+    folder = _tokenizer_of_weights(config.checkpoint, start)
     # An object store is read for the comparison alone: a tokenizer copies its files later on.
     beside = folder if folder is not None and not is_remote(folder) else None
     path = config.data.tokenizer_model or beside or _present(first)
@@ -70,18 +69,11 @@ def find_vocabulary(config: Config) -> Vocabulary:
     return Vocabulary(tokenizer, size, eod, tuple(warnings))
 
 
-def _tokenizer_of_weights(options: CheckpointConfig) -> Path | None:
+def _tokenizer_of_weights(options: CheckpointConfig, start: Start | None) -> Path | None:
     """Return the folder of the tokenizer that belongs to the weights: their own folder, or the one
     that a run keeps beside its checkpoints."""
-    if options.load == AUTO and options.save is not None:
-        # It lies beside the checkpoints, whichever of them can be used: their indices, which take
-        # seconds to minutes for large runs, are not read for it.
-        named = checkpoint_dir.latest(options.save)
-    else:
-        start = named_start(options)
-        named = start.path if start is not None else None
-    if named is not None:
-        folder = named
+    if start is not None:
+        folder = start.path
     elif options.init_from_hf is not None:
         folder = Path(options.init_from_hf)
     else:

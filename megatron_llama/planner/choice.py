@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_llama.api.common.layout import Choice
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
@@ -19,6 +18,7 @@ from megatron_llama.planner.training_job import Machine
 from megatron_llama.plans.buckets import AUTO
 from megatron_llama.plans.engine_memory import sized
 from megatron_llama.plans.resolve import resolve
+from megatron_llama.train.setup.layout import Choice
 
 SEARCHED = (
     "tensor_model_parallel_size",

@@ -37,4 +37,4 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     }
 )
 
-LAYOUTS = Layouts(chosen="planner.auto_parallel:chosen", imagined="planner.auto_parallel:imagined")
+LAYOUTS = Layouts(chosen="planner.auto_parallel:chosen")

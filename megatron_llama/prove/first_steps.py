@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_llama.api.train import open_stream_inputs, run_training
+from megatron_llama.api.train import run_training
 from megatron_llama.config.parse import Parsed, options_of
 from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig
 from megatron_llama.distributed.host_memory import free_bytes
@@ -30,7 +30,8 @@ from megatron_llama.prove.materials import parsed_options
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import one_process
 from megatron_llama.train.run.callbacks import Callback, Run, Step
-from megatron_llama.tune.sft.inputs import open_example_inputs
+from megatron_llama.train.setup.deciders import TEXT
+from megatron_llama.tune.sft.inputs import EXAMPLES
 
 MOST_LINES, FEWEST_LINES = 16, 3
 """Of the log, that are compared."""
@@ -163,7 +164,7 @@ def _train(place: Place, case: Case) -> list[LoggedStep] | str:
     try:
         run_training(
             parsed_options(case),
-            open_example_inputs if case.sft else open_stream_inputs,
+            EXAMPLES if case.sft else TEXT,
             callbacks=[curve],
             needs_data=not case.sft,
             place=place,

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama.api.common.configs import AutoParallelConfig
-from megatron_llama.api.common.loaded import loaded_model
 from megatron_llama.config.option import Small
 from megatron_llama.config.parse import Parsed, flag, options_of
 from megatron_llama.config.presets import LLAMA_VOCABULARY
@@ -24,11 +22,15 @@ from megatron_llama.config.schema import (
 )
 from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError, counted
-from megatron_llama.loop.start import find_start
 from megatron_llama.loop.vocabulary import find_vocabulary
-from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.plans.resolve import check
 from megatron_llama.prove.case import STEPS, Note
 from megatron_llama.prove.world import World
+from megatron_llama.train.setup.deciders import MODEL
+from megatron_llama.train.setup.draft import Draft
+from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.layout import AutoParallelConfig
+from megatron_llama.train.setup.processes import imagined_processes
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 PRETRAIN: tuple[type[Any], ...] = (*config_sections(), AutoParallelConfig)
@@ -97,8 +99,9 @@ def read_given(parsed: Parsed, world_size: int) -> Given:
             expected="the layout that it chooses",
             do="let pretrain --auto-parallel --dry-run print it, and give its options",
         )
-    config = assemble(_with_known_weights(parsed), trained=_loaded(parsed))
-    config, notes = _decided(_without_folders(config))
+    processes = imagined_processes(world_size, 0, are_here=False)
+    draft = decide(Draft(_with_what_is_read(parsed), processes), MODEL)
+    config, notes = _decided(_without_folders(draft.config))
     resolved = check(config, world_size).config
     return Given(
         config,
@@ -111,23 +114,17 @@ def read_given(parsed: Parsed, world_size: int) -> Given:
     )
 
 
-def _with_known_weights(parsed: Parsed) -> Parsed:
-    """Leave out an --init-from-hf that is not on this machine, where a preset has the shapes."""
-    checkpoint = parsed.get(CheckpointConfig)
-    folder = checkpoint.init_from_hf
-    if folder is None or parsed.get(ModelConfig).preset is None or Path(folder).exists():
-        return parsed
-    changed = {CheckpointConfig: replace(checkpoint, init_from_hf=None)}
-    return replace(parsed, instances={**parsed.instances, **changed})
-
-
-def _loaded(parsed: Parsed) -> ModelConfig | None:
-    """The model of --load, where nothing else says which it is."""
+def _with_what_is_read(parsed: Parsed) -> Parsed:
+    """Leave out weights of which nothing is read: an --init-from-hf that is not on this machine,
+    where a preset has the shapes, and --load, where something else says which model it is."""
     checkpoint = parsed.get(CheckpointConfig)
     model = parsed.get(ModelConfig)
-    if checkpoint.init_from_hf or model.preset or model.hidden_size or checkpoint.load is None:
-        return None
-    return loaded_model(parsed, find_start(checkpoint))
+    folder = checkpoint.init_from_hf
+    if folder is not None and model.preset is not None and not Path(folder).exists():
+        checkpoint = replace(checkpoint, init_from_hf=None)
+    if folder or model.preset or model.hidden_size:
+        checkpoint = replace(checkpoint, load=None)
+    return replace(parsed, instances={**parsed.instances, CheckpointConfig: checkpoint})
 
 
 def _without_folders(config: Config) -> Config:
@@ -167,4 +164,4 @@ def _vocabulary(config: Config) -> int | None:
     path = config.data.tokenizer_model
     if path is not None and not Path(path).exists():
         return None
-    return find_vocabulary(config).size or None
+    return find_vocabulary(config, None).size or None

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_llama.api.train import open_stream_inputs, run_training
+from megatron_llama.api.train import run_training
 from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.checkpoint.chunks import is_state, state_key
 from megatron_llama.checkpoint.columns import MOMENTS
@@ -25,7 +25,8 @@ from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.materials import Materials, parsed_options
 from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.train.run.callbacks import Callback, Run, Step
-from megatron_llama.tune.sft.inputs import open_example_inputs
+from megatron_llama.train.setup.deciders import TEXT
+from megatron_llama.tune.sft.inputs import EXAMPLES
 
 OUTPUT = "output"
 """Folder of what the ranks of a run have printed."""
@@ -173,7 +174,7 @@ def _train(place: Place, case: Case) -> RankRecord:
     recorder = Recorder()
     result = run_training(
         parsed_options(case),
-        open_example_inputs if case.sft else open_stream_inputs,
+        EXAMPLES if case.sft else TEXT,
         callbacks=[recorder],
         needs_data=not case.sft,
         place=Place(

@@ -5,5 +5,5 @@ Read first: ``sft/formats.py`` (a record as an example), ``sft/chat.py`` (an exa
 which of them are learned), ``sft/dataset.py`` (examples as samples), ``preference/objective.py``
 (the losses of preference tuning), ``preference/inputs.py`` (how ``align`` opens what it reads).
 
-It calls the trainer with what it opens: ``Inputs`` with samples of its own, and for preferences an
-``Objective``. It never imports ``prove``."""
+It calls the trainer with deciders of its own (``train/setup``), which say what is read: samples,
+and for preferences an ``Objective``. It never imports ``prove``."""

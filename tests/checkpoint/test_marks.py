@@ -38,7 +38,7 @@ def begun(path: Path, **options: object) -> tuple[NotFinite, ...]:
     run = trainer(SINGLE, ONE)
     config = ONE.config()
     config = replace(config, checkpoint=replace(config.checkpoint, load=str(path), **options))
-    start = Start(path, native=True)
+    start = Start(path, native.read_meta(path))
     load_or_init(config, run.optimizer, run.mesh, start)
     return find_not_finite_at_start(config, run.optimizer, run.mesh, start)
 

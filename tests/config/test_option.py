@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_llama.config.help import config_sections
 from megatron_llama.config.option import KEPT, POSITIVE, Rules, left_out, option, rules_of, section
 from megatron_llama.config.parse import options_of
 from megatron_llama.config.parts import part_of
 from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.sections import config_sections
 from megatron_llama.plans.checks.ranges import value_problems
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.sft.sft_config import SFTConfig
@@ -78,7 +78,6 @@ from pathlib import Path
 from megatron_llama.api.common.options import read_options
 from megatron_llama.checkpoint.meta import TrainState, meta_json
 from megatron_llama.cli import main
-from megatron_llama.config.help import config_sections, options_markdown
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.plans.lr import learning_rate

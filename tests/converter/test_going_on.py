@@ -19,13 +19,13 @@ from megatron_llama.data.indexed import IndexedDatasetWriter
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import CheckpointError, DataError
-from megatron_llama.loop.inputs import open_inputs
 from torch import Tensor
 
 from tests.converter.converting import hf_folder
 from tests.converter.mcore import SHARDINGS, Run, megatron
 from tests.data.test_megatron_order import megatron_dataset
 from tests.harness import Cluster
+from tests.ready import ready_for
 
 pytestmark = pytest.mark.long
 VOCAB, SEQ, BATCH, STEPS, SAVED = 256, 32, 4, 6, 3
@@ -167,8 +167,8 @@ def test_other_samples_are_refused_where_they_have_to_be_the_same(megatron_runs:
     config = go_on(megatron_runs).config
     world = Mesh.single().world
     with pytest.raises(DataError, match=r"got other training samples than those of .*, a run of Megatron-LM, expected .* \(--finetune\)"):
-        open_inputs(config, world, same_data=True)
-    assert open_inputs(config, world).state == TrainState(SAVED, SAVED * BATCH)
+        ready_for(config, world, same_data=True)
+    assert ready_for(config, world).state == TrainState(SAVED, SAVED * BATCH)
 
 
 def test_a_run_saves_elsewhere(megatron_runs: Made, tmp_path: Path) -> None:

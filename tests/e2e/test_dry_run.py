@@ -146,10 +146,10 @@ def _without(command: list[str], name: str) -> list[str]:
 def test_a_refusal_that_only_the_run_knows_is_noticed(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever tests it: that is the test of all the others."""
 
-    def refuse(config: object) -> None:
+    def refuse(*inputs: object) -> None:
         raise CheckpointError("moon", got="full", expected="new", do="wait")
 
-    monkeypatch.setattr(build, "require_outputs", refuse)
+    monkeypatch.setattr(build, "read_first_step", refuse)
     with pytest.raises(RehearsalError, match="the run: moon: got full"):
         main(product.command())
     assert {"pretrain", "sft", "align"} == set(TRAINING)

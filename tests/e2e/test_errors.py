@@ -200,6 +200,15 @@ def test_so_do_the_processes_of_a_launcher(name: str, product: Product, tmp_path
     assert launched(product, tmp_path, Layout(processes, {}), code=2, **changes).count(says) == 1
 
 
+def test_what_rank_0_refuses_it_says_alone(product: Product, tmp_path: Path) -> None:
+    """Rank 0 looks for the start; the others learn its answer, raise it, and leave without a word."""
+    ended = product.start(Layout(3, {"global_batch_size": 6}), load=tmp_path / "none", save=tmp_path / "new").wait()
+    assert len(set(ended.codes)) == 1 and ended.codes[0] != 0, ended
+    said, *others = ended.errs
+    assert said.startswith(f"error: --load {tmp_path}/none: got no such folder, ") and said.count("\n") == 1
+    assert others == ["", ""] and not any(tmp_path.iterdir())
+
+
 def test_all_problems_are_said_at_once(product: Product, refuse: Refuse) -> None:
     changes = {"num_query_groups": 3, "pipeline_model_parallel_size": 3, "global_batch_size": 0, "train_iters": -1, "adam_beta1": 2}
     text = refuse(product.command(**changes), code=2)

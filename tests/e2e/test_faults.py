@@ -22,7 +22,6 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.update_rule import AdamW
 from megatron_llama.errors import TrainingError
-from megatron_llama.loop.inputs import open_inputs
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.loop import train
@@ -47,6 +46,7 @@ from tests.e2e.product import (
     steps,
 )
 from tests.harness import Cluster
+from tests.ready import ready_for
 
 BAD = 4
 """The step whose samples are poisoned."""
@@ -308,7 +308,7 @@ def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
 
     AdamW.step = faulty  # type: ignore[assignment]
     try:
-        with open_run(open_inputs(config, mesh.world), mesh) as built:
+        with open_run(ready_for(config, mesh.world), mesh) as built:
             train(built)
     except TrainingError as error:
         return str(error)

@@ -14,12 +14,13 @@ from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import Samples
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.errors import DataError
-from megatron_llama.loop.inputs import TRAINING, VALIDATION, open_inputs, open_samples, stream_samples
+from megatron_llama.loop.inputs import TRAINING, VALIDATION, open_samples, stream_samples
 from megatron_llama.prove.pool import Place
 from tools.range_server import serving
 
 from tests.data.conftest import VOCAB_SIZE, dataset, documents, texts, tokenizer  # noqa: F401
 from tests.harness import Cluster
+from tests.ready import ready_for
 
 
 def config_of(word: str, cache: Path) -> Config:
@@ -47,7 +48,7 @@ def open_while_a_file_changes(place: Place, words: list[str], cache: Path, chang
         return samples
 
     try:
-        open_inputs(config, world, source)
+        ready_for(config, world, source)
     except DataError as error:
         return str(error)
     return ""

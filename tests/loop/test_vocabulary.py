@@ -12,6 +12,7 @@ from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, M
 from megatron_llama.data.preprocess import preprocess
 from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.errors import DataError
+from megatron_llama.loop.start import Start, named_start
 from megatron_llama.loop.vocabulary import Vocabulary, find_vocabulary, with_vocabulary
 from megatron_llama.tokenizer.load import load_tokenizer
 
@@ -34,7 +35,8 @@ def weights(folder: Path, tokenizer: Path) -> Path:
 def found(*prefixes: Path, tokenizer: Path | None = None, model: ModelConfig | None = None, **checkpoint: Any) -> Vocabulary:
     named = {name: str(value) for name, value in checkpoint.items()}
     data = DataConfig(data_path=tuple(map(str, prefixes)), tokenizer_model=str(tokenizer) if tokenizer is not None else None)
-    return find_vocabulary(Config(model=model or ModelConfig(), data=data, checkpoint=CheckpointConfig(**named)))
+    options = CheckpointConfig(**named)
+    return find_vocabulary(Config(model=model or ModelConfig(), data=data, checkpoint=options), named_start(options))
 
 
 def edit_meta(prefix: Path, **changes: Any) -> None:
@@ -178,7 +180,7 @@ def test_another_end_token_than_the_models(layouts: Path, tmp_path: Path) -> Non
 def test_a_wrong_data_path_is_blamed_itself(tmp_path: Path) -> None:
     config = Config(data=DataConfig(data_path=(str(tmp_path / "nowhere"),)))
     with pytest.raises(DataError, match=rf"--data-path: {tmp_path}/nowhere\.idx: got no such file, expected PREFIX\.bin and PREFIX\.idx"):
-        with_vocabulary(config, find_vocabulary(config))
+        with_vocabulary(config, find_vocabulary(config, None))
 
 
 def test_the_tokenizer_of_a_resumed_run_takes_no_look_at_its_indices(layouts: Path, tmp_path: Path) -> None:
@@ -188,6 +190,6 @@ def test_the_tokenizer_of_a_resumed_run_takes_no_look_at_its_indices(layouts: Pa
     shutil.copytree(layouts / "llama2", tmp_path / "run" / "tokenizer")
     for name in ("meta.json", ".metadata", "SHA256SUMS"):
         (newest / name).write_text("damaged")
-    beside = found(save=tmp_path / "run", load="auto")
+    beside = find_vocabulary(Config(), Start(newest, None))
     assert beside.tokenizer is not None and beside.size == load_tokenizer(layouts / "llama2").vocab_size
-    assert found(save=tmp_path / "new", load="auto", init_from_hf=tmp_path / "run" / "tokenizer").size == beside.size
+    assert found(init_from_hf=tmp_path / "run" / "tokenizer").size == beside.size

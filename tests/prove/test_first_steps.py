@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import pytest
 from megatron_llama.api.common.options import read_options
-from megatron_llama.api.train import open_stream_inputs, run_training
+from megatron_llama.api.train import run_training
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.distributed.launcher import Place
@@ -18,6 +18,7 @@ from megatron_llama.prove.first_steps import LEFT_OUT, first_steps
 from megatron_llama.prove.given import SECTIONS
 from megatron_llama.prove.logs import RunLog, read_log
 from megatron_llama.prove.materials import make_materials, parsed_options
+from megatron_llama.train.setup.deciders import TEXT
 
 from tests.harness import Cluster
 
@@ -37,7 +38,7 @@ OPTIONS: dict[str, object] = {
 
 def train(place: Place, options: Mapping[str, object]) -> None:
     """The user's run."""
-    run_training(parsed_options(Case("the user's", options, 2)), open_stream_inputs, place=replace(place, joined=True, local_world_size=2))
+    run_training(parsed_options(Case("the user's", options, 2)), TEXT, place=replace(place, joined=True, local_world_size=2))
 
 
 @pytest.fixture(scope="module")

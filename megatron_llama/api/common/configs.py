@@ -9,23 +9,6 @@ from megatron_llama.config.option import left_out, section
 
 @section(changes="messages", small=left_out("a layout is given"))
 @dataclass(frozen=True)
-class AutoParallelConfig:
-    """Let the planner choose the layout; with --dry-run it is only printed."""
-
-    auto_parallel: bool = False
-    """Take the fastest layout that is planned to fit: tp, pp with its schedule and virtual stages,
-    cp, data-parallel sharding, micro-batch, recomputation. What is given of these stays as it is.
-    Needs --global-batch-size."""
-    gpu: str | None = None
-    """The kind to plan for, as with `plan`. Default: what this machine has."""
-    nic_gbit: float = 0.0
-    """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
-    coefficients: str | None = None
-    """A file of `plan calibrate`: plan with the rates that were measured instead of those that are
-    shipped."""
-
-
-@dataclass(frozen=True)
 class ModelFolderConfig:
     """The trained model to use, in one process."""
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from megatron_llama.api.common.layout import Choice
-from megatron_llama.api.common.startup import OpenInputs, start_up
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.parse import Parsed, flag
@@ -25,8 +22,7 @@ from megatron_llama.config.schema import (
     ModelConfig,
 )
 from megatron_llama.config.world import dp_size
-from megatron_llama.errors import ConfigError, UserError, listing
-from megatron_llama.hooks import layouts
+from megatron_llama.errors import ConfigError, listing
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.plans.chunks import GRANULARITIES
 from megatron_llama.plans.engine_memory import sized
@@ -34,11 +30,10 @@ from megatron_llama.plans.lora import adapter_shapes, trained_beside_adapters
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.params import hf_shapes, padded_vocab_size, parameter_count
 from megatron_llama.plans.schedule import Schedule
-from megatron_llama.registry import imported
-
-if TYPE_CHECKING:
-    from megatron_llama.distributed.axes import Axis
-    from megatron_llama.loop.start import Start
+from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, ready_of
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
+from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.processes import imagined_processes
 
 SHOWN_ACTIONS = 40
 
@@ -56,15 +51,21 @@ NamedFiles = Callable[[Parsed], ExampleFiles]
 """Finds out which files the options of a run name."""
 
 
-def dry_run(parsed: Parsed, open_inputs: OpenInputs, *, examples: NamedFiles | None = None) -> None:
-    """Do what a run does up to its first step, and print its plan. ``open_inputs`` is
-    that of the run; ``examples`` are the files that it reads instead of --data-path.
+def dry_run(
+    parsed: Parsed,
+    reads: Sequence[Decider],
+    checks: Sequence[Decider] = (),
+    *,
+    examples: NamedFiles | None = None,
+) -> None:
+    """Decide what a run decides up to its first step, and print its plan. ``reads`` are the
+    deciders of what the run reads, ``checks`` those of what else it will do with its samples;
+    ``examples`` are the files that it reads instead of --data-path.
 
     Raises UserError if the run would. Files, memory and devices that this machine lacks are
     warnings; in strict mode they are errors, as they are for the run."""
     from megatron_llama.distributed.launcher import place_from_environment
     from megatron_llama.loop.build import read_first_step
-    from megatron_llama.loop.inputs import require_outputs
 
     options = parsed.get(DryRunConfig)
     launch = parsed.get(LaunchConfig)
@@ -75,69 +76,27 @@ def dry_run(parsed: Parsed, open_inputs: OpenInputs, *, examples: NamedFiles | N
     )
     strict = options.dry_run == "strict"
     absent = [] if strict else list(_absent(parsed, examples))
-    processes = Imagined(world_size, strict=strict, node=launch.gpus_per_node)
-    processes.missing += [text for _, text in absent]
-    given = _without({name for name, _ in absent}, parsed, processes.missing)
-    ready = start_up(given, processes, needs_data=examples is None and strict)
-    plan = MemoryPlan(ready.config, world_size)
-    inputs = None
+    missing = [text for _, text in absent]
+    given = _without({name for name, _ in absent}, parsed, missing)
+    processes = imagined_processes(world_size, launch.gpus_per_node, are_here=strict)
+    samples = () if absent else (*reads, *SAMPLES, *checks)
+    draft = decide(
+        Draft(given, processes, needs_data=examples is None and strict, missing=tuple(missing)),
+        (*CONFIGURATION, *samples, *OUTPUTS, _refuse_small_host),
+    )
+    plan = MemoryPlan(draft.config, world_size)
     if not absent:
-        inputs = open_inputs(given, ready, processes.world)
-        data_size = dp_size(ready.config, world_size)
-        read_first_step(inputs, range(data_size), data_size)
-    with processes.on_this_machine():
-        require_outputs(ready.config)
-    with processes.on_this_machine():
-        _require_host(plan, world_size)
-    lines = inputs.lines if inputs is not None else ()
-    print("\n".join([*ready.lines, *lines, *_report(plan, world_size)]))
+        data_size = dp_size(draft.config, world_size)
+        read_first_step(ready_of(draft), range(data_size), data_size)
+    print("\n".join([*draft.notes, *_report(plan, world_size)]))
     lacking = list(_lacking(plan, world_size))
-    for line in (*ready.warnings, *processes.missing, *lacking):
+    for line in (*draft.warnings, *draft.missing, *lacking):
         print(f"warning: {line}")
     if strict and lacking:
         raise ConfigError(
             listing("--dry-run=strict: this machine cannot run it as it is:", lacking)
         )
     print(f"valid for {world_size} process{'es' if world_size > 1 else ''}")
-
-
-class Imagined:
-    """The ``Processes`` of a dry run: this one, which stands for all of them."""
-
-    def __init__(self, world_size: int, *, strict: bool, node: int) -> None:
-        """``node`` of the processes are on one machine; 0: unknown."""
-        from megatron_llama.distributed.axes import Mesh
-
-        self._world_size = world_size
-        self._strict = strict
-        self._node = node
-        self.world = Mesh.single().world
-        self.missing: list[str] = []
-        """What this machine lacks and the run needs; in strict mode that is an error at once."""
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @contextmanager
-    def on_this_machine(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError as error:
-            if self._strict:
-                raise
-            self.missing.append(str(error))
-
-    def choose(self, parsed: Parsed, config: Config, start: Start | None) -> Choice:
-        imagine = imported(layouts().imagined)
-        choice: Choice = imagine(parsed, config, self._world_size, self._node)
-        return choice
-
-    def meet(self, config: Config) -> Axis:
-        return self.world
-
-    def memory(self) -> int:
-        return _memory_here(self._world_size)
 
 
 def _memory_here(world: int) -> int:
@@ -199,7 +158,10 @@ def _without(absent: set[str], parsed: Parsed, warnings: list[str]) -> Parsed:
         checkpoint = replace(checkpoint, load=None, finetune=False, load_optim=True)
     sources = dict(parsed.sources)
     elsewhere = (model.vocab_size, model.preset, checkpoint.load, checkpoint.init_from_hf)
-    if not any(elsewhere) and not find_vocabulary(Config(data=data, checkpoint=checkpoint)).size:
+    if (
+        not any(elsewhere)
+        and not find_vocabulary(Config(data=data, checkpoint=checkpoint), None).size
+    ):
         model = replace(model, vocab_size=LLAMA_VOCABULARY)
         sources["vocab_size"] = "--dry-run"
         warnings.append(
@@ -210,12 +172,15 @@ def _without(absent: set[str], parsed: Parsed, warnings: list[str]) -> Parsed:
     return replace(parsed, instances={**parsed.instances, **changed}, sources=sources)
 
 
-def _require_host(plan: MemoryPlan, world: int) -> None:
+@refuses(needs=Need.MACHINE, by=By.RANK_0)
+def _refuse_small_host(draft: Draft) -> None:
     """Raise what the engine of a run on this machine would raise."""
     from megatron_llama.distributed import device as devices
     from megatron_llama.engine.offload.build import require_memory
     from megatron_llama.engine.offload.worker import rank_cores
 
+    world = draft.processes.count
+    plan = MemoryPlan(draft.config, world)
     device = devices.accelerator(0)
     on_cpu = devices.is_host(device)
     if on_cpu and world > 1 and (problem := plan.chunk_problem()) is not None:

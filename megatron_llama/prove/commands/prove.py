@@ -16,7 +16,6 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.api.common.configs import AutoParallelConfig
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.config.sections import config_sections
@@ -24,6 +23,7 @@ from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.errors import ClusterError, ConfigError, counted
 from megatron_llama.planner.outputs import write_text
 from megatron_llama.prove.prove_config import ProveConfig
+from megatron_llama.train.setup.layout import AutoParallelConfig
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:

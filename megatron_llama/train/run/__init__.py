@@ -5,4 +5,4 @@ have, too), ``build.py`` (what a run is built from, and the order of its parts),
 (steps that must not stay), ``prefetch.py`` (batches and requests, a step ahead).
 
 Nothing here reads options from a command line, opens samples or looks for what --load names: a run
-gets its ``Inputs`` complete, from ``loop/``."""
+gets what was decided as a ``Ready``, from ``train/setup``."""

@@ -26,7 +26,7 @@ from megatron_llama.loop.build import (
     warn_of_start,
 )
 from megatron_llama.loop.facts import run_facts
-from megatron_llama.loop.inputs import Inputs, require_outputs
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.loop.start import folder_from_elsewhere
 from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.metrics.events import FAULT, START
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_run(
-    inputs: Inputs,
+    inputs: Ready,
     mesh: Mesh,
     *,
     background: BackgroundSaver | None = None,
@@ -71,9 +71,7 @@ def open_run(
     config = inputs.config
     with raise_on_all_ranks(mesh.world):
         read_first_step(inputs, (mesh.data_rank,), mesh.data_size)
-        if mesh.rank == 0:
-            require_outputs(config)
-    for line in (*inputs.lines, *banner(inputs, mesh)) if mesh.rank == 0 else ():
+    for line in banner(inputs, mesh) if mesh.rank == 0 else ():
         print(f" {line}", flush=True)
 
     with ExitStack() as stack:
@@ -207,16 +205,16 @@ def open_run(
 
 
 def _final_export(
-    inputs: Inputs, mesh: Mesh, optimizer: OverlappedDistributedOptimizer
+    ready: Ready, mesh: Mesh, optimizer: OverlappedDistributedOptimizer
 ) -> FinalExport | None:
     """Return what writes --export-hf; None without that option."""
-    folder = inputs.config.checkpoint.export_hf
+    folder = ready.config.checkpoint.export_hf
     if folder is None:
         return None
     # Writers of HuggingFace's format are loaded by a run that exports, before its first step.
     from megatron_llama.conversion.export import FinalExport
 
-    return FinalExport(folder, inputs.config, mesh, optimizer, inputs.tokenizer, inputs.carried)
+    return FinalExport(folder, ready.config, mesh, optimizer, ready.tokenizer, ready.carried)
 
 
 def _tracing(

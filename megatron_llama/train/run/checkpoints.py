@@ -16,7 +16,7 @@ from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.inputs import Inputs
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.loop.weight_check import WeightCheck
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.train.run.bad_steps import BadSteps
@@ -33,7 +33,7 @@ class Checkpoints(Part):
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: Ready,
         mesh: Mesh,
         optimizer: OverlappedDistributedOptimizer,
         saver: Saver,

@@ -8,7 +8,7 @@ from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.loop.build import open_log
 from megatron_llama.loop.inputs import VALIDATION, Source, open_samples
-from megatron_llama.loop.start import trained_weights
+from megatron_llama.loop.start import Start, trained_weights
 from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
@@ -18,23 +18,25 @@ from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.train.run.validation import Evaluator
 
 
-def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
-    """Print the loss of a checkpoint or HuggingFace folder on the validation split."""
+def evaluate_only(config: Config, mesh: Mesh, start: Start | None, source: Source) -> None:
+    """Print the loss of ``start``, or of a HuggingFace folder, on the validation split."""
     samples = open_samples(source, config, VALIDATION, mesh.world)
-    runtime, state = forward_runtime(config, mesh)
+    runtime, state = forward_runtime(config, mesh, start)
     with open_log(config, mesh, state) as log:
         Evaluator(config, mesh, runtime, samples).measure(state, log, in_curve=True)
 
 
-def forward_runtime(config: Config, mesh: Mesh) -> tuple[PipelineRuntime, TrainState]:
-    """Return the model of a checkpoint or HuggingFace folder, and the state that it was saved in.
+def forward_runtime(
+    config: Config, mesh: Mesh, start: Start | None
+) -> tuple[PipelineRuntime, TrainState]:
+    """Return the model of ``start`` or of a HuggingFace folder, and the state that it was saved in.
     Collective. Raises UserError, the same on every rank.
 
     No optimizer is built: a rank holds its share of the weights and nothing else."""
     stages = build_stages(config, mesh)
     dtype = compute_dtype(config)
     with raise_on_all_ranks(mesh.world):
-        trained = trained_weights(config)
+        trained = trained_weights(config, start)
     with begin_weight_check(trained.folder, mesh.world) as check:
         with raise_on_all_ranks(mesh.world):
             load_stages(

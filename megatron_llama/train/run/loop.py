@@ -10,7 +10,7 @@ from megatron_llama.data.stream_places import seek
 from megatron_llama.distributed.axes import Mesh
 from megatron_llama.distributed.comm.object_collectives import on_rank0
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.loop.inputs import Inputs
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.metrics.events import END
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -30,7 +30,7 @@ from megatron_llama.train.run.result import TrainResult
 class BuiltRun:
     """What ``open_run`` has built of a run, ready for its first step."""
 
-    inputs: Inputs
+    inputs: Ready
     mesh: Mesh
     optimizer: OverlappedDistributedOptimizer
     runtime: PipelineRuntime

@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import Signals
 
 from megatron_llama.config.schema import Config
-from megatron_llama.loop.inputs import Inputs
+from megatron_llama.loop.inputs import Ready
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainResult:
     """The signal that asked the run to stop, if one did. Everything is saved all the same."""
 
 
-def untrained(inputs: Inputs) -> TrainResult:
+def untrained(inputs: Ready) -> TrainResult:
     """What a run has come to that has taken no step."""
     state = inputs.state
     return TrainResult(

@@ -7,12 +7,13 @@ from functools import partial
 
 from megatron_llama.api.common.options import Options, read_options
 from megatron_llama.api.train import SECTIONS as TRAINING
-from megatron_llama.api.train import prepared, run_and_leave, run_training
+from megatron_llama.api.train import run_and_leave, run_training, set_up
 from megatron_llama.config.parse import Parsed
 from megatron_llama.distributed.join import this_place
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.result import TrainResult, untrained
+from megatron_llama.train.setup.deciders import CONFIGURATION, SAMPLES, ready_of
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.inputs import PairInputs
 from megatron_llama.tune.preference.option_problems import valid_options
@@ -77,11 +78,12 @@ def run_alignment(
     pairs = PairInputs()
     if parsed.get(AlignConfig).only_reference_scores:
         place = place or this_place()
-        with prepared(parsed, place, needs_data=False) as (ready, mesh):
-            return untrained(pairs.complete(parsed, pairs.open(parsed, ready, mesh.world), mesh))
+        deciders = (*CONFIGURATION, *pairs.deciders, *SAMPLES)
+        with set_up(parsed, place, deciders, needs_data=False) as (draft, mesh):
+            return untrained(pairs.complete(parsed, ready_of(draft), mesh))
     return run_training(
         parsed,
-        pairs.open,
+        pairs.deciders,
         callbacks=callbacks,
         needs_data=False,
         place=place,

@@ -9,7 +9,7 @@ from megatron_llama.api.train import SECTIONS as TRAINING
 from megatron_llama.api.train import run_and_leave, run_training
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.result import TrainResult
-from megatron_llama.tune.sft.inputs import open_example_inputs
+from megatron_llama.tune.sft.inputs import EXAMPLES
 from megatron_llama.tune.sft.option_problems import require_valid
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
@@ -54,5 +54,5 @@ def sft(
     parsed = read_options(config, options, SECTIONS)
     require_valid(parsed)
     return run_and_leave(
-        lambda: run_training(parsed, open_example_inputs, callbacks=callbacks, needs_data=False)
+        lambda: run_training(parsed, EXAMPLES, callbacks=callbacks, needs_data=False)
     )

@@ -24,8 +24,8 @@ def align(parsed: Parsed) -> int:
     if planned != "no":
         from megatron_llama.tune.preference.inputs import PairInputs
 
-        pairs = PairInputs(hashes_weights=planned == "strict", completed=False)
-        return plan_only(parsed, pairs.open, examples=example_files)
+        pairs = PairInputs(hashes_weights=planned == "strict")
+        return plan_only(parsed, pairs.deciders, pairs.checks, examples=example_files)
     from megatron_llama.tune.api.align import run_alignment
 
     result = run_alignment(parsed)

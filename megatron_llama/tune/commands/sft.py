@@ -21,12 +21,12 @@ SECTIONS = (SFTConfig, *PRETRAIN)
 def sft(parsed: Parsed) -> int:
     """Train a model on examples. Returns the exit status."""
     # Here, because --help and a wrong option need nothing of what reads examples.
-    from megatron_llama.tune.sft.inputs import open_example_inputs
+    from megatron_llama.tune.sft.inputs import EXAMPLES
 
     # A dry run plans without examples, too; a strict one is as strict as the run.
     planned = parsed.get(DryRunConfig).dry_run == "yes"
     require_valid(parsed, needs_files=not planned)
-    return run(parsed, open_example_inputs, examples=example_files)
+    return run(parsed, EXAMPLES, examples=example_files)
 
 
 def example_files(parsed: Parsed) -> ExampleFiles:

@@ -8,19 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from megatron_llama.api.common.startup import Ready
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Samples
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.distributed.axes import Mesh
+from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.errors import ConfigError
-from megatron_llama.loop.inputs import Inputs, open_inputs
+from megatron_llama.loop.inputs import Reading, Ready
 from megatron_llama.loop.start import resumed
 from megatron_llama.metrics.log import LossNames
 from megatron_llama.pipeline.objective import OBJECTIVE
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.fingerprint import Fingerprint
+from megatron_llama.train.setup.deciders import ready_of
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
 from megatron_llama.tune.preference.align_config import WITH_REFERENCE, AlignConfig
 from megatron_llama.tune.preference.objective import Preferences
 from megatron_llama.tune.preference.option_problems import objective_changes
@@ -46,67 +47,78 @@ class _Files(TypedDict):
 
 
 class PairInputs:
-    """Opens what a run of ``align`` reads: the preferences first (an ``OpenInputs``), and when the
-    processes have a mesh, the reference's scores."""
+    """Reads what a run of ``align`` is trained on: the preferences first (``deciders``), and when
+    the processes have a mesh, the reference's scores."""
 
-    def __init__(self, *, hashes_weights: bool = True, completed: bool = True) -> None:
+    def __init__(self, *, hashes_weights: bool = True) -> None:
         """``hashes_weights``: find out which model a fresh run begins with. It reads all of its
-        weights, which a dry run need not do. ``completed``: ``complete`` follows; where it does
-        not, what it would refuse is refused here."""
+        weights, which a dry run need not do."""
         self._hashes_weights = hashes_weights
-        self._completed = completed
         self._reference: Reference | None = None
         self._template = ""
 
-    def open(self, parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
-        """Open the preferences of --train-data. Collective. Raises UserError."""
-        options = parsed.get(SFTConfig)
-        align = parsed.get(AlignConfig)
-        config = ready.config
+    @property
+    def deciders(self) -> tuple[Decider, ...]:
+        """What ``align`` reads."""
+        return (Decider(Need.FILES, By.ALL_TOGETHER, fills=("reading", "notes"), decide=self.read),)
+
+    @property
+    def checks(self) -> tuple[Decider, ...]:
+        """What ``complete`` would refuse, for a dry run, which does not come to it."""
+        return (refuses(needs=Need.SAMPLES, by=By.ALL_TOGETHER)(self.require_scores),)
+
+    def read(self, draft: Draft) -> Draft:
+        """Read the preferences of --train-data. Collective. Raises UserError."""
+        options = draft.parsed.get(SFTConfig)
+        align = draft.parsed.get(AlignConfig)
+        config = draft.config
+        world = draft.processes.world
         _require_kind(config, align)
-        meta = on_rank0(lambda: resumed(config.checkpoint), world)
+        meta = resumed(config.checkpoint, draft.start)
         before = (meta.state.data or {}).get(OBJECTIVE) if meta is not None else None
         changes = (
             objective_changes(str(meta.folder), before, align)
             if meta is not None and before is not None
             else ()
         )
-        tokenizer, rendered = chat_tokenizer(ready.vocabulary, options, config, world)
+        tokenizer, rendered = chat_tokenizer(draft, options)
         with raise_on_all_ranks(world):
             warnings = tokenizer.require_end()
         data = PairData(options, align, config, world, tokenizer, rendered)
         with raise_on_all_ranks(world):
-            assert ready.vocabulary.tokenizer is not None
-            self._template = template_of(ready.vocabulary.tokenizer, tokenizer.template, rendered)
-            lines = (
+            assert draft.vocabulary.tokenizer is not None
+            self._template = template_of(draft.vocabulary.tokenizer, tokenizer.template, rendered)
+            notes = (
                 f"method {align.method}; chat template: {tokenizer.template.name}",
                 *warnings,
                 *(f"warning: {change}" for change in changes),
                 *data.report(config),
             )
             if options.valid_data and config.training.eval_interval == 0:
-                lines += ("warning: --valid-data without --eval-interval: it is never evaluated",)
+                notes += ("warning: --valid-data without --eval-interval: it is never evaluated",)
         if align.method in WITH_REFERENCE:
-            self._reference = self._find_reference(config, world, goes_on=meta is not None)
-        inputs = open_inputs(
-            config,
-            world,
-            lambda config, part: self._samples(data, config, part),
-            tokenizer=tokenizer,
-            prompt=tokenizer.prompt,
-            same_data=options.on_changed_data == "stop",
-        )
-        if self._reference is not None and self._hashes_weights and not self._completed:
-            open_scores(inputs, self._reference, align, world, **self._files(options))
+            self._reference = self._find_reference(draft, goes_on=meta is not None)
         unit = "answers" if align.method == "kto" else "pairs"
-        return replace(
-            inputs,
-            lines=(*lines, *inputs.lines),
+        reading = Reading(
+            lambda config, part: self._samples(data, config, part),
+            tokenizer,
+            tokenizer.prompt,
+            same_data=options.on_changed_data == "stop",
             objective=Preferences(align),
             names=LossNames("loss", unit, perplexity=False),
         )
+        return replace(draft, reading=reading, notes=(*draft.notes, *notes))
 
-    def complete(self, parsed: Parsed, inputs: Inputs, mesh: Mesh) -> Inputs:
+    def require_scores(self, draft: Draft) -> None:
+        """Refuse what ``complete`` would refuse. Collective. Raises UserError."""
+        if self._reference is None or not self._hashes_weights:
+            return
+        options = draft.parsed.get(SFTConfig)
+        align = draft.parsed.get(AlignConfig)
+        world = draft.processes.world
+        open_scores(ready_of(draft), self._reference, align, world, **self._files(options))
+
+    def complete(self, parsed: Parsed, inputs: Ready, mesh: Mesh) -> Ready:
         """Give the samples the reference's scores, where the method compares with one. Collective.
         Raises UserError."""
         if self._reference is None:
@@ -124,9 +136,9 @@ class PairInputs:
             "valid_file": _first_file(options.valid_data) if options.valid_data else None,
         }
 
-    def _find_reference(self, config: Config, world: Axis, *, goes_on: bool) -> Reference:
+    def _find_reference(self, draft: Draft, *, goes_on: bool) -> Reference:
         if self._hashes_weights or goes_on:
-            return reference_of(config, world)
+            return reference_of(draft.config, draft.start, draft.processes.world)
         return Reference("not read", resumed=False)
 
     def _samples(self, data: PairData, config: Config, part: int) -> Samples:

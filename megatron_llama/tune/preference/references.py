@@ -27,8 +27,8 @@ from megatron_llama.distributed.axes import Axis, Mesh
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError, DataError
-from megatron_llama.loop.inputs import Inputs, resumes
-from megatron_llama.loop.start import Start, find_start, folder_from_elsewhere, resumed, weights_of
+from megatron_llama.loop.inputs import Ready, resumes
+from megatron_llama.loop.start import Start, folder_from_elsewhere, resumed, weights_of
 from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.model.llama import build_stages
@@ -62,13 +62,13 @@ class Reference:
     """The run goes on from its checkpoint, which has the digest but not these weights."""
 
 
-def reference_of(config: Config, world: Axis) -> Reference:
-    """Find out which model the reference of a run is. It is read once where the run begins with it;
-    a run that resumes has its digest from the checkpoint. Collective. Raises CheckpointError, on
-    every rank, where the weights cannot be read or the checkpoint knows of no reference."""
-    meta = on_rank0(lambda: resumed(config.checkpoint), world)
+def reference_of(config: Config, start: Start | None, world: Axis) -> Reference:
+    """Find out which model the reference of a run from ``start`` is. It is read once where the run
+    begins with it; a run that resumes has its digest from the checkpoint. Collective. Raises
+    CheckpointError, on every rank, where the weights cannot be read or the checkpoint knows of no
+    reference."""
+    meta = resumed(config.checkpoint, start)
     if meta is None:
-        start = on_rank0(lambda: find_start(config.checkpoint), world)
         with raise_on_all_ranks(world):
             source = first_weights(config, start)
         with begin_weight_check(folder_from_elsewhere(config.checkpoint, start), world) as check:
@@ -121,7 +121,7 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def with_references(
-    inputs: Inputs,
+    inputs: Ready,
     reference: Reference,
     options: AlignConfig,
     mesh: Mesh,
@@ -129,7 +129,7 @@ def with_references(
     template: str,
     train_file: Path,
     valid_file: Path | None = None,
-) -> Inputs:
+) -> Ready:
     """Return what a run reads, with the reference's scores of all samples, which are
     ``ReferencedSamples``: read from their files, or else computed with the weights that the run
     begins with, and written. ``template`` identifies chat template and tokenizer; the files of
@@ -177,7 +177,7 @@ class OpenedScores:
 
 
 def open_scores(
-    inputs: Inputs,
+    inputs: Ready,
     reference: Reference,
     options: AlignConfig,
     world: Axis,
@@ -251,7 +251,7 @@ def _say(mesh: Mesh, line: str) -> None:
 
 
 def _weights(
-    inputs: Inputs, reference: Reference, missing: Mapping[str, tuple[Path, Scored]], world: Axis
+    inputs: Ready, reference: Reference, missing: Mapping[str, tuple[Path, Scored]], world: Axis
 ) -> WeightSource:
     """Open the reference's weights. A run that resumes has them only where --init-from-hf still
     names the folder that it began with. Collective. Raises DataError where it does not."""

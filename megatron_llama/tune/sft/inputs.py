@@ -5,65 +5,59 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
-from megatron_llama.api.common.startup import Ready
-from megatron_llama.config.parse import Parsed
-from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import broadcast_object, raise_on_all_ranks
 from megatron_llama.errors import DataError, describe
-from megatron_llama.loop.inputs import Inputs, open_inputs
+from megatron_llama.loop.inputs import Reading
 from megatron_llama.loop.start import resumed
-from megatron_llama.loop.vocabulary import Vocabulary
 from megatron_llama.plans.checks.model import require_language_model
+from megatron_llama.train.setup.draft import By, Draft, Need, decides
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import RENDERED
 from megatron_llama.tune.sft.run import ExampleData
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 
-def open_example_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
-    """Open what training on --train-data reads. Collective. Raises UserError."""
-    options = parsed.get(SFTConfig)
-    config = ready.config
+@decides("reading", "notes", needs=Need.FILES, by=By.ALL_TOGETHER)
+def read_examples(draft: Draft) -> Draft:
+    """Read --train-data. Collective. Raises UserError."""
+    options = draft.parsed.get(SFTConfig)
+    config = draft.config
+    world = draft.processes.world
     require_language_model(config.model, "training on --train-data")
-    tokenizer, rendered = chat_tokenizer(ready.vocabulary, options, config, world)
+    tokenizer, rendered = chat_tokenizer(draft, options)
     with raise_on_all_ranks(world):
         warnings = tokenizer.require_end()
     data = ExampleData(options, config, world, tokenizer, rendered)
     with raise_on_all_ranks(world):
-        lines = (
+        notes = (
             f"chat template: {tokenizer.template.name}; in the loss: "
             f"{loss_parts(tokenizer.template.marks_answers, options)}",
             *warnings,
             *data.report(config),
         )
         if options.valid_data and config.training.eval_interval == 0:
-            lines += ("warning: --valid-data without --eval-interval: it is never evaluated",)
-    inputs = open_inputs(
-        config,
-        world,
-        data.samples,
-        tokenizer=tokenizer,
-        prompt=tokenizer.prompt,
-        same_data=options.on_changed_data == "stop",
+            notes += ("warning: --valid-data without --eval-interval: it is never evaluated",)
+    reading = Reading(
+        data.samples, tokenizer, tokenizer.prompt, same_data=options.on_changed_data == "stop"
     )
-    return replace(inputs, lines=(*lines, *inputs.lines))
+    return replace(draft, reading=reading, notes=(*draft.notes, *notes))
 
 
-def chat_tokenizer(
-    vocabulary: Vocabulary, options: SFTConfig, config: Config, world: Axis
-) -> tuple[ChatTokenizer, str | None]:
+EXAMPLES = (read_examples,)
+"""What ``sft`` reads."""
+
+
+def chat_tokenizer(draft: Draft, options: SFTConfig) -> tuple[ChatTokenizer, str | None]:
     """Return the tokenizer, and the day that its template writes into the texts, if it does.
 
     The day is the same on all ranks, and in a resumed run that on which the run began. Collective.
-    Raises DataError and CheckpointError."""
-
-    def day() -> str:
-        meta = resumed(config.checkpoint)
-        known = (meta.state.data or {}).get(RENDERED) if meta is not None else None
-        return str(known or datetime.now().date().isoformat())
-
-    now = on_rank0(day, world)
+    Raises DataError."""
+    meta = resumed(draft.config.checkpoint, draft.start)
+    known = (meta.state.data or {}).get(RENDERED) if meta is not None else None
+    world = draft.processes.world
+    vocabulary = draft.vocabulary
+    # Midnight does not come to all ranks at once.
+    now = str(known or broadcast_object(datetime.now().date().isoformat(), world))
     with raise_on_all_ranks(world):
         if vocabulary.tokenizer is None:
             do = "give --tokenizer-model FOLDER"

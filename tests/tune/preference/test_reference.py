@@ -23,7 +23,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, DataError, TrainingError, UserError
-from megatron_llama.loop.inputs import Inputs
+from megatron_llama.loop.inputs import Ready
 from megatron_llama.loop.start import find_start
 from megatron_llama.tune.preference import references
 from megatron_llama.tune.preference.align_config import AlignConfig
@@ -208,7 +208,7 @@ def test_the_reference_of_low_rank_additions_is_their_base(tmp_path: Path) -> No
     assert (merged != alone().logps[numbers_of(Texts())]).all()
     config = replace(layout.sized(), checkpoint=CheckpointConfig(load=str(tmp_path), finetune=True))
     world = Mesh.single().world
-    assert reference_of(config, world) == Reference(digest_of(config, initial_weights(), world), resumed=False)
+    assert reference_of(config, find_start(config.checkpoint), world) == Reference(digest_of(config, initial_weights(), world), resumed=False)
 
 
 def test_scores_that_are_not_finite_are_refused() -> None:
@@ -338,11 +338,11 @@ def test_who_is_killed_while_writing_leaves_what_was_there(tmp_path: Path, monke
 OPTIONS = AlignConfig()
 
 
-def inputs_of(config: Config, reference: Reference, texts: Texts, *, validation: Texts | None = None) -> Inputs:
+def inputs_of(config: Config, reference: Reference, texts: Texts, *, validation: Texts | None = None) -> Ready:
     training = ReferencedSamples(texts, reference.digest)
     held_out = None if validation is None else ReferencedSamples(validation, reference.digest)
     start = None if reference.resumed else find_start(config.checkpoint)
-    return Inputs(config, training, held_out, training.identity(), start, TrainState(0, 0), None, (), ())
+    return Ready(config, training, held_out, training.identity(), start, TrainState(0, 0), None, ())
 
 
 def run(
@@ -352,11 +352,12 @@ def run(
     options: AlignConfig = OPTIONS,
     template: str = "chatml",
     checkpoint: CheckpointConfig | None = None,
-) -> Inputs:
+) -> Ready:
     """What a run reads that begins with the weights of the seed, or with those of ``checkpoint``."""
     config = replace(layout.sized(), checkpoint=checkpoint or CheckpointConfig())
     config = replace(config, model=replace(config.model, initializer_range=0.05), training=replace(config.training, seed=1234))
-    reference = reference_of(config, mesh.world)
+    start = find_start(config.checkpoint)
+    reference = reference_of(config, start, mesh.world)
     inputs = inputs_of(config, reference, Texts(judged=True), validation=Texts(judged=True, start=500))
     return with_references(inputs, reference, options, mesh, template=template, train_file=folder / "pairs.jsonl")
 

@@ -1,13 +1,29 @@
-"""``--auto-parallel``: whether the layout of a run is to be chosen, and what comes back."""
+"""``--auto-parallel``: the options, whether a layout is to be chosen, and what comes back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.api.common.configs import AutoParallelConfig
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe
+
+
+@dataclass(frozen=True)
+class AutoParallelConfig:
+    """Let the planner choose the layout; with --dry-run it is only printed."""
+
+    auto_parallel: bool = False
+    """Take the fastest layout that is planned to fit: tp, pp with its schedule and virtual stages,
+    cp, data-parallel sharding, micro-batch, recomputation. What is given of these stays as it is.
+    Needs --global-batch-size."""
+    gpu: str | None = None
+    """The kind to plan for, as with `plan`. Default: what this machine has."""
+    nic_gbit: float = 0.0
+    """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
+    coefficients: str | None = None
+    """A file of `plan calibrate`: plan with the rates that were measured instead of those that are
+    shipped."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +35,7 @@ class Choice:
     """What was chosen and why, one line each."""
 
 
-def wanted(parsed: Parsed) -> bool:
+def is_layout_open(parsed: Parsed) -> bool:
     """Return whether the layout is to be chosen. Raises ConfigError for options that say how to
     choose it, if it is not."""
     options = parsed.instances.get(AutoParallelConfig, AutoParallelConfig())

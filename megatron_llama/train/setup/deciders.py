@@ -1,0 +1,316 @@
+"""What is decided between the words of a user and the first step, in its order.
+
+The functions stand in the order in which they are called; above each of them is what it fills, what
+it needs, and who decides. The lists at the end are parts of the way, for commands to put together:
+
+- ``CONFIGURATION``: rank 0 makes the configuration of the words and of what --load names, and
+  refuses what cannot run. Each rank looks whether it sees the same files, and reads the tokenizer.
+- what a command reads: ``TEXT`` for ``pretrain``; ``sft`` and ``align`` have deciders of their own.
+- ``SAMPLES``: samples are opened, and the position in them is found. Behind the steps of --epochs
+  the configuration is final.
+- ``OUTPUTS``: what the run will write can be written.
+
+What they decide by is in the rooms before: ``loop/start.py`` (--load), ``plans/resolve.py`` (fields
+of a configuration), ``plans/checks`` (what cannot run), ``loop/vocabulary.py`` (tokenizers),
+``loop/inputs.py`` (samples)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from megatron_llama.checkpoint.storage_paths import is_remote
+from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig
+from megatron_llama.data.stream_places import seek
+from megatron_llama.errors import CheckpointError
+from megatron_llama.hooks import layouts
+from megatron_llama.loop.carried_files import carried_files
+from megatron_llama.loop.inputs import (
+    TRAINING,
+    VALIDATION,
+    Reading,
+    Ready,
+    first_state,
+    open_samples,
+    require_outputs,
+    require_saveable,
+    require_weights,
+    stream_samples,
+    warnings_of_run,
+    with_run_length,
+)
+from megatron_llama.loop.prompts import encoded_prompts
+from megatron_llama.loop.start import (
+    compare,
+    find_start,
+    loaded_model,
+    with_pad_embedding_as_before,
+)
+from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
+from megatron_llama.metrics.mlflow import require_mlflow
+from megatron_llama.metrics.tensorboard import require_tensorboard
+from megatron_llama.metrics.trackio import require_trackio
+from megatron_llama.metrics.wandb import require_wandb
+from megatron_llama.plans.auto import decide as decide_by_memory
+from megatron_llama.plans.checks.model import require_language_model
+from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.registry import imported
+from megatron_llama.train.setup.draft import By, Draft, Need, decides, refuses
+from megatron_llama.train.setup.layout import Choice, is_layout_open
+
+
+@refuses(needs=Need.MACHINE, by=By.RANK_0)
+def refuse_missing_packages(draft: Draft) -> None:
+    """Raise ConfigError for a tracker whose package is not installed."""
+    log = draft.parsed.get(LogConfig)
+    require_tensorboard(log)
+    require_wandb(log)
+    require_mlflow(log)
+    require_trackio(log)
+
+
+@decides("start", needs=Need.FILES, by=By.RANK_0)
+def decide_start(draft: Draft) -> Draft:
+    """Find what --load names: the only place where it is looked for."""
+    # Before the fields of the model: a checkpoint that is missing is what a user has to hear, not
+    # that the fields are missing which it would have given.
+    options = draft.parsed.get(CheckpointConfig)
+    return replace(draft, start=find_start(options) if options.load is not None else None)
+
+
+@decides("trained", "config", "notes", needs=Need.FILES, by=By.RANK_0)
+def decide_model(draft: Draft) -> Draft:
+    """Put together preset, folder of weights, YAML and flags."""
+    trained = loaded_model(draft.start, draft.parsed)
+    config = assemble(draft.parsed, trained=trained)
+    return replace(draft, trained=trained, config=config, notes=draft.parsed.notes)
+
+
+@decides("config", "notes", needs=Need.WORDS, by=By.RANK_0)
+def decide_padding(draft: Draft) -> Draft:
+    """Train the embedding of the padding token where the run that goes on has trained it."""
+    config, notes = with_pad_embedding_as_before(draft.config, draft.start, draft.parsed.explicit)
+    return replace(draft, config=config, notes=(*draft.notes, *notes))
+
+
+@decides("config", "notes", needs=Need.PROCESSES, by=By.RANK_0)
+def decide_layout(draft: Draft) -> Draft:
+    """Choose the layout, with --auto-parallel."""
+    if not is_layout_open(draft.parsed):
+        return draft
+    choose = imported(layouts().chosen)
+    processes = draft.processes
+    choice: Choice = choose(
+        draft.parsed, draft.config, processes.count, processes.devices, draft.start
+    )
+    return replace(draft, config=choice.config, notes=(*draft.notes, *choice.notes))
+
+
+@decides("config", "notes", "warnings", needs=Need.PROCESSES, by=By.RANK_0)
+def derive(draft: Draft) -> Draft:
+    """Refuse a configuration that cannot run, with all problems; else fill in what follows from
+    it."""
+    valid = check(draft.config, draft.processes.count, needs_data=draft.needs_data)
+    return replace(
+        draft,
+        config=valid.config,
+        notes=(*draft.notes, *valid.notes),
+        warnings=(*draft.warnings, *valid.warnings),
+    )
+
+
+@refuses(needs=Need.FILES, by=By.EACH_RANK)
+def refuse_unseen_start(draft: Draft) -> None:
+    """Raise CheckpointError if this rank does not see the folder that rank 0 has found. Each rank
+    reads its part of the weights there."""
+    start = draft.start
+    if start is None or is_remote(start.path) or start.path.exists():
+        return
+    raise CheckpointError(
+        f"--load {start.path}",
+        got="no such folder on this machine",
+        expected="the folder that rank 0 has found",
+        do="put it where all machines see it under this name, or copy it to each of them",
+    )
+
+
+@decides("config", needs=Need.WORDS, by=By.EACH_RANK)
+def use_own_folders(draft: Draft) -> Draft:
+    """Put this rank's own words for folders and files in the place of rank 0's: a dataset, a
+    snapshot of the hub or a cache may be elsewhere on each machine."""
+    data = draft.parsed.get(DataConfig)
+    checkpoint = draft.parsed.get(CheckpointConfig)
+    return replace(draft, config=replace(draft.config, data=data, checkpoint=checkpoint))
+
+
+@decides("vocabulary", "config", needs=Need.FILES, by=By.EACH_RANK)
+def decide_vocabulary(draft: Draft) -> Draft:
+    """Read the tokenizer, and fill in what the model takes from it."""
+    vocabulary = find_vocabulary(draft.config, draft.start)
+    return replace(draft, vocabulary=vocabulary, config=with_vocabulary(draft.config, vocabulary))
+
+
+@decides("warnings", needs=Need.WORDS, by=By.EACH_RANK)
+def compare_with_start(draft: Draft) -> Draft:
+    """Refuse to load weights of another model."""
+    changes: list[str] = []
+    if draft.start is not None and draft.trained is not None:
+        config = draft.config
+        changes = compare(config.checkpoint, draft.start, draft.trained, config.model)
+    return replace(draft, warnings=(*draft.warnings, *changes, *draft.vocabulary.warnings))
+
+
+@decides("config", "notes", needs=Need.MEMORY, by=By.EACH_RANK)
+def decide_by_device_memory(draft: Draft) -> Draft:
+    """Replace every ``auto`` by what fits into memory."""
+    # Behind the vocabulary, which is a large part of a small model.
+    processes = draft.processes
+    config, notes = decide_by_memory(draft.config, processes.count, processes.memory)
+    return replace(draft, config=config, notes=(*draft.notes, *notes))
+
+
+@decides("reading", needs=Need.FILES, by=By.EACH_RANK)
+def read_text(draft: Draft) -> Draft:
+    """Read --data-path: what ``pretrain`` does."""
+    require_language_model(draft.config.model, "training on --data-path")
+    vocabulary = draft.vocabulary
+    world = draft.processes.world
+    source = partial(
+        stream_samples,
+        eod=vocabulary.eod,
+        tokenizer=vocabulary.tokenizer,
+        share=(world.rank, world.size),
+    )
+    return replace(draft, reading=Reading(source, vocabulary.tokenizer))
+
+
+@decides("training", needs=Need.FILES, by=By.ALL_TOGETHER)
+def open_training(draft: Draft) -> Draft:
+    """Open the training samples on all ranks."""
+    world = draft.processes.world
+    training = open_samples(draft.reading.source, draft.config, TRAINING, world)
+    return replace(draft, training=training)
+
+
+@decides("identity", "state", "notes", needs=Need.SAMPLES, by=By.RANK_0)
+def decide_position(draft: Draft) -> Draft:
+    """Find the step and the sample with which the run begins."""
+    identity, state, notes = first_state(
+        draft.config, draft.training, draft.start, same_data=draft.reading.same_data
+    )
+    return replace(draft, identity=identity, state=state, notes=(*draft.notes, *notes))
+
+
+@decides("config", "notes", needs=Need.SAMPLES, by=By.EACH_RANK)
+def decide_length(draft: Draft) -> Draft:
+    """Count the steps of --epochs. With this the configuration is final."""
+    seek(draft.training, draft.state.places)
+    config, notes = with_run_length(draft.config, len(draft.training), draft.state)
+    return replace(draft, config=config, notes=(*draft.notes, *notes))
+
+
+@decides("validation", needs=Need.FILES, by=By.ALL_TOGETHER)
+def open_validation(draft: Draft) -> Draft:
+    """Open the samples of evaluations on all ranks, if the run has evaluations."""
+    validation = None
+    if draft.config.training.eval_interval:
+        world = draft.processes.world
+        validation = open_samples(draft.reading.source, draft.config, VALIDATION, world)
+    return replace(draft, validation=validation)
+
+
+@decides("prompts", needs=Need.FILES, by=By.EACH_RANK)
+def decide_prompts(draft: Draft) -> Draft:
+    """Make tokens of --sample-prompt."""
+    reading = draft.reading
+    prompts = encoded_prompts(draft.config, reading.tokenizer, reading.prompt)
+    return replace(draft, prompts=prompts)
+
+
+@refuses(needs=Need.FILES, by=By.RANK_0)
+def refuse_incomplete_weights(draft: Draft) -> None:
+    """Raise CheckpointError if the weights that the run loads are not all there."""
+    require_weights(draft.config, draft.start)
+
+
+@refuses(needs=Need.FILES, by=By.RANK_0)
+def refuse_unsavable_run(draft: Draft) -> None:
+    """Raise UserError if the run will save or export what cannot be written."""
+    require_saveable(draft.config.checkpoint, draft.reading.tokenizer, draft.start)
+
+
+@decides("carried", "notes", needs=Need.FILES, by=By.RANK_0)
+def decide_carried(draft: Draft) -> Draft:
+    """Read what came with the weights and goes into checkpoints and exports."""
+    carried, notes = carried_files(draft.config, draft.start, draft.reading.tokenizer)
+    return replace(draft, carried=carried, notes=(*draft.notes, *notes))
+
+
+@decides("notes", needs=Need.SAMPLES, by=By.EACH_RANK)
+def warn_of_run(draft: Draft) -> Draft:
+    """Warn of a run that reads its samples too often, or keeps nothing."""
+    lines = warnings_of_run(draft.config, len(draft.training))
+    return replace(draft, notes=(*draft.notes, *lines))
+
+
+@refuses(needs=Need.MACHINE, by=By.RANK_0)
+def refuse_unwritable_outputs(draft: Draft) -> None:
+    """Raise UserError unless the run can write where its options say."""
+    require_outputs(draft.config)
+
+
+def ready_of(draft: Draft) -> Ready:
+    """Return the run for which everything has been decided."""
+    reading = draft.reading
+    return Ready(
+        draft.config,
+        draft.training,
+        draft.validation,
+        draft.identity,
+        draft.start,
+        draft.state,
+        reading.tokenizer,
+        draft.prompts,
+        draft.notes,
+        draft.warnings,
+        reading.objective,
+        reading.names,
+        draft.carried,
+    )
+
+
+MODEL = (decide_start, decide_model)
+"""From words to the options and the model that they name, with much that is not yet derived."""
+
+CONFIGURATION = (
+    refuse_missing_packages,
+    *MODEL,
+    decide_padding,
+    decide_layout,
+    derive,
+    refuse_unseen_start,
+    use_own_folders,
+    decide_vocabulary,
+    compare_with_start,
+    decide_by_device_memory,
+)
+"""From words to a configuration."""
+
+TEXT = (read_text,)
+"""What ``pretrain`` reads."""
+
+SAMPLES = (
+    open_training,
+    decide_position,
+    decide_length,
+    open_validation,
+    decide_prompts,
+    refuse_incomplete_weights,
+    refuse_unsavable_run,
+    decide_carried,
+    warn_of_run,
+)
+"""From a configuration and what a command reads to a run."""
+
+OUTPUTS = (refuse_unwritable_outputs,)
+"""What the run will write can be written."""

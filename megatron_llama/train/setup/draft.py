@@ -1,0 +1,124 @@
+"""What has been decided so far between the words of a user and the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from megatron_llama.config.parse import Parsed
+from megatron_llama.train.setup.processes import Processes
+
+if TYPE_CHECKING:
+    from megatron_llama.checkpoint.carried import Carried
+    from megatron_llama.checkpoint.meta import TrainState
+    from megatron_llama.config.schema import Config, ModelConfig
+    from megatron_llama.data.loader import Samples
+    from megatron_llama.loop.inputs import Reading
+    from megatron_llama.loop.start import Start
+    from megatron_llama.loop.vocabulary import Vocabulary
+
+UNDECIDED: Any = object()
+"""The value of a field of a draft that no decider has filled yet."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is decided so far. It is given the first three fields; each of the others is filled by
+    the decider that names it in ``fills``."""
+
+    parsed: Parsed
+    """The user's words."""
+    processes: Processes
+    needs_data: bool = True
+    """Whether --data-path must be given."""
+
+    start: Start | None = UNDECIDED
+    """What --load names; None: the run begins with other weights."""
+    trained: ModelConfig | None = UNDECIDED
+    """The model of ``start``."""
+    config: Config = UNDECIDED
+    vocabulary: Vocabulary = UNDECIDED
+    reading: Reading = UNDECIDED
+    """Which samples the command reads, and how."""
+    training: Samples = UNDECIDED
+    validation: Samples | None = UNDECIDED
+    """None in a run that never evaluates."""
+    identity: Mapping[str, Any] = UNDECIDED
+    """Identifies the training samples."""
+    state: TrainState = UNDECIDED
+    """The position from which the run starts."""
+    prompts: tuple[tuple[int, ...], ...] = UNDECIDED
+    carried: Carried = UNDECIDED
+    """What the model came with."""
+
+    notes: tuple[str, ...] = ()
+    """What was decided for the user."""
+    warnings: tuple[str, ...] = ()
+    """What can run but is probably not meant."""
+    missing: tuple[str, ...] = ()
+    """What a machine lacks on which the run would not be: see ``Processes.are_here``."""
+
+
+class Need(Enum):
+    """What has to be there before something can be decided."""
+
+    WORDS = auto()
+    """The options, and nothing else."""
+    FILES = auto()
+    """Folders of weights, tokenizers, datasets."""
+    PROCESSES = auto()
+    """The number of processes, and their devices."""
+    MEMORY = auto()
+    SAMPLES = auto()
+    """The opened samples."""
+    MACHINE = auto()
+    """What only the machine of the run has to have: packages, ports, folders to write into."""
+
+
+class By(Enum):
+    """Who decides."""
+
+    RANK_0 = auto()
+    """The first rank alone; the others get what it has filled, or raise what it has raised."""
+    EACH_RANK = auto()
+    """Every rank for itself: what it decides depends on what all have alike, or on its own disk.
+    An error of one becomes an error of all."""
+    ALL_TOGETHER = auto()
+    """All ranks with messages of their own, which also agree on errors."""
+
+
+@dataclass(frozen=True)
+class Decider:
+    """One decision, or one refusal."""
+
+    needs: Need
+    by: By
+    decide: Callable[[Draft], Draft]
+    """Returns the draft with the fields that it fills. Raises UserError with every problem that it
+    sees."""
+    fills: tuple[str, ...] = ()
+    """These fields; none for a refusal."""
+
+
+def decides(*fills: str, needs: Need, by: By) -> Callable[[Callable[[Draft], Draft]], Decider]:
+    """Make a decider of a function that fills fields of a draft."""
+
+    def decider(decide: Callable[[Draft], Draft]) -> Decider:
+        return Decider(needs, by, decide, fills)
+
+    return decider
+
+
+def refuses(*, needs: Need, by: By) -> Callable[[Callable[[Draft], None]], Decider]:
+    """Make a decider of a function that only raises UserError for what it sees in a draft."""
+
+    def decider(refuse: Callable[[Draft], None]) -> Decider:
+        def decide(draft: Draft) -> Draft:
+            refuse(draft)
+            return draft
+
+        return Decider(needs, by, decide)
+
+    return decider
