@@ -59,7 +59,7 @@ _MEASURING = frozenset({"devices.synchronize", "devices.timed_event"})
 """Functions of ``device.py`` that exist for measurements."""
 
 
-_CHECKS = frozenset({"self.handle.wait_unsharded", "parameters.wait_unsharded"})
+_CHECKS = frozenset({"parameters.wait_unsharded"})
 _CHECK = "an access has waited already: this raises where the slot holds another unit meanwhile"
 
 
