@@ -193,20 +193,7 @@ def find_start(options: CheckpointConfig) -> Start | None:
     # A run that goes on from a folder of another format does so once: what it saves is its own.
     begins = named is not None and (begins_anew(options, named) or not named.native)
     if load is None or begins:
-        present = checkpoint_dir.latest(save) if save is not None else None
-        if present is not None:
-            why = (
-                "--load is not given"
-                if load is None
-                else "--finetune is given"
-                if options.finetune
-                else f"{load} is no checkpoint of it"
-            )
-            without = " without --finetune" if options.finetune else ""
-            do = f"give --load {save}{without} to resume, or another --save"
-            raise CheckpointError(
-                f"--save {save}", got=present.name, expected=f"no checkpoint, since {why}", do=do
-            )
+        require_new_folder(options)
         if (
             named is not None
             and not named.native
@@ -227,6 +214,27 @@ def find_start(options: CheckpointConfig) -> Start | None:
             f"--load {load}", got=found, expected=expected, do="check the path, or leave --load out"
         )
     return named
+
+
+def require_new_folder(options: CheckpointConfig) -> None:
+    """Raise CheckpointError if a run that begins at iteration 0 would save among checkpoints."""
+    load = options.load
+    save = options.save
+    present = checkpoint_dir.latest(save) if save is not None else None
+    if present is None:
+        return
+    why = (
+        "--load is not given"
+        if load is None
+        else "--finetune is given"
+        if options.finetune
+        else f"{load} is no checkpoint of it"
+    )
+    without = " without --finetune" if options.finetune else ""
+    do = f"give --load {save}{without} to resume, or another --save"
+    raise CheckpointError(
+        f"--save {save}", got=present.name, expected=f"no checkpoint, since {why}", do=do
+    )
 
 
 def loaded_model(start: Start | None, parsed: Parsed) -> ModelConfig | None:

@@ -44,6 +44,7 @@ from megatron_llama.loop.start import (
     compare,
     find_start,
     loaded_model,
+    require_new_folder,
     with_pad_embedding_as_before,
 )
 from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
@@ -184,6 +185,15 @@ def read_text(draft: Draft) -> Draft:
     return replace(draft, reading=Reading(source, vocabulary.tokenizer))
 
 
+@refuses(needs=Need.FILES, by=By.RANK_0)
+def refuse_used_folder(draft: Draft) -> None:
+    """Raise CheckpointError if a run that loads nothing would save among checkpoints. Of one that
+    loads something ``decide_start`` has refused it."""
+    options = draft.config.checkpoint
+    if options.load is None:
+        require_new_folder(options)
+
+
 @decides("training", needs=Need.FILES, by=By.ALL_TOGETHER)
 def open_training(draft: Draft) -> Draft:
     """Open the training samples on all ranks."""
@@ -300,6 +310,7 @@ TEXT = (read_text,)
 """What ``pretrain`` reads."""
 
 SAMPLES = (
+    refuse_used_folder,
     open_training,
     decide_position,
     decide_length,
