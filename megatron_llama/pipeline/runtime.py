@@ -417,7 +417,7 @@ class PipelineRuntime:
             step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))
 
     def _backward_input(self, step: _Step, key: Key) -> None:
-        # The next stage waits for the gradient of the input, and nobody for that of a weight.
+        # The stage before waits for the gradient of the input, and nobody for that of a weight.
         self.engine.postpone_wgrads(key)
         self._backward(step, key)
         self.engine.postpone_wgrads(None)
