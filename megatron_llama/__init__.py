@@ -11,22 +11,22 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_llama.api.common.trained import Trained
-    from megatron_llama.api.generate import Generated, generate
-    from megatron_llama.api.load import load
-    from megatron_llama.api.preprocess import preprocess
-    from megatron_llama.api.save_hf import SavedHF, save_hf
-    from megatron_llama.api.train import train
     from megatron_llama.config.schema import Config
     from megatron_llama.converter.api.convert import Converted, convert
     from megatron_llama.converter.api.merge import Merged, merge
     from megatron_llama.converter.api.verify import Verified, verify
     from megatron_llama.data.preprocess import PreprocessReport
+    from megatron_llama.engine.shard.engine import ModuleEngine
+    from megatron_llama.engine.shard.optimizer import AdamW, group
+    from megatron_llama.engine.shard.shard import shard
     from megatron_llama.errors import UserError
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
-    from megatron_llama.sharding.engine import ModuleEngine
-    from megatron_llama.sharding.optimizer import AdamW, group
-    from megatron_llama.sharding.shard import shard
+    from megatron_llama.train.api.common.trained import Trained
+    from megatron_llama.train.api.generate import Generated, generate
+    from megatron_llama.train.api.load import load
+    from megatron_llama.train.api.preprocess import preprocess
+    from megatron_llama.train.api.save_hf import SavedHF, save_hf
+    from megatron_llama.train.api.train import train
     from megatron_llama.train.run.callbacks import Callback, Run, Step
     from megatron_llama.train.run.result import TrainResult
     from megatron_llama.tune.api.align import align
@@ -69,35 +69,35 @@ __all__ = (
 
 _MODULES = MappingProxyType(
     {
-        "AdamW": "sharding.optimizer",
+        "AdamW": "engine.shard.optimizer",
         "Callback": "train.run.callbacks",
         "Config": "config.schema",
         "Converted": "converter.api.convert",
-        "Generated": "api.generate",
+        "Generated": "train.api.generate",
         "Merged": "converter.api.merge",
-        "ModuleEngine": "sharding.engine",
+        "ModuleEngine": "engine.shard.engine",
         "Plan": "planner.api.plan",
         "PlannedLayout": "planner.api.plan",
         "PreprocessReport": "data.preprocess",
         "Run": "train.run.callbacks",
-        "SavedHF": "api.save_hf",
+        "SavedHF": "train.api.save_hf",
         "Step": "train.run.callbacks",
         "TrainResult": "train.run.result",
-        "Trained": "api.common.trained",
+        "Trained": "train.api.common.trained",
         "UserError": "errors",
         "Verified": "converter.api.verify",
         "align": "tune.api.align",
         "convert": "converter.api.convert",
-        "generate": "api.generate",
-        "group": "sharding.optimizer",
-        "load": "api.load",
+        "generate": "train.api.generate",
+        "group": "engine.shard.optimizer",
+        "load": "train.api.load",
         "merge": "converter.api.merge",
         "plan": "planner.api.plan",
-        "preprocess": "api.preprocess",
-        "save_hf": "api.save_hf",
+        "preprocess": "train.api.preprocess",
+        "save_hf": "train.api.save_hf",
         "sft": "tune.api.sft",
-        "shard": "sharding.shard",
-        "train": "api.train",
+        "shard": "engine.shard.shard",
+        "train": "train.api.train",
         "verify": "converter.api.verify",
     }
 )

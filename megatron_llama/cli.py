@@ -11,12 +11,12 @@ from importlib import import_module
 from itertools import pairwise, takewhile
 from types import MappingProxyType
 
-from megatron_llama.api.common.report import await_rank0, print_error
-from megatron_llama.api.common.watched import PRINTED
-from megatron_llama.distributed.launcher import launched_rank
 from megatron_llama.errors import ConfigError, UserError
 from megatron_llama.hooks import Command, commands
+from megatron_llama.launch.launcher import launched_rank
 from megatron_llama.registry import imported
+from megatron_llama.train.api.common.report import await_rank0, print_error
+from megatron_llama.train.api.common.watched import PRINTED
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(commands())
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Commands leave the process group themselves (``watched``); what it held goes now, when
         # their variables are gone. Who joins it has loaded this module. It is not imported here:
         # Control-C may have ended the import of torch halfway, and then a second one fails.
-        groups = sys.modules.get("megatron_llama.distributed.groups")
+        groups = sys.modules.get("megatron_llama.engine.comm.groups")
         if groups is not None:
             groups.close_mesh()
 
@@ -89,9 +89,9 @@ def run(words: list[str]) -> int:
     if name == "inspect":  # takes words, no options
         function(words)
         return 0
-    from megatron_llama.api.common.hub import with_folders
     from megatron_llama.config.megatron_names import ALIASES, MEGATRON
     from megatron_llama.config.parse import parse
+    from megatron_llama.train.api.common.hub import with_folders
 
     words = _with_dry_run_value(_with_names(words, command.positional, command.rest))
     parsed = parse(words, sections, aliases={**MEGATRON, **ALIASES}, owners=_commands_with)

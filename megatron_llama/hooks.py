@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_llama.registry import imported
 
-ROOMS = ("commands", "planner", "converter", "tune", "prove")
+ROOMS = ("train.commands", "planner", "converter", "tune", "prove")
 """The rooms with a file ``hooks.py``."""
 
 
@@ -53,14 +53,14 @@ class Format:
     """A format of model folders that another program writes."""
 
     opened: str
-    """Opens a folder: an ``OpenFolder`` of ``conversion/formats.py``."""
+    """Opens a folder: an ``OpenFolder`` of ``checkpoint/model_folders/formats.py``."""
     files: str
     """Returns the files from which the weights of a folder are read: of its path."""
     kind: str = ""
     """Says which of several formats with the same files a folder has: of its path."""
     run: str = ""
     """Opens the run that a folder holds beside the weights, if it holds one: of its path, a
-    ``SavedRun`` of ``conversion/formats.py`` or None."""
+    ``SavedRun`` of ``checkpoint/model_folders/formats.py`` or None."""
     shown: str = ""
     """Prints what a folder holds, for ``inspect``: of its path."""
     verified: str = ""

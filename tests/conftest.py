@@ -78,8 +78,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight tokenizers as third parties ship them, each in a folder of its name: see ``tests/tokenizer/layouts.py``. Copy what you change."""
-    from tests.tokenizer.layouts import write_layouts
+    """Eight tokenizers as third parties ship them, each in a folder of its name: see ``tests/data/tokenizer/layouts.py``. Copy what you change."""
+    from tests.data.tokenizer.layouts import write_layouts
 
     folder = tmp_path_factory.mktemp("layouts")
     write_layouts(folder)

@@ -15,4 +15,4 @@ if [ ! -e "$stamp" ]; then
     touch "$stamp"
 fi
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD/.venv/mistral${PYTHONPATH:+:$PYTHONPATH}
-exec .venv/bin/python -m pytest -m mistral tests/tokenizer/test_mistral.py "$@"
+exec .venv/bin/python -m pytest -m mistral tests/data/tokenizer/test_mistral.py "$@"

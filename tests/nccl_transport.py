@@ -24,12 +24,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed import groups
-from megatron_llama.distributed import mesh as meshes
-from megatron_llama.distributed.comm import collectives, exchange, p2p
-from megatron_llama.distributed.comm.host import gloo
 from megatron_llama.engine import build as engine_build
+from megatron_llama.engine.comm import collectives, exchange, groups, p2p
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.host import gloo
+from megatron_llama.launch import mesh as meshes
 from megatron_llama.pipeline import build as pipeline_build
 from torch import Tensor
 

@@ -6,13 +6,13 @@ from functools import partial
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.loop.inputs import Reading, Ready, Source, stream_samples
-from megatron_llama.loop.start import find_start
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.train.setup.deciders import SAMPLES, ready_of
 from megatron_llama.train.setup.draft import Draft
 from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.inputs import Reading, Ready, Source, stream_samples
 from megatron_llama.train.setup.processes import Processes
+from megatron_llama.train.setup.start import find_start
 
 
 def ready_for(config: Config, world: Axis, source: Source | None = None, *, same_data: bool = False) -> Ready:

@@ -4,7 +4,7 @@
 #   bash tests/run.sh --all    also what is marked long, the kernels, trackers, launchers, lm-evaluation-harness and Mistral's tokenizers, and the documentation in a browser
 #                             (tests/kernels.sh, ...): what .ci/run does
 #   bash tests/run.sh --soak   200 SIGKILLs at random moments, twice: saves that training waits for, and in the background; then what is marked soak
-# Other arguments go to pytest: bash tests/run.sh tests/plans/test_buckets.py -x, or with long tests: bash tests/run.sh --all tests/e2e
+# Other arguments go to pytest: bash tests/run.sh tests/engine/plan/test_buckets.py -x, or with long tests: bash tests/run.sh --all tests/e2e
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh test

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from megatron_llama import __version__
 from megatron_llama.cli import COMMANDS, main
-from megatron_llama.commands.common.configs import EvaluateConfig, ExportConfig, GenerateConfig
 from megatron_llama.config.parse import flag, options_of
 from megatron_llama.config.sections import config_sections
 from megatron_llama.converter.configs import ConvertConfig
 from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.planner.configs import ScheduleConfig
+from megatron_llama.train.commands.common.configs import EvaluateConfig, ExportConfig, GenerateConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,13 +164,13 @@ def test_a_reader_who_leaves_early_is_no_error() -> None:
 
 
 def test_option_names_are_unique_within_a_command() -> None:
-    from megatron_llama.commands.pretrain import SECTIONS
+    from megatron_llama.train.commands.pretrain import SECTIONS
 
     assert len(options_of(SECTIONS)) == sum(len(fields(section)) for section in SECTIONS)
 
 
 def test_presets_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_llama.config.presets import PRESETS
+    from megatron_llama.model.presets import PRESETS
 
     status, out, _ = said(capsys, "inspect", "presets")
     assert status == 0 and [line.split()[0] for line in out.splitlines()] == list(PRESETS)
@@ -201,7 +201,7 @@ def test_env_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -
 )
 def test_which_apex_is_here(files: tuple[str, ...], said_of_it: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the files that an installation leaves."""
-    from megatron_llama.commands.env import apex_found
+    from megatron_llama.train.commands.env import apex_found
 
     for name in (*files, *(("apex/__init__.py", "apex-0.9.10.dev0.dist-info/METADATA") if files else ())):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

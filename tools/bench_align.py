@@ -36,15 +36,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 import torch
 
 import megatron_llama as ml
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.corpus import docstring_pairs, python_documentation
+from megatron_llama.data.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.spm import train_tokenizer
 from megatron_llama.errors import ConfigError, UserError
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.tokenizer.load import load_tokenizer
-from megatron_llama.tokenizer.spm import train_tokenizer
 from megatron_llama.train.run.callbacks import Callback, Run, Step
 from megatron_llama.tune.preference.methods import CHOSEN
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN

@@ -30,12 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from megatron_llama.commands.env import apex_found
-from megatron_llama.distributed import device as devices
-from megatron_llama.engine.moments import EightBitMoment, Tables
-from megatron_llama.engine.update_rule import rounded_adamw_step
-from megatron_llama.nn import ops as plain
-from megatron_llama.nn.attention import (
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.param_handle import accumulate_product
+from megatron_llama.engine.rules.moments import EightBitMoment, Tables
+from megatron_llama.engine.rules.update_rule import rounded_adamw_step
+from megatron_llama.model.nn import ops as plain
+from megatron_llama.model.nn.attention import (
     AttentionBackend,
     Documents,
     attend,
@@ -44,11 +45,10 @@ from megatron_llama.nn.attention import (
     causal_attention,
     piece_kernel,
 )
-from megatron_llama.nn.kernels.choice import runs_kernels
-from megatron_llama.nn.param_handle import accumulate_product
-from megatron_llama.nn.rotary import rope_frequencies, rope_table
-from megatron_llama.plans.chunks import HEAD_CHUNK
-from megatron_llama.plans.engine_options import UpdateOptions
+from megatron_llama.model.nn.kernels.choice import runs_kernels
+from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
+from megatron_llama.model.plan.chunks import HEAD_CHUNK
+from megatron_llama.train.commands.env import apex_found
 
 HIDDEN = 4096
 INNER = 14336
@@ -131,7 +131,7 @@ def norm(sizes: Sizes) -> Case:
 
     found = sizes.contenders(torchs, x, delta, grad, through)
     if sizes.fused:
-        from megatron_llama.nn.kernels.norm import add_norm, norm_backward
+        from megatron_llama.model.nn.kernels.norm import add_norm, norm_backward
 
         def ours() -> None:
             total, _, scale = add_norm(x, delta, weight, 1e-5, False)
@@ -171,7 +171,7 @@ def rope(sizes: Sizes) -> Case:
 
     found = sizes.contenders(torchs, heads, query, key, value)
     if sizes.fused:
-        from megatron_llama.nn.kernels.rotary import rotate, rotate_back
+        from megatron_llama.model.nn.kernels.rotary import rotate, rotate_back
 
         def ours() -> None:
             rotate(heads[:, :, : HEADS + KEYS], cos, sin)
@@ -192,8 +192,8 @@ def swiglu(sizes: Sizes) -> Case:
 
     found = sizes.contenders(torchs, gate_up, grad)
     if sizes.fused:
-        from megatron_llama.nn.kernels.gate import swiglu as forward
-        from megatron_llama.nn.kernels.gate import swiglu_backward
+        from megatron_llama.model.nn.kernels.gate import swiglu as forward
+        from megatron_llama.model.nn.kernels.gate import swiglu_backward
 
         found["ours"] = lambda: (forward(gate_up), swiglu_backward(grad, gate_up))
     if (liger := sizes.optional("liger_kernel.ops.swiglu")) is not None:
@@ -212,7 +212,7 @@ def loss(sizes: Sizes) -> Case:
         "torch": lambda: plain.cross_entropy(scores, labels, weights, sizes.vocabulary, 0.0)
     }
     if sizes.fused:
-        from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+        from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 
         found["ours"] = lambda: cross_entropy(scores, labels, weights, sizes.vocabulary, 0.0)
     if (liger := sizes.optional("liger_kernel.transformers.functional")) is not None:
@@ -244,7 +244,7 @@ def adamw(sizes: Sizes) -> Case:
 
     found: dict[str, Body] = {"torch": torchs}
     if sizes.fused:
-        from megatron_llama.engine.adamw_kernel import adamw as one_pass
+        from megatron_llama.engine.rules.adamw_kernel import adamw as one_pass
 
         found["ours"] = lambda: one_pass(
             master, grad, average, square, step, copy, scale=scale, skip=skip, decay=0.1, **rates
@@ -277,7 +277,7 @@ def adamw_in_8_bits(sizes: Sizes) -> Case:
 
     found: dict[str, Body] = {"torch": torchs}
     if sizes.fused:
-        from megatron_llama.engine.adamw_kernel import adamw as one_pass
+        from megatron_llama.engine.rules.adamw_kernel import adamw as one_pass
 
         found["ours"] = lambda: one_pass(
             master,

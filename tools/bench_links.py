@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm import exchange
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import init_mesh
-from megatron_llama.plans.resolve import check
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm import exchange
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import init_mesh
+from megatron_llama.model.presets import PRESETS
+from megatron_llama.train.setup.resolve import check
 from tools.compare_sharding import Trial, random_batches
 
 Way = Literal["alone", "overlapped", "serial"]

@@ -38,12 +38,12 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, parse
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.groups import close_mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.groups import close_mesh
+from megatron_llama.engine.plan.offload import NONE, ZENFLOW
+from megatron_llama.engine.plan.zenflow import longest_window
 from megatron_llama.errors import ConfigError, UserError, describe
-from megatron_llama.plans.offload import NONE, ZENFLOW
-from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.plans.zenflow import longest_window
+from megatron_llama.train.setup.resolve import assemble, check
 from tools.offload.catalogue import (
     BUCKET_ELEMENTS,
     MODES,

@@ -33,12 +33,12 @@ from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.data.corpus import write_corpus
-from megatron_llama.engine.schedule_free import ScheduleFreeAdamW
-from megatron_llama.engine.update_rule import AdamW, Shard, UpdateRule
+from megatron_llama.engine.options import MUON, SCHEDULE_FREE
+from megatron_llama.engine.plan.buckets import BucketKind
+from megatron_llama.engine.rules.schedule_free import ScheduleFreeAdamW
+from megatron_llama.engine.rules.update_rule import AdamW, Shard, UpdateRule
 from megatron_llama.errors import ConfigError, UserError
-from megatron_llama.plans.buckets import BucketKind
-from megatron_llama.plans.engine_options import MUON, SCHEDULE_FREE
-from megatron_llama.plans.run_engine import update_options
+from megatron_llama.pipeline.plan.run_engine import update_options
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {

@@ -47,11 +47,11 @@ from tokenizers import models, pre_tokenizers, trainers
 from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.data.corpus import python_documentation
+from megatron_llama.data.tokenizer.export import SPACE
+from megatron_llama.data.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.spm import train_tokenizer
+from megatron_llama.data.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, parse_ranks
 from megatron_llama.errors import UserError
-from megatron_llama.tokenizer.export import SPACE
-from megatron_llama.tokenizer.load import load_tokenizer
-from megatron_llama.tokenizer.spm import train_tokenizer
-from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, parse_ranks
 
 if TYPE_CHECKING:
     import tiktoken

@@ -39,15 +39,15 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
 from megatron_llama.config.sections import config_sections
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.groups import close_mesh
-from megatron_llama.distributed.launcher import place_from_environment
-from megatron_llama.distributed.mesh import init_mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.groups import close_mesh
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import UserError
-from megatron_llama.loop.build import find_not_finite_at_start, load_or_init
-from megatron_llama.loop.start import Start
-from megatron_llama.plans.engine_memory import sized
+from megatron_llama.launch.launcher import place_from_environment
+from megatron_llama.launch.mesh import init_mesh
+from megatron_llama.train.setup.build import find_not_finite_at_start, load_or_init
+from megatron_llama.train.setup.start import Start
 from tools.compare_sharding import Trial, checked, random_batches
 
 

@@ -32,14 +32,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import StageOptions
+from megatron_llama.model.plan.params import partition_of
 from megatron_llama.model.positions import Positions
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.schedule import schedule_named, validate
-from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.schedule import schedule_named, validate
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved", "gpipe")
 WIDTH = 8

@@ -35,17 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import torch
 
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.help import help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, parse
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.train.setup.resolve import assemble, check
 from tools.step import families
 from tools.step.ceiling import matmul_flops
 from tools.step.contenders import DTYPES, NAMES, Entry

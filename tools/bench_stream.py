@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import megatron_llama as ml
 from megatron_llama.data.corpus import python_documentation
+from megatron_llama.data.tokenizer.spm import train_tokenizer
 from megatron_llama.files import replacing
-from megatron_llama.tokenizer.spm import train_tokenizer
 from tools.range_server import serving
 
 SHARD_BYTES = 100_000_000

@@ -30,15 +30,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 from megatron_llama.checkpoint.chunks import Region, make_index
+from megatron_llama.checkpoint.model_folders.torch_dist.files import BACKEND
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import COMMON, VERSIONS
 from megatron_llama.checkpoint.storage import WrittenParts, write_index
 from megatron_llama.checkpoint.torch_file import TorchFile
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.torch_dist.files import BACKEND
-from megatron_llama.conversion.torch_dist.folder import COMMON, VERSIONS
 from megatron_llama.converter.megatron.args import make_args
 from megatron_llama.converter.megatron.names import TE, file_tensors, partition_of, their_name
 from megatron_llama.converter.torch_dist.names import LAYERS
+from megatron_llama.model.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 BY_ROWS = ("linear_qkv.weight", "linear_fc1.weight", "embeddings.weight", "output_layer.weight")

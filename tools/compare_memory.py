@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_llama.plans.buckets import BucketPlan
-from megatron_llama.plans.engine_memory import state_bytes
-from megatron_llama.plans.engine_options import BF16, EngineOptions
-from megatron_llama.sharding.module_buckets import module_bucket_plan
-from megatron_llama.sharding.names import parameter_names
-from megatron_llama.sharding.optimizer import AdamW, parameter_groups
-from megatron_llama.sharding.specs import module_units, unit_predicate, unit_specs
+from megatron_llama.engine.options import BF16, EngineOptions
+from megatron_llama.engine.plan.buckets import BucketPlan
+from megatron_llama.engine.plan.memory import state_bytes
+from megatron_llama.engine.shard.module_buckets import module_bucket_plan
+from megatron_llama.engine.shard.names import parameter_names
+from megatron_llama.engine.shard.optimizer import AdamW, parameter_groups
+from megatron_llama.engine.shard.specs import module_units, unit_predicate, unit_specs
 
 COLUMNS = (
     "masters and moments",

@@ -35,29 +35,29 @@ from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.config.help import help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, parse
-from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import Config
 from megatron_llama.config.sections import config_sections
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.groups import close_mesh
-from megatron_llama.distributed.launcher import place_from_environment
-from megatron_llama.distributed.mesh import build_mesh, init_mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.comm.groups import close_mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, UserError, describe
-from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
+from megatron_llama.launch.launcher import place_from_environment
+from megatron_llama.launch.mesh import build_mesh, init_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.auto import decide
-from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.train.setup.auto import decide
+from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.processes import launched_processes
+from megatron_llama.train.setup.resolve import assemble, check
+from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabulary
 
 T = TypeVar("T")
 MODES = {name: (name, "default") for name in (NO_SHARD, *BY_TRAFFIC[:-1])}

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import torch
 
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.prove.drift import (
     FLOORS,

@@ -12,8 +12,8 @@ The first: twenty fp32 steps of a small LLaMA on English text, the same that
 tests/parallel/test_parity.py checks. The second: five steps of layouts drawn at random, as in
 tests/parallel/test_random.py, against one process. The third: twenty fp32 steps of models of
 HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's DistributedDataParallel
-and AdamW, as in tests/sharding/test_parity.py. The fourth: twenty fp32 steps of every family of
-models in eighteen layouts, of which tests/families/test_parity.py trains some; ``--only "qwen2 "``
+and AdamW, as in tests/engine/shard/test_parity.py. The fourth: twenty fp32 steps of every family of
+models in eighteen layouts, of which tests/model/families/test_parity.py trains some; ``--only "qwen2 "``
 takes one family. The fifth: what ``prove`` says of every seeded fault of tests/prove/faults.py.
 The sixth: twenty fp32 steps of every method of preference tuning, against plain torch on
 transformers' model, as in tests/tune/preference/test_parity.py. A few minutes each on two cores,
@@ -36,8 +36,10 @@ import torch
 
 from megatron_llama.prove.proof import Proof, prove_case
 from tests import harness
-from tests.families import twins
+from tests.engine.shard.training import Run, Trained, ddp, differences, sharded
+from tests.engine.shard.training import layouts as module_layouts
 from tests.harness import Cluster
+from tests.model.families import twins
 from tests.parallel.cases import (
     LAYOUTS,
     LOSS_BOUND,
@@ -52,8 +54,6 @@ from tests.parallel.cases import (
 )
 from tests.parallel.draw import COUNT, SEED, alone, draw
 from tests.prove.faults import CATALOGUE, Fault, faulty
-from tests.sharding.training import Run, Trained, ddp, differences, sharded
-from tests.sharding.training import layouts as module_layouts
 from tests.tune.preference.cases import CASES, align, align_twin
 from tests.tune.preference.test_parity import LAYOUTS as PREFERENCE_LAYOUTS
 
@@ -302,7 +302,7 @@ def main() -> int:
     options = arguments()
     torch.set_num_threads(1)
     if options.modules:
-        harness.PRELOAD.append("tests.sharding.training")
+        harness.PRELOAD.append("tests.engine.shard.training")
         with Cluster() as cluster:
             found = modules(cluster, options.only)
         print(markdown_of_differences(found, "DDP"))

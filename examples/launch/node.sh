@@ -6,7 +6,7 @@
 # newest checkpoint. SIGTERM and Ctrl-C end a run after it has saved a checkpoint.
 set -euo pipefail
 python=${PYTHON:-python}
-processes=${PROCESSES:-$("$python" -c 'from megatron_llama.distributed.device import accelerator_count; print(accelerator_count() or 1)')}
+processes=${PROCESSES:-$("$python" -c 'from megatron_llama.engine.comm.device import accelerator_count; print(accelerator_count() or 1)')}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" \
     -m megatron_llama "$@"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_llama.config.schema import LoraConfig
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.lora import adapter_names
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.plan.lora import adapter_names
 
 LIKE = ("lora_rank", "lora_alpha", "lora_target_modules")
 """Options that a run must share with the checkpoint whose additions it goes on to train."""

@@ -39,11 +39,11 @@ from megatron_llama.checkpoint.folders import discard, staging
 from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.native import RankSavePlan, finish
 from megatron_llama.checkpoint.storage import WrittenParts, write_parts
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.object_collectives import common_error
-from megatron_llama.distributed.comm.store import connect
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.object_collectives import common_error
 from megatron_llama.errors import CheckpointError, ConfigError
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.store import connect
 
 T = TypeVar("T")
 SLOTS = 2

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint.folders import write_synced
-from megatron_llama.config.families.reader import LARGEST as LARGEST_ID
 from megatron_llama.config.fields import read_fields, shown
-from megatron_llama.config.hf import TOKEN_IDS, read_config_json
-from megatron_llama.config.hf_fields import GENERATION_FIELDS
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.model_files import is_there
+from megatron_llama.data.tokenizer.base import Tokenizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.model.families.reader import LARGEST as LARGEST_ID
+from megatron_llama.model.hf import TOKEN_IDS, read_config_json
+from megatron_llama.model.hf_fields import GENERATION_FIELDS
 
 GENERATION = "generation_config.json"
 NUMBERS = (

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_llama.engine.pieces import ShardPiece
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
 
 STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22

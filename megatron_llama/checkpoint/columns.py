@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
 from megatron_llama.checkpoint.index import StoredTensor
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.pieces import (
     ShardPiece,
     column_state,
@@ -31,9 +32,8 @@ from megatron_llama.engine.pieces import (
     rule_progress,
     shard_pieces,
 )
-from megatron_llama.engine.update_rule import bias_corrections
-from megatron_llama.plans.engine_options import UpdateOptions
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.engine.rules.update_rule import bias_corrections
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of every parameter that AdamW updates, in fp32 or bf16."""

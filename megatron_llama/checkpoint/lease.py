@@ -40,17 +40,17 @@ from uuid import uuid4
 from megatron_llama.checkpoint.failures import require_writable, writing
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.object_collectives import (
+from megatron_llama.engine.comm.device import start_thread
+from megatron_llama.engine.comm.object_collectives import (
     MEETING_SECONDS,
     broadcast_object,
     on_rank0,
 )
-from megatron_llama.distributed.device import start_thread
-from megatron_llama.distributed.launcher import job_name
-from megatron_llama.distributed.processes import Process, this_process
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import LeaseError
 from megatron_llama.files import replacing
+from megatron_llama.launch.launcher import job_name
+from megatron_llama.launch.processes import Process, this_process
 
 PATTERN = re.compile(r"lease\.(\d+)\.json")
 DRAFT = ".draft"

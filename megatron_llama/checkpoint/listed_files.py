@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.checksums import file_sum
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.model_files import META_SUMS, SUMS, ListedSum, read_sums, sum_problem
-from megatron_llama.distributed.device import take_least_priority, thread_pool
+from megatron_llama.engine.comm.device import take_least_priority, thread_pool
 from megatron_llama.errors import CheckpointError
 
 HASHING_THREADS = 2

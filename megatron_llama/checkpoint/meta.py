@@ -19,13 +19,13 @@ from megatron_llama.checkpoint.finite import NotFinite, read_not_finite
 from megatron_llama.checkpoint.folders import REPLACED
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
 from megatron_llama.config.fields import Fields, read_fields, shown
-from megatron_llama.config.hf import TOKEN_IDS, hf_config_from_model, model_config_from_hf
 from megatron_llama.config.json_file import parse_json_object
 from megatron_llama.config.limits import LARGEST_INTEGER
 from megatron_llama.config.parse import flag, strip_optional
-from megatron_llama.config.rope import normal_rope, reads_max_positions
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.model.hf import TOKEN_IDS, hf_config_from_model, model_config_from_hf
+from megatron_llama.model.rope import normal_rope, reads_max_positions
 
 META = "meta.json"
 NOT_FINITE = "not_finite"

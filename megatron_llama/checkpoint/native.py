@@ -56,25 +56,25 @@ from megatron_llama.checkpoint.native_folder import open_native, read_regions, r
 from megatron_llama.checkpoint.storage import WrittenParts, refuse, write_index, write_parts
 from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import (
+from megatron_llama.engine.comm.object_collectives import (
     all_gather_float,
     broadcast_object,
     gather_object,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.options import EIGHT_BIT, FP32, SCHEDULE_FREE
 from megatron_llama.engine.pieces import in_blocks, shard_pieces, step_counts, weight_sums
+from megatron_llama.engine.plan.buckets import BucketKind
+from megatron_llama.engine.plan.memory import keeps_fp32
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, Rectangle
 from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.model.plan.lora import adapter_shapes
+from megatron_llama.model.plan.params import hf_shapes
+from megatron_llama.model.plan.run_params import whole_model_units
 from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.plans.buckets import BucketKind
-from megatron_llama.plans.engine_memory import keeps_fp32
-from megatron_llama.plans.engine_options import EIGHT_BIT, FP32, SCHEDULE_FREE
-from megatron_llama.plans.lora import adapter_shapes
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.run_params import whole_model_units
-from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 
 @dataclass(frozen=True)

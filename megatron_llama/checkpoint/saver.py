@@ -29,19 +29,19 @@ from megatron_llama.checkpoint.listed_files import seal_files
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, storage_path
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import (
+from megatron_llama.data.tokenizer.base import Tokenizer
+from megatron_llama.engine.comm.object_collectives import (
     MEETING_SECONDS,
     all_reduce_max,
     broadcast_object,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError, LeaseError
 from megatron_llama.metrics.events import NOT_FINITE, SAVED
 from megatron_llama.metrics.log import MetricLog
-from megatron_llama.tokenizer.base import Tokenizer
 
 # Values of --on-bad-checkpoint.
 STOP = "stop"

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from megatron_llama.config.limits import LARGEST_INTEGER, OPTION_FILE_CHARACTERS, SHOWN_OPTION
 from megatron_llama.config.megatron_names import Alias
-from megatron_llama.config.option import NOT_NEGATIVE, PLAIN, Check, Rules, rules_of
 from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.option import NOT_NEGATIVE, PLAIN, Check, Rules, rules_of
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ The string under a field is its help text, its line in ``docs/options.md`` and i
 ``option`` says what its value has to be and what ``prove`` does with it (``option.py``).
 Model fields carry the names of the HuggingFace ``config.json``; everything else carries Megatron's
 flag names (``--micro-batch-size`` is ``micro_batch_size`` in YAML). ``parse.py`` reads them,
-``plans/checks`` has what can be wrong with their combinations.
+``train/setup/checks`` has what can be wrong with their combinations.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron_llama.config.limits import LARGEST_LAYERS, LARGEST_RANKS, LARGEST_SIZE
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
-from megatron_llama.config.option import (
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
+from megatron_llama.option import (
     ANY_NUMBER,
     KEPT,
     NOT_NEGATIVE,
@@ -31,7 +31,7 @@ from megatron_llama.config.option import (
 )
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-"""The names of ``plans/schedule/builders.py``."""
+"""The names of ``schedule/builders.py``."""
 
 # What prove does with options of which there are several alike.
 OWN_TEXT = left_out("prove reads text of its own, with a tokenizer of its own")

@@ -11,15 +11,15 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER, TRACKER
 from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.folders import new_folder, require_replaceable
 from megatron_llama.checkpoint.listed_files import ListedFilesCheck, seal_files
-from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.formats import ModelReader, ModelWriter
-from megatron_llama.conversion.hf.writer import EXPORT_FILES
-from megatron_llama.conversion.tokenizer_files import (
+from megatron_llama.checkpoint.model_folders.formats import ModelReader, ModelWriter
+from megatron_llama.checkpoint.model_folders.hf.writer import EXPORT_FILES
+from megatron_llama.checkpoint.model_folders.tokenizer_files import (
     TEMPLATES,
     TOKENIZER_FILES,
     copy_tokenizer_files,
 )
-from megatron_llama.conversion.write_tasks import ProgressSource, run_write_tasks
+from megatron_llama.checkpoint.model_folders.write_tasks import ProgressSource, run_write_tasks
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError
 
 CONVERSION_FILES = (

@@ -53,7 +53,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         ),
         "torch_dist": Format(
             opened="converter.torch_dist.reader:opened",
-            files="conversion.torch_dist.folder:chunk_files",
+            files="checkpoint.model_folders.torch_dist.folder:chunk_files",
             run="converter.torch_dist.saved_run:saved_run",
             shown="converter.torch_dist.inspected:show",
             verified="converter.torch_dist.inspected:verify",

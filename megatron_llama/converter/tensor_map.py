@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.checkpoint.model_folders.model_fields import MATCHING_FILES
+from megatron_llama.checkpoint.model_folders.safetensors_file import BLOCK_ELEMENTS
 from megatron_llama.checkpoint.torch_file import TorchFile
-from megatron_llama.conversion.model_fields import MATCHING_FILES
-from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, Rectangle
 from megatron_llama.errors import describe
-from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from megatron_llama.data.byte_ranges import SourceFile, read_range
 from megatron_llama.data.words import is_url
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.errors import ConfigError, DataError
 
 BLOCK_BYTES = 1 << 20

@@ -16,9 +16,9 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.order import BlendedOrder, mixed
 from megatron_llama.data.stream import TokenStream
-from megatron_llama.distributed.device import is_host
+from megatron_llama.engine.comm.device import is_host
 from megatron_llama.errors import DataError
-from megatron_llama.nn.attention import Documents
+from megatron_llama.model.nn.attention import Documents
 
 STEPS_AHEAD = 2
 """Samples of a remote dataset are asked for so many steps before they are read: a server then has

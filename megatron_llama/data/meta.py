@@ -13,11 +13,11 @@ from megatron_llama.config.json_file import parse_json_object
 from megatron_llama.config.limits import LARGEST_SIZE, LARGEST_SMALL_FILE
 from megatron_llama.config.model_files import read_bounded
 from megatron_llama.data.sums import DatasetSums
+from megatron_llama.data.tokenizer.files import to_json
+from megatron_llama.data.tokenizer.fingerprint import VERSION, Fingerprint
 from megatron_llama.data.words import is_url
 from megatron_llama.errors import DataError
 from megatron_llama.files import replace_file
-from megatron_llama.tokenizer.files import to_json
-from megatron_llama.tokenizer.fingerprint import VERSION, Fingerprint
 
 SUMS = "sums"
 _RESTORE = "restore the file, or preprocess the text again"

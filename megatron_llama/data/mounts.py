@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from megatron_llama.distributed.machine import machine_name
+from megatron_llama.engine.comm.machine import machine_name
 
 MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = re.compile(

@@ -24,14 +24,14 @@ from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.data.readers import CHUNK_BYTES, Chunk, chunks, require_packages
+from megatron_llama.data.tokenizer.base import Tokenizer
+from megatron_llama.data.tokenizer.copies import copied_path, copy_tokenizer
+from megatron_llama.data.tokenizer.fingerprint import Fingerprint
+from megatron_llama.data.tokenizer.load import load_tokenizer, require_expressible, tokenizer_file
+from megatron_llama.data.tokenizer.packed import ID_BYTES, pack
 from megatron_llama.data.words import JSON_LINES, PARQUET, kind
 from megatron_llama.data.workers import workers
 from megatron_llama.errors import ConfigError, DataError, describe, listing
-from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.copies import copied_path, copy_tokenizer
-from megatron_llama.tokenizer.fingerprint import Fingerprint
-from megatron_llama.tokenizer.load import load_tokenizer, require_expressible, tokenizer_file
-from megatron_llama.tokenizer.packed import ID_BYTES, pack
 
 TRAINING_BYTES = 256 << 20
 
@@ -303,7 +303,7 @@ def _trained(
 ) -> Iterator[tuple[Path, Path]]:
     """A block with a tokenizer that was trained into a temporary folder, whose files get their
     final names if the block succeeds. It gives both paths of the model."""
-    from megatron_llama.tokenizer.spm import train_tokenizer
+    from megatron_llama.data.tokenizer.spm import train_tokenizer
 
     folder = _tokenizer_folder(options)
     staging = Path(f"{folder}.tmp-{os.getpid()}")

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.data.tokenizer.base import Tokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.base import Tokenizer
 
 SCANNED_TOKENS = 1 << 22
 """Tokens that are looked at together."""

@@ -26,9 +26,9 @@ from megatron_llama.data.readers import (
     refuse_long,
     unreadable,
 )
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.data.words import COMPRESSED, PARQUET, kind
 from megatron_llama.errors import DataError, describe, listing
-from megatron_llama.tokenizer.load import load_tokenizer
 
 TEXTS_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 1 << 18

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
 
 ALIGNMENT = 256
 """Tensors begin at multiples of so many bytes."""

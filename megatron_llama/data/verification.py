@@ -22,7 +22,7 @@ from megatron_llama.data.meta import SUMS, read_meta
 from megatron_llama.data.mounts import file_identity
 from megatron_llama.data.sums import SUFFIXES, DatasetSums, FileSums
 from megatron_llama.data.words import is_url
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.errors import DataError, listing
 
 T = TypeVar("T")

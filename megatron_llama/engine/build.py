@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.host.gloo import carries
+from megatron_llama.engine.comm.host.gloo import carries
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import DTYPES, Attach, OverlappedDistributedOptimizer
-from megatron_llama.engine.rules import RuleInputs, build_update_rules
+from megatron_llama.engine.options import EngineOptions
+from megatron_llama.engine.plan.buckets import BucketPlan
+from megatron_llama.engine.plan.memory import chunk_problem
+from megatron_llama.engine.rules.registry import RuleInputs, build_update_rules
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.buckets import BucketPlan
-from megatron_llama.plans.engine_memory import chunk_problem
-from megatron_llama.plans.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from megatron_llama.engine.offload.copies import Copies

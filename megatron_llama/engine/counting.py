@@ -1,7 +1,7 @@
 """When a bucket has all gradients of a round: the contributions of a step are counted.
 
 ``PlannedCounting`` knows the contributions of every round, and a bucket is complete with the last
-of them. For our own model they follow from the bucket plan. ``sharding/open_counting.py`` learns
+of them. For our own model they follow from the bucket plan. ``engine/shard/open_counting.py`` learns
 them of a user's model; what it has seen is the plan of the steps that follow.
 """
 
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.plans.buckets import Bucket, Slot
+from megatron_llama.engine.plan.buckets import Bucket, Slot
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_llama.engine.parameters import ParameterBuckets
-from megatron_llama.engine.update_rule import UpdateRules
+from megatron_llama.engine.rules.update_rule import UpdateRules
 
 
 class EvaluationWeights:

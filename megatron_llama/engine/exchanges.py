@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce
-from megatron_llama.distributed.comm.host.gloo import carries
-from megatron_llama.plans.buckets import Slot
-from megatron_llama.plans.engine_memory import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS
+from megatron_llama.engine.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce
+from megatron_llama.engine.comm.host.gloo import carries
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.plan.buckets import Slot
+from megatron_llama.engine.plan.memory import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS
 
 
 class BucketExchanges:

@@ -17,7 +17,7 @@ order and cannot deadlock.
 
 Which contributions end a round is the decision of ``Counting``: for our own model it follows from
 the bucket plan (``counting.py``), for a user's model it is found out in a first step
-(``sharding/open_counting.py``). Rounds of one bucket are summed.
+(``engine/shard/open_counting.py``). Rounds of one bucket are summed.
 
 Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` and
 ``postpone_wgrads(None)`` the weight gradients of matrices are kept as closures, and
@@ -33,12 +33,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.exchange import Exchange
-from megatron_llama.distributed.comm.streams import Future, Stream
+from megatron_llama.engine.comm.exchange import Exchange
+from megatron_llama.engine.comm.streams import Future, Stream
 from megatron_llama.engine.counting import Counting, PlannedCounting, planned_rounds
 from megatron_llama.engine.exchanges import BucketExchanges
-from megatron_llama.plans.buckets import BucketPlan, PlacedParam, Slot
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.plan.buckets import BucketPlan, PlacedParam, Slot
 
 
 class State(Enum):

@@ -1,4 +1,4 @@
-"""The engine's end of a parameter's handle (``nn/param_handle.py``)."""
+"""The engine's end of a parameter's handle (``engine/param_handle.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.parameters import ParameterBuckets
-from megatron_llama.plans.buckets import PlacedParam
+from megatron_llama.engine.plan.buckets import PlacedParam
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_llama.plans.engine_options import LossScaling
+from megatron_llama.engine.options import LossScaling
 
 FACTOR = 2.0
 

@@ -24,31 +24,31 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm import exchange
-from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
-from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
+from megatron_llama.engine.comm import exchange
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.comm.queues import CommQueue, open_comm_queue
+from megatron_llama.engine.comm.streams import Future, Stream, open_stream
 from megatron_llama.engine.counting import Counting
 from megatron_llama.engine.evaluation_weights import EvaluationWeights
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.loss_scale import LossScale
+from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.engine.options import BF16, FP16, FP32, FP64, EngineOptions
+from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.parameters import ParameterBuckets
-from megatron_llama.engine.update_rule import Shard, UpdateRules
-from megatron_llama.nn.param_handle import attach_param_handle
-from megatron_llama.nn.tensors import at_least_fp32
-from megatron_llama.plans.buckets import (
+from megatron_llama.engine.plan.buckets import (
     ALIGN,
     BucketKind,
     BucketPlan,
     PlacedParam,
     reduces_every_microbatch,
 )
-from megatron_llama.plans.engine_options import BF16, FP16, FP32, FP64, EngineOptions
-from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
-from megatron_llama.plans.specs import Rectangle
-from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.engine.rules.update_rule import Shard, UpdateRules
+from megatron_llama.engine.tensors import at_least_fp32
 
 DTYPES = MappingProxyType(
     {FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16, FP64: torch.float64}
@@ -366,7 +366,7 @@ class OverlappedDistributedOptimizer:
         count it."""
         # In blocks of ALIGN (64) elements, which no boundary of a bucket or shard cuts, and then in
         # fp64: so the norm does not depend on how the model is cut. The largest temporary is one
-        # number for each block, which plans/engine_memory.py counts.
+        # number for each block, which engine/plan/memory.py counts.
         squared_norm: Tensor = (
             torch.linalg.vector_norm(self.gradients.shards[bucket].view(-1, ALIGN), dim=1)
             .square_()

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.exchange import gather
-from megatron_llama.distributed.comm.queues import CommQueue
-from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.plans.buckets import BucketPlan, Slot
-from megatron_llama.plans.prefetch import prefetch_plan_of
-from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.engine.comm.exchange import gather
+from megatron_llama.engine.comm.queues import CommQueue
+from megatron_llama.engine.comm.streams import Future
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.plan.buckets import BucketPlan, Slot
+from megatron_llama.engine.plan.prefetch import prefetch_plan_of
+from megatron_llama.engine.plan.weight_access import WeightAccess
 
 
 class ParameterBuckets:

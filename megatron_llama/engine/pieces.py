@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.engine.update_rule import ColumnState
-from megatron_llama.plans.buckets import ALIGN
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.buckets import ALIGN
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.engine.rules.update_rule import ColumnState
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm.collectives import all_gather_single
-from megatron_llama.distributed.comm.object_collectives import (
+from megatron_llama.engine.comm.collectives import all_gather_single
+from megatron_llama.engine.comm.object_collectives import (
     AGREEMENT,
     all_reduce_max,
     raise_error_on_all_ranks,
 )
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.pieces import block_tensors, shard_tensors
+from megatron_llama.engine.plan.buckets import ALIGN, BucketKind
 from megatron_llama.errors import TrainingError, describe
-from megatron_llama.plans.buckets import ALIGN, BucketKind
 
 AXES = ("dp", "dp_replica", "tp", "kv", "embedding")
 """The order in which all ranks compare, so that ranks which share several axes cannot deadlock."""

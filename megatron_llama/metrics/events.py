@@ -19,7 +19,7 @@ from megatron_llama.errors import CheckpointError
 
 FILE_NAME = "events.jsonl"
 START = "start"
-"""A process began to train. The line has all that ``loop/facts.py`` gathers."""
+"""A process began to train. The line has all that ``train/setup/facts.py`` gathers."""
 REWIND = "rewind"
 """The run went back to ``iteration``, when its log had come to ``reached``."""
 SAVED = "saved"

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_llama.config.schema import LoraConfig, ModelConfig
-from megatron_llama.config.windows import layer_windows
-from megatron_llama.plans.lora import NO_LORA, adapter_shapes
+from megatron_llama.model.plan.lora import NO_LORA, adapter_shapes
+from megatron_llama.model.windows import layer_windows
 
 
 def flops_per_token(

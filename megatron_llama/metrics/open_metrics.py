@@ -16,7 +16,7 @@ from socketserver import TCPServer
 
 from megatron_llama import __version__
 from megatron_llama.config.schema import LogConfig
-from megatron_llama.distributed.device import start_thread
+from megatron_llama.engine.comm.device import start_thread
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.log import StepRecord, ValidationRecord
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
 
 
 class Readback:

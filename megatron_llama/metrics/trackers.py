@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.device import start_thread
+from megatron_llama.engine.comm.device import start_thread
 from megatron_llama.errors import ConfigError, counted
 from megatron_llama.metrics.log import MetricLogger, StepRecord, ValidationRecord
 from megatron_llama.registry import Registry

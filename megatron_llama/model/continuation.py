@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.nn.attention import (
+from megatron_llama.model.nn.attention import (
     AttentionBackend,
     Documents,
     ScoreRule,
     attend,
     causal_attention,
 )
-from megatron_llama.nn.cache import KVCache
-from megatron_llama.nn.sliding import continued_attention
+from megatron_llama.model.nn.cache import KVCache
+from megatron_llama.model.nn.sliding import continued_attention
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_llama.config.rope import longest_sequence
 from megatron_llama.model.continuation import Continuation
 from megatron_llama.model.llama import Stage
-from megatron_llama.nn.cache import KVCache
+from megatron_llama.model.nn.cache import KVCache
+from megatron_llama.model.rope import longest_sequence
 
 FinishReason = Literal["stop", "length"]
 """Why a text ended: by an end token or a stop string, or because there was no room for more."""

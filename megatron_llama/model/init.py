@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.lora import LORA_B, is_adapter
-from megatron_llama.plans.param_groups import initial_std
-from megatron_llama.plans.params import EMBEDDING, SCORE, VOCABULARY_TENSORS, padding_idx
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.plan.lora import LORA_B, is_adapter
+from megatron_llama.model.plan.param_groups import initial_std
+from megatron_llama.model.plan.params import EMBEDDING, SCORE, VOCABULARY_TENSORS, padding_idx
 
 BLOCK_ELEMENTS = 2**20
 """Elements of a block. A rank draws whole blocks and keeps its part, so it wastes at most two

@@ -4,7 +4,7 @@ whole model.
 Activations are [sequence, batch, hidden]: with the sequence outermost, the part of a
 sequence-parallel rank is contiguous. In shapes, s is this rank's part of the sequence under context
 parallelism, and s/tp its part under sequence parallelism too. Names are those of HuggingFace's
-LlamaForCausalLM; qkv_proj and gate_up_proj are its projections stacked (``plans/params.py``).
+LlamaForCausalLM; qkv_proj and gate_up_proj are its projections stacked (``model/plan/params.py``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_llama.config.windows import window_of
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.device import is_host
-from megatron_llama.model.positions import Positions, Rotaries, with_documents
-from megatron_llama.nn.attention import (
+from megatron_llama.engine.backward import pre_backward_hook
+from megatron_llama.engine.comm.device import is_host
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.param_handle import ParamHandle, use_param_handles
+from megatron_llama.model.nn.attention import (
     PLAIN_SCORES,
     AttentionBackend,
     Documents,
@@ -30,11 +30,10 @@ from megatron_llama.nn.attention import (
     attends_by_document,
     causal_attention,
 )
-from megatron_llama.nn.backward import pre_backward_hook
-from megatron_llama.nn.compiled import chosen_ops
-from megatron_llama.nn.context import Comm, context_attention
-from megatron_llama.nn.embedding import VocabParallelEmbedding
-from megatron_llama.nn.functional import (
+from megatron_llama.model.nn.compiled import chosen_ops
+from megatron_llama.model.nn.context import Comm, context_attention
+from megatron_llama.model.nn.embedding import VocabParallelEmbedding
+from megatron_llama.model.nn.functional import (
     add_norm,
     gated,
     recomputable_add_norm,
@@ -42,26 +41,25 @@ from megatron_llama.nn.functional import (
     rms_norm,
     split_heads,
 )
-from megatron_llama.nn.head import head_loss, soft_capped
-from megatron_llama.nn.host.attention import rotated_attention
-from megatron_llama.nn.kernels.choice import kernels_for
-from megatron_llama.nn.linear import (
+from megatron_llama.model.nn.head import head_loss, soft_capped
+from megatron_llama.model.nn.host.attention import rotated_attention
+from megatron_llama.model.nn.kernels.choice import kernels_for
+from megatron_llama.model.nn.linear import (
     ColumnLinear,
     RowLinear,
     column_linear,
     empty_weight,
     stacked_outputs,
 )
-from megatron_llama.nn.lora import add_adapters
-from megatron_llama.nn.loss import TokenWeights
-from megatron_llama.nn.ops import PLAIN, Ops
-from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
-from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
-from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.score import Score
-from megatron_llama.nn.sliding import sliding_attention
-from megatron_llama.plans.chunks import HEAD_CHUNK, Granularity
-from megatron_llama.plans.params import (
+from megatron_llama.model.nn.lora import add_adapters
+from megatron_llama.model.nn.loss import TokenWeights
+from megatron_llama.model.nn.ops import PLAIN, Ops
+from megatron_llama.model.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
+from megatron_llama.model.nn.recompute import Recomputable, recomputed
+from megatron_llama.model.nn.score import Score
+from megatron_llama.model.nn.sliding import sliding_attention
+from megatron_llama.model.plan.chunks import HEAD_CHUNK, Granularity
+from megatron_llama.model.plan.params import (
     Partition,
     has_tied_head,
     kv_copies,
@@ -69,7 +67,9 @@ from megatron_llama.plans.params import (
     padding_idx,
     partition_of,
 )
-from megatron_llama.plans.run_params import rank_units
+from megatron_llama.model.plan.run_params import rank_units
+from megatron_llama.model.positions import Positions, Rotaries, with_documents
+from megatron_llama.model.windows import window_of
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One transformer block, with norms before attention and MLP, behind them, or both.
-    ``plans/activation_memory.py`` says to the byte what it keeps for backward."""
+    ``model/plan/activation_memory.py`` says to the byte what it keeps for backward."""
 
     attention_class: type[Attention] = Attention
     mlp_class: type[MLP] = MLP

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.plans.run_params import rank_units
-from megatron_llama.plans.specs import ParamSpec, Rectangle, rectangles
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.specs import ParamSpec, Rectangle, rectangles
+from megatron_llama.model.plan.run_params import rank_units
 
 
 def rank_specs(config: Config, mesh: Mesh) -> list[ParamSpec]:

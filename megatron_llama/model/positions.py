@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.distributed.axes import Axis
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.model.continuation import Continuation
-from megatron_llama.nn.attention import LONGEST_MASKED, Documents, ScoreRule
-from megatron_llama.nn.context import causal_document_mask, local_sequence
-from megatron_llama.nn.rotary import Rotary
+from megatron_llama.model.nn.attention import LONGEST_MASKED, Documents, ScoreRule
+from megatron_llama.model.nn.context import causal_document_mask, local_sequence
+from megatron_llama.model.nn.rotary import Rotary
 
 
 @dataclass(frozen=True)

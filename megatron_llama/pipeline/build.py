@@ -9,14 +9,18 @@ import torch
 from torch import nn
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.host.gloo import carries
 from megatron_llama.engine.build import build_engine
+from megatron_llama.engine.comm.host.gloo import carries
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import DTYPES, OverlappedDistributedOptimizer
+from megatron_llama.engine.options import MUON
+from megatron_llama.engine.plan.memory import chunk_problem
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.engine_memory import chunk_problem
-from megatron_llama.plans.engine_options import MUON
-from megatron_llama.plans.run_engine import compute_dtype_name, engine_options, rank_bucket_plan
+from megatron_llama.pipeline.plan.run_engine import (
+    compute_dtype_name,
+    engine_options,
+    rank_bucket_plan,
+)
 
 if TYPE_CHECKING:
     from megatron_llama.engine.offload.copies import Copies

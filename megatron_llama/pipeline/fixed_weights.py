@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
-from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.engine.plan.weight_access import WeightAccess
 
 
 class FixedWeights:

@@ -1,6 +1,6 @@
 """The pipeline runtime: it walks this rank's list of actions, and does nothing else.
 
-Which pass, send or receive comes when is decided and proven in ``plans/schedule``. A step is
+Which pass, send or receive comes when is decided and proven in ``schedule``. A step is
 ``_run``: each action is one call of one of the eight methods below it.
 """
 
@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm import p2p
-from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.engine.backward import backward
+from megatron_llama.engine.comm import p2p
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.engine.tensors import at_least_fp32
 from megatron_llama.model.llama import Stage
-from megatron_llama.nn.attention import Documents
-from megatron_llama.nn.backward import backward
-from megatron_llama.nn.context import local_sequence
-from megatron_llama.nn.embedding import uniform_noise
-from megatron_llama.nn.loss import TokenWeights, cross_entropy
-from megatron_llama.nn.tensors import at_least_fp32
+from megatron_llama.model.nn.attention import Documents
+from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.embedding import uniform_noise
+from megatron_llama.model.nn.loss import TokenWeights, cross_entropy
+from megatron_llama.model.plan.params import partition_of
 from megatron_llama.pipeline.microbatch import Microbatch
 from megatron_llama.pipeline.objective import NextToken, Objective, StepLoss
-from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.schedule import (
+from megatron_llama.pipeline.plan.stage_accesses import rank_weight_accesses
+from megatron_llama.schedule import (
     Action,
     Op,
     Schedule,
@@ -36,8 +38,6 @@ from megatron_llama.plans.schedule import (
     forward_only,
     schedule_named,
 )
-from megatron_llama.plans.stage_accesses import rank_weight_accesses
-from megatron_llama.plans.weight_access import WeightAccess
 
 
 class Engine(Protocol):
@@ -432,7 +432,7 @@ class PipelineRuntime:
     def _send(self, step: _Step, op: Op, tensor: Tensor, to: int) -> None:
         """Send a tensor, which is kept until the next one of the same link is sent.
 
-        So the receiver must have taken the previous one, which ``plans/schedule/proof.py`` proves
+        So the receiver must have taken the previous one, which ``schedule/proof.py`` proves
         that it does."""
         if (op, to) in step.sends:
             step.sends.pop((op, to)).wait()

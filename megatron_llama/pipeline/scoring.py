@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.tensors import at_least_fp32
 from megatron_llama.model.llama import Stage
-from megatron_llama.nn.context import local_sequence
-from megatron_llama.nn.loss import argmax, cross_entropy
-from megatron_llama.nn.tensors import at_least_fp32
+from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.loss import argmax, cross_entropy
 from megatron_llama.pipeline.microbatch import Microbatch
 from megatron_llama.pipeline.runtime import PipelineRuntime
 

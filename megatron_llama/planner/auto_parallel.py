@@ -9,14 +9,14 @@ from math import gcd
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, LaunchConfig
 from megatron_llama.errors import ConfigError
-from megatron_llama.loop.start import Start
-from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
 from megatron_llama.planner.calibration import Calibration, calibration_of
 from megatron_llama.planner.choice import SEARCHED, choose, given_of, value_of
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_of_device
 from megatron_llama.planner.inputs import machine_with
 from megatron_llama.train.setup.layout import AutoParallelConfig, Choice
 from megatron_llama.train.setup.processes import RankDevice
+from megatron_llama.train.setup.start import Start
+from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabulary
 
 
 def chosen(

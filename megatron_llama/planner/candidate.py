@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_llama.config.schema import Config
+from megatron_llama.engine.plan.buckets import BucketPlan, strategy_named
+from megatron_llama.pipeline.plan.traffic import StepTraffic
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
@@ -15,10 +17,8 @@ from megatron_llama.planner.oom_probability import out_of_memory
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
 from megatron_llama.planner.steps import StepTime, block_time, host_wait, straggling, update_bytes
 from megatron_llama.planner.training_job import Machine, TrainingJob, job_of
-from megatron_llama.plans.buckets import BucketPlan, strategy_named
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.schedule import SCHEDULES, Op
-from megatron_llama.plans.traffic import StepTraffic
+from megatron_llama.schedule import SCHEDULES, Op
+from megatron_llama.train.setup.memory import MemoryPlan
 
 ENOUGH = 2
 """Microbatches for each pipeline rank after which more of them repeat the same pattern: memory has

@@ -9,16 +9,16 @@ from typing import Any
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
+from megatron_llama.engine.plan.buckets import AUTO
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.report import does_not_fit, duration, interval, losses
 from megatron_llama.planner.search import OFFLOAD, enough_gpus, search
 from megatron_llama.planner.training_job import Machine
-from megatron_llama.plans.buckets import AUTO
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.resolve import resolve
 from megatron_llama.train.setup.layout import Choice
+from megatron_llama.train.setup.resolve import resolve
 
 SEARCHED = (
     "tensor_model_parallel_size",

@@ -10,6 +10,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroup
@@ -17,9 +18,8 @@ from megatron_llama.planner.measured import MeasuredSteps
 from megatron_llama.planner.report import label
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.planner.steps import BlockTime, block_time
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.schedule import Schedule, Timeline, schedule_named
-from megatron_llama.plans.timeline_file import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
+from megatron_llama.schedule import Schedule, Timeline, schedule_named
+from megatron_llama.train.run.timeline_file import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
 
 HEAD = ("", "a step", "measured", "planned", "ratio", "more in a step")
 

@@ -1,5 +1,5 @@
 """Memory of any trainer by component, from formulas. The memory of this trainer is planned exactly,
-by ``plans/memory.py``; here it only serves to rule out layouts quickly.
+by ``train/setup/memory.py``; here it only serves to rule out layouts quickly.
 
 Activations follow "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et
 al., 2022, section 4), extended to any MLP and attention.

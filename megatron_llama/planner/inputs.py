@@ -11,9 +11,10 @@ from typing import Any, get_args, get_type_hints
 
 from megatron_llama.config.limits import LARGEST_RANKS
 from megatron_llama.config.parse import Parsed
-from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig, TrainingConfig
+from megatron_llama.engine.plan.offload import MODES
 from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.planner.calibration import Calibration, calibration_of
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import searchable
@@ -22,8 +23,7 @@ from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.hardware import GBIT, Gpu
 from megatron_llama.planner.search import with_ends
 from megatron_llama.planner.training_job import Machine
-from megatron_llama.plans.offload import MODES
-from megatron_llama.plans.resolve import assemble, problems, resolve
+from megatron_llama.train.setup.resolve import assemble, problems, resolve
 
 NUMBERS: Mapping[str, str] = MappingProxyType(
     {

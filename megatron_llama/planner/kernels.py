@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_llama.model.plan.params import kv_copies
+from megatron_llama.model.plan.windows import score_share
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.training_job import Matmul, TrainingJob
-from megatron_llama.plans.params import kv_copies
-from megatron_llama.plans.windows import score_share
 
 BF16_BYTES = 2
 """Bytes of an activation or a weight in 16-bit computation."""

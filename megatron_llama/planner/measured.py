@@ -15,9 +15,8 @@ from typing import Any, get_origin, get_type_hints
 
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, listing
-from megatron_llama.plans.resolve import problems
-from megatron_llama.plans.schedule import Op
-from megatron_llama.plans.timeline_file import (
+from megatron_llama.schedule import Op
+from megatron_llama.train.run.timeline_file import (
     COMPUTE,
     ITERATIONS,
     UPDATES,
@@ -26,6 +25,7 @@ from megatron_llama.plans.timeline_file import (
     Span,
     union,
 )
+from megatron_llama.train.setup.resolve import problems
 
 PASSES: Mapping[str, Op] = MappingProxyType(
     {op.value: op for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}

@@ -8,14 +8,14 @@ from shlex import quote
 from typing import Any
 
 from megatron_llama.config.parse import differences, flag
+from megatron_llama.engine.plan.memory import sized
+from megatron_llama.engine.plan.offload import NONE
 from megatron_llama.errors import describe
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
 from megatron_llama.planner.oom_probability import ALLOCATABLE
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.offload import NONE
 
 PARTS = (
     ("compute", "kernels"),

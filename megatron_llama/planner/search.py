@@ -8,16 +8,16 @@ from itertools import islice, product
 from typing import Any
 
 from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.engine.plan.offload import NONE
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.steps import estimate
 from megatron_llama.planner.training_job import Machine, job_of
-from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
-from megatron_llama.plans.offload import NONE
-from megatron_llama.plans.resolve import problems
-from megatron_llama.plans.schedule import SCHEDULES
+from megatron_llama.schedule import SCHEDULES
+from megatron_llama.train.setup.resolve import problems
 
 EVEN_RISK = 0.5
 """The probability of running out of memory from which on a layout does not fit."""

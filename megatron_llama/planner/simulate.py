@@ -1,7 +1,7 @@
 """An event simulator: it walks the actions of a ``Schedule`` as the runtime does, with passes and
 transfers that take time.
 
-The rules are those of ``plans/schedule/replay.py``: a receive is posted and returns, a pass waits
+The rules are those of ``schedule/replay.py``: a receive is posted and returns, a pass waits
 for what it receives, a send waits until the previous message of its link was taken. Gathers and
 reductions run at the same time as the passes and may make them longer.
 """
@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_llama.plans.schedule import Op, Schedule, ScheduleError, TimedPass, Timeline
-from megatron_llama.plans.schedule.actions import (
+from megatron_llama.schedule import Op, Schedule, ScheduleError, TimedPass, Timeline
+from megatron_llama.schedule.actions import (
     RECEIVES,
     SENDS,
     Action,

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from math import log2
 
+from megatron_llama.model.plan.windows import context_shares
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
 from megatron_llama.planner.training_job import TrainingJob
-from megatron_llama.plans.windows import context_shares
 
 UPDATE = 34
 UPDATE_WIDE = 28

@@ -9,16 +9,16 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.engine.plan.buckets import strategy_named
+from megatron_llama.engine.plan.offload import EXACT, NONE
+from megatron_llama.engine.plan.specs import ParamSpec
+from megatron_llama.engine.plan.zenflow import longest_window, sends_fp32
+from megatron_llama.model.plan.itemsize import compute_itemsize
+from megatron_llama.model.plan.params import Shapes, stage_units, whole_model
+from megatron_llama.model.plan.run_params import trained_units
+from megatron_llama.pipeline.plan.run_engine import shard_count
 from megatron_llama.planner.hardware import Gpu
-from megatron_llama.plans.buckets import strategy_named
-from megatron_llama.plans.itemsize import compute_itemsize
-from megatron_llama.plans.offload import EXACT, NONE
-from megatron_llama.plans.params import Shapes, stage_units, whole_model
-from megatron_llama.plans.run_engine import shard_count
-from megatron_llama.plans.run_params import trained_units
-from megatron_llama.plans.schedule import SCHEDULES
-from megatron_llama.plans.specs import ParamSpec
-from megatron_llama.plans.zenflow import longest_window, sends_fp32
+from megatron_llama.schedule import SCHEDULES
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """What data-parallel ranks hold a share of, in any trainer."""

@@ -17,18 +17,18 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 
-from megatron_llama.api.common.options import read_options
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.parse import options_of
-from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS
 from megatron_llama.config.schema import Config, PipelineSchedule
-from megatron_llama.config.windows import FULL, SLIDING
+from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.errors import UserError
-from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
-from megatron_llama.plans.lora import PROJECTIONS
-from megatron_llama.plans.schedule import ScheduleError, placement_of
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.lora import PROJECTIONS
+from megatron_llama.model.rope import ORIGINAL, ROPE_FIELDS
+from megatron_llama.model.windows import FULL, SLIDING
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.given import EXAMPLES, LEFT_OUT, PRETRAIN, SECTIONS, read_given
+from megatron_llama.schedule import ScheduleError, placement_of
+from megatron_llama.train.api.common.options import read_options
 from megatron_llama.tune.sft.repair import Repair
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_llama.config.schema import LoraConfig
 from megatron_llama.converter.verify.logits import TOLERANCE, StreamedModel, logit_deviation
 from megatron_llama.converter.verify.reference import TransformersModel, obstacle
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.prove.compare import Row, distance
 from megatron_llama.prove.materials import Materials
 from megatron_llama.prove.reference import NotComparedError, last_line, quiet

@@ -12,16 +12,14 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_llama.api.train import run_training
 from megatron_llama.config.parse import Parsed, options_of
 from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig
-from megatron_llama.distributed.host_memory import free_bytes
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.comm.host_memory import free_bytes
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import UserError, counted
-from megatron_llama.loop.start import AUTO, begins_anew, named_start
+from megatron_llama.launch.launcher import Place
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.params import hf_shapes
+from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.drift import Drift, Dtype, compare
 from megatron_llama.prove.given import SECTIONS, read_given
@@ -29,8 +27,10 @@ from megatron_llama.prove.logs import FP32_ROUNDING, OURS, LoggedStep, Number, R
 from megatron_llama.prove.materials import parsed_options
 from megatron_llama.prove.pool import WorkerError, WorkerPool
 from megatron_llama.prove.reference import one_process
+from megatron_llama.train.api.train import run_training
 from megatron_llama.train.run.callbacks import Callback, Run, Step
 from megatron_llama.train.setup.deciders import TEXT
+from megatron_llama.train.setup.start import AUTO, begins_anew, named_start
 from megatron_llama.tune.sft.inputs import EXAMPLES
 
 MOST_LINES, FEWEST_LINES = 16, 3

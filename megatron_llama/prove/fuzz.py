@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from megatron_llama.api.common.options import read_options
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import MODEL_SIZES
 from megatron_llama.errors import ConfigError, DataError, UserError, counted
@@ -28,6 +27,7 @@ from megatron_llama.prove.given import EXAMPLES, SECTIONS
 from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.prove.proof import CHECKS, THE_RUN, Proof, prove_case
 from megatron_llama.prove.shrink import shrink
+from megatron_llama.train.api.common.options import read_options
 
 Verdict = Literal["refused", "equal", "failed"]
 AXIS_NAMES = (*AXES, "dp")

@@ -8,9 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama.config.option import Small
 from megatron_llama.config.parse import Parsed, flag, options_of
-from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import (
     CheckpointConfig,
     Config,
@@ -22,8 +20,8 @@ from megatron_llama.config.schema import (
 )
 from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError, counted
-from megatron_llama.loop.vocabulary import find_vocabulary
-from megatron_llama.plans.resolve import check
+from megatron_llama.model.presets import LLAMA_VOCABULARY
+from megatron_llama.option import Small
 from megatron_llama.prove.case import STEPS, Note
 from megatron_llama.prove.world import World
 from megatron_llama.train.setup.deciders import MODEL
@@ -31,6 +29,8 @@ from megatron_llama.train.setup.draft import Draft
 from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.layout import AutoParallelConfig
 from megatron_llama.train.setup.processes import imagined_processes
+from megatron_llama.train.setup.resolve import check
+from megatron_llama.train.setup.vocabulary import find_vocabulary
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 PRETRAIN: tuple[type[Any], ...] = (*config_sections(), AutoParallelConfig)

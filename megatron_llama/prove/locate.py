@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_llama.plans.buckets import NO_SHARD
+from megatron_llama.engine.plan.buckets import NO_SHARD
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.compare import Row
 

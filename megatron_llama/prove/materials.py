@@ -23,20 +23,19 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 from torch import Tensor
 
-from megatron_llama.api.common.options import read_options
-from megatron_llama.api.train import SECTIONS
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import Blend, is_number, read_blend
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.order import BlendedOrder
+from megatron_llama.data.tokenizer.fingerprint import Fingerprint
+from megatron_llama.data.tokenizer.load import load_tokenizer
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.plans.specs import Rectangle
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.samples import (
     Expected,
@@ -45,8 +44,9 @@ from megatron_llama.prove.samples import (
     trained_examples,
     training_share,
 )
-from megatron_llama.tokenizer.fingerprint import Fingerprint
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.train.api.common.options import read_options
+from megatron_llama.train.api.train import SECTIONS
+from megatron_llama.train.setup.resolve import assemble, check
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.sft_config import SFTConfig
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from megatron_llama.distributed.join import meet_on_loopback
-from megatron_llama.distributed.launcher import Place, hide_accelerators
+from megatron_llama.launch.join import meet_on_loopback
+from megatron_llama.launch.launcher import Place, hide_accelerators
 
 PRELOAD = ("megatron_llama.prove.run",)
 """Imported once, by the server that the workers are forked from."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from megatron_llama.config.schema import Config
-from megatron_llama.config.windows import layer_windows
 from megatron_llama.errors import counted
+from megatron_llama.model.windows import layer_windows
 from megatron_llama.prove.small_model import chunks_reached, kinds_of_blocks
 from megatron_llama.prove.small_run import has_hybrid_shards
 from megatron_llama.prove.world import ENOUGH, World

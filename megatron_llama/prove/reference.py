@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.parse import options_of
 from megatron_llama.config.schema import Config, LoraConfig, OptimizerConfig
 from megatron_llama.data.loader import Batch
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.lora import adapter_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.plan.lora import adapter_shapes
 from megatron_llama.prove.case import Case, Note
 from megatron_llama.prove.compare import History
 from megatron_llama.prove.given import SECTIONS

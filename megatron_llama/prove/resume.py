@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import UserError
-from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import (
     IN_FP32,
@@ -27,6 +26,7 @@ from megatron_llama.prove.materials import parsed_options
 from megatron_llama.prove.reference import NotComparedError, in_fp32, one_process
 from megatron_llama.prove.run import LENGTHS, Tensors, Trained
 from megatron_llama.prove.runs import Runs
+from megatron_llama.train.setup.resolve import assemble, check
 
 RESUME, RESHARD = "resume", "reshard"
 LAYOUTS: tuple[Mapping[str, object], ...] = (

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_llama.api.train import run_training
 from megatron_llama.checkpoint.checkpoint_dir import checkpoint_path
 from megatron_llama.checkpoint.chunks import is_state, state_key
 from megatron_llama.checkpoint.columns import MOMENTS
@@ -20,10 +19,11 @@ from megatron_llama.checkpoint.history import ROLLBACK
 from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.materials import Materials, parsed_options
 from megatron_llama.prove.pool import WorkerPool
+from megatron_llama.train.api.train import run_training
 from megatron_llama.train.run.callbacks import Callback, Run, Step
 from megatron_llama.train.setup.deciders import TEXT
 from megatron_llama.tune.sft.inputs import EXAMPLES

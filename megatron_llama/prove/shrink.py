@@ -4,7 +4,7 @@ every structure stays.
 A structure is what decides which code runs and who talks to whom: which axes are above 1, whether
 key/value heads have copies, whether the vocabulary is padded, whether a window is shorter than the
 sequence, whether microbatches are a multiple of the pipeline ranks. The field of each option says
-whether it is kept, scaled or left out, and why (``Small`` of ``config/option.py``);
+whether it is kept, scaled or left out, and why (``Small`` of ``option.py``);
 ``small_model.py`` and ``small_run.py`` compute what is scaled in relation to other options. What is
 small already stays as it is, so shrinking twice is shrinking once.
 """
@@ -16,12 +16,10 @@ from dataclasses import fields, replace
 from math import prod
 from typing import Any
 
-from megatron_llama.api.common.options import read_options
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.parse import Parsed, differences, flag
 from megatron_llama.config.schema import OWN_TEXT, Config, ModelConfig
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.resolve import assemble, check, resolve
+from megatron_llama.model.families import FAMILIES
 from megatron_llama.prove.case import NOT_HERE, STEPS, Case, Note
 from megatron_llama.prove.given import LEFT_OUT, PRETRAIN, SECTIONS, SMALL, Given, read_given
 from megatron_llama.prove.reasons import needs_of, reasons_of
@@ -47,6 +45,8 @@ from megatron_llama.prove.small_run import (
     small_stages,
 )
 from megatron_llama.prove.world import World, worlds
+from megatron_llama.train.api.common.options import read_options
+from megatron_llama.train.setup.resolve import assemble, check, resolve
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.sft_config import SFTConfig
 

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama.config.rope import LISTS, ORIGINAL, reads_max_positions
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
-from megatron_llama.config.windows import window_of
-from megatron_llama.plans.freeze import is_frozen
-from megatron_llama.plans.params import hf_shapes, parameter_count
+from megatron_llama.model.plan.freeze import is_frozen
+from megatron_llama.model.plan.params import hf_shapes, parameter_count
+from megatron_llama.model.rope import LISTS, ORIGINAL, reads_max_positions
+from megatron_llama.model.windows import window_of
 
 HEAD_DIM = 16
 """Of a small model; half of it with many heads, more where so few dims leave no pair to rotate."""

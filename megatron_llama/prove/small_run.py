@@ -7,16 +7,16 @@ from typing import Any
 
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
-from megatron_llama.config.offload import ZenFlowConfig
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.buckets import strategy_named
-from megatron_llama.plans.params import parameter_count, partition_of
-from megatron_llama.plans.run_engine import parameter_slots, rank_bucket_plan
-from megatron_llama.plans.schedule import placement_of
-from megatron_llama.plans.zenflow import longest_window
+from megatron_llama.engine.offload_options import ZenFlowConfig
+from megatron_llama.engine.plan.buckets import strategy_named
+from megatron_llama.engine.plan.zenflow import longest_window
+from megatron_llama.model.plan.params import parameter_count, partition_of
+from megatron_llama.pipeline.plan.run_engine import parameter_slots, rank_bucket_plan
 from megatron_llama.prove.case import STEPS
 from megatron_llama.prove.given import SMALL
 from megatron_llama.prove.world import World
+from megatron_llama.schedule import placement_of
 
 BLOCKS = 4
 """Of a model in one stage: more than two buffers that blocks take turns in."""

@@ -3,4 +3,4 @@
 ``run/`` is the loop. Read ``run/loop.py`` first.
 
 The room imports engine, pipeline, data and checkpoints, and nothing of what hangs on a run:
-commands, proofs, the functions of ``api/``."""
+commands, proofs, the functions of ``train/api/``."""

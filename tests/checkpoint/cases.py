@@ -13,11 +13,11 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.native import TrainState
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.engine.pieces import shard_pieces, step_counts
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.params import hf_shapes
 from torch import Tensor
 
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, Layout, Trainer, trainer

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.failures import require_writable
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import CheckpointError
+from megatron_llama.launch.launcher import Place
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.checkpoint.cases import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.checkpoint import native
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 
 from tests.checkpoint.cases import SINGLE, copies, merged, same, save_under, state_at, trained
 from tests.harness import Cluster

@@ -27,9 +27,9 @@ from megatron_llama.checkpoint.folders import fresh_staging
 from megatron_llama.checkpoint.lease import Held, Holder, Lease, Pace, leasing
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import CheckpointConfig
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.processes import Process, process_of, this_process
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import CheckpointError, LeaseError
+from megatron_llama.launch.processes import Process, process_of, this_process
 from megatron_llama.metrics.log import MetricLog
 
 from tests.checkpoint.cases import SINGLE, state_at, trained

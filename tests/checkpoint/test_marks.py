@@ -13,9 +13,9 @@ from megatron_llama.checkpoint.finite import NotFinite
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.engine.pieces import shard_pieces
-from megatron_llama.loop.build import find_not_finite_at_start, load_or_init
-from megatron_llama.loop.start import Start
 from megatron_llama.metrics.log import MetricLog
+from megatron_llama.train.setup.build import find_not_finite_at_start, load_or_init
+from megatron_llama.train.setup.start import Start
 
 from tests.checkpoint.cases import SINGLE, renew_sums, state_at
 from tests.parallel.cases import Layout, trainer

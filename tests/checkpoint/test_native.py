@@ -12,9 +12,9 @@ import pytest
 import torch
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.params import hf_shapes
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader

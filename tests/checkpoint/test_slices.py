@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.hf.reader import HFWeights
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_llama.conversion.hf.reader import HFWeights
-from megatron_llama.conversion.hf.writer import export_hf
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.plan.params import hf_shapes, parameter_count
 from megatron_llama.pipeline.build import build_optimizer
-from megatron_llama.plans.params import hf_shapes, parameter_count
-from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.harness import Cluster

@@ -21,7 +21,7 @@ from megatron_llama.checkpoint.index import Chunk, Place, StoredTensor, cover_pr
 from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.start import named_start
+from megatron_llama.train.setup.start import named_start
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.checkpoint.cases import SINGLE, load_under, merged, renew_sums, same, save_under, state_at, whole_weights

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from megatron_llama.config.lines import bounded_lines, parse_json
 from megatron_llama.errors import nearest_divisors
-from megatron_llama.plans.resolve import problems
-from megatron_llama.plans.schedule import ScheduleError, schedule_named
+from megatron_llama.schedule import ScheduleError, schedule_named
+from megatron_llama.train.setup.resolve import problems
 from tools.limits_docs import with_table
 
-from tests.plans.test_resolve import config_of
+from tests.train.setup.test_resolve import config_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 

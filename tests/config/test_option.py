@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_llama.config.option import KEPT, POSITIVE, Rules, left_out, option, rules_of, section
 from megatron_llama.config.parse import options_of
 from megatron_llama.config.parts import part_of
 from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.config.sections import config_sections
-from megatron_llama.plans.checks.ranges import value_problems
+from megatron_llama.option import KEPT, POSITIVE, Rules, left_out, option, rules_of, section
+from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
@@ -75,13 +75,13 @@ USED = """
 import io, json, sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from megatron_llama.api.common.options import read_options
+from megatron_llama.train.api.common.options import read_options
 from megatron_llama.checkpoint.meta import TrainState, meta_json
 from megatron_llama.cli import main
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
-from megatron_llama.plans.lr import learning_rate
-from megatron_llama.plans.resolve import assemble, problems
+from megatron_llama.train.run.lr import learning_rate
+from megatron_llama.train.setup.resolve import assemble, problems
 from megatron_llama.prove.given import LEFT_OUT, SECTIONS
 from megatron_llama.prove.shrink import shrink
 
@@ -119,7 +119,7 @@ def test_a_new_option_is_a_field_and_the_code_that_obeys_it(tmp_path: Path) -> N
     """The example of the manual, in a copy of the package."""
     shutil.copytree(ROOT / "megatron_llama", tmp_path / "megatron_llama", ignore=shutil.ignore_patterns("__pycache__"))
     changes = list(changes_of_the_manual())
-    assert [file for file, _, _ in changes] == ["megatron_llama/config/schema.py", "megatron_llama/plans/lr.py"]
+    assert [file for file, _, _ in changes] == ["megatron_llama/config/schema.py", "megatron_llama/train/run/lr.py"]
     for file, before, after in changes:
         text = (tmp_path / file).read_text(encoding="utf-8")
         assert text.count(before) == 1, f"the example of docs/architecture.md does not fit {file} any more"

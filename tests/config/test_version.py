@@ -14,7 +14,7 @@ import pytest
 from megatron_llama.config.version import NEXT, UNKNOWN, of_description, version
 from packaging.version import Version
 
-from tests.launch import ROOT
+from tests.launcher import ROOT
 
 FILES = ("megatron_llama/config/version.py", "megatron_llama/config/.gitattributes")
 ENVIRON = {

@@ -11,7 +11,7 @@ import torch
 from megatron_llama.cli import main
 from torch import Tensor
 
-from tests.conversion.test_hf import tensors, written
+from tests.checkpoint.model_folders.test_hf import tensors, written
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA31 = {

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.cli import main
-from megatron_llama.tokenizer.spm import train_tokenizer
+from megatron_llama.data.tokenizer.spm import train_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from tests.conversion.test_hf import LLAMA3, hf_model, tensors
+from tests.checkpoint.model_folders.test_hf import LLAMA3, hf_model, tensors
 from tests.converter.converting import LLAMA31, assert_same, convert, hf_folder, listing, loaded, rank_file
 
 MODELS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

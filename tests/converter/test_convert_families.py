@@ -10,13 +10,13 @@ import torch
 from megatron_llama.checkpoint.meta import model_changes, model_differences
 from megatron_llama.checkpoint.native import read_meta
 from megatron_llama.cli import main
-from megatron_llama.config.hf import model_config_from_hf, read_hf_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.verify.fields import field_differences
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.hf import model_config_from_hf, read_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conversion.test_hf import tensors, through_a_checkpoint
+from tests.checkpoint.model_folders.test_hf import tensors, through_a_checkpoint
 from tests.converter.converting import convert, identical, loaded, rank_file, refusal
 from tests.converter.test_convert_foreign import logits_of_megatron_core
 from tests.harness import Cluster

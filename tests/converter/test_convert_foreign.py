@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from torch import Tensor
 
-from tests.conversion.test_hf import hf_model, tensors
+from tests.checkpoint.model_folders.test_hf import hf_model, tensors
 from tests.converter.converting import LLAMA31, assert_same, config, convert, hf_folder, identical, loaded, rank_file
 from tests.harness import Cluster
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.hf.writer import export_hf
-from megatron_llama.plans.params import parameter_count
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.plan.params import parameter_count
 from torch import Tensor
 
-from tests.conversion.test_hf import tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.torch_dist import arguments, save
 
 MODEL = ModelConfig(
@@ -41,7 +41,7 @@ CHILD = """
 import os, sys, threading
 from megatron_llama.cli import main
 import megatron_llama.converter.convert
-import megatron_llama.conversion.formats, megatron_llama.conversion.hf.writer, megatron_llama.converter.megatron.writer, megatron_llama.converter.meta.writer, megatron_llama.conversion.native.writer, megatron_llama.converter.torch_dist.writer
+import megatron_llama.checkpoint.model_folders.formats, megatron_llama.checkpoint.model_folders.hf.writer, megatron_llama.converter.megatron.writer, megatron_llama.converter.meta.writer, megatron_llama.converter.native.writer, megatron_llama.converter.torch_dist.writer
 def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))

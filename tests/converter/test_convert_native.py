@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.model_folders.hf.reader import HFWeights
 from megatron_llama.cli import main
-from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.schema import Config, ParallelConfig
-from megatron_llama.conversion.hf.reader import HFWeights
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.pieces import shard_pieces, step_counts
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.model.hf import read_hf_config
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer
 
 from tests.checkpoint.cases import copies, renew_sums, same, state_at
-from tests.conversion.test_hf import tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import convert, hf_folder
 from tests.e2e.product import contents
 from tests.harness import Cluster

@@ -19,8 +19,8 @@ from megatron_llama.cli import main
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.cases import full_disk
-from tests.conversion.test_hf import same, tensors
-from tests.conversion.test_torch_file import Attack
+from tests.checkpoint.model_folders.test_hf import same, tensors
+from tests.checkpoint.model_folders.test_torch_file import Attack
 from tests.converter.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
 
 Capture = pytest.CaptureFixture[str]
@@ -281,7 +281,7 @@ def test_an_unknown_vocabulary_is_never_exported_as_padding(hf: Path, tmp_path: 
 def test_the_vocabulary_of_a_tokenizer_beside_it(tmp_path: Path, capsys: Capture) -> None:
     from pydoc_data.topics import topics
 
-    from megatron_llama.tokenizer.spm import train_tokenizer
+    from megatron_llama.data.tokenizer.spm import train_tokenizer
 
     original = hf_folder(tmp_path / "hf", vocab_size=900)
     train_tokenizer([topics[name] for name in sorted(topics)][:40], 900, original / "tokenizer.model")

@@ -14,12 +14,12 @@ import torch
 from megatron_llama.converter.torch_dist.flat_buckets import FlatBuckets
 from megatron_llama.converter.torch_dist.names import StoredSource
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.plan.params import hf_shapes
 from torch import Tensor
 
-from tests.conversion.test_hf import tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import config, hf_folder
 from tests.converter.distcp import Cuts, write_folder
 from tests.converter.torch_dist import BACKEND, COLUMN, ROW, arguments, cuts, model_tensors, write_common

@@ -16,9 +16,9 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.converter.torch_dist.optimizer import open_optimizer
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
 from megatron_llama.data.indexed import IndexedDatasetWriter
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import CheckpointError, DataError
+from megatron_llama.launch.launcher import Place
 from torch import Tensor
 
 from tests.converter.converting import hf_folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from torch import Tensor
 from transformers import LlamaForCausalLM
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.conversion.test_hf import tensors, written
+from tests.checkpoint.model_folders.test_hf import tensors, written
 from tests.converter.converting import SIZES, convert, identical, refusal
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -14,9 +14,9 @@ from typing import Any
 import megatron_llama as ml
 import pytest
 import torch
-from megatron_llama.api.common.trained import load_trained, open_reader
 from megatron_llama.checkpoint.meta import parse_meta
 from megatron_llama.cli import main
+from megatron_llama.train.api.common.trained import load_trained, open_reader
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.cli import main
-from megatron_llama.config.hf import read_hf_config
+from megatron_llama.model.hf import read_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conversion.test_hf import tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import convert, refusal
 from tests.converter.test_convert_families import assert_same_model
 from tests.converter.torch_dist import arguments, save, write_common

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tests.conversion.test_hf import tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import convert, hf_folder, identical
 from tests.converter.mcore import SHARDINGS, Run, megatron
 from tests.harness import Cluster

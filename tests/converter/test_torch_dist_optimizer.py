@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
+from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import TorchDistFolder
 from megatron_llama.converter.torch_dist.optimizer import open_optimizer
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.params import hf_shapes
 from torch import Tensor
 
 from tests.converter.converting import hf_folder

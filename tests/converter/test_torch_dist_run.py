@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
 from megatron_llama.config.schema import Config, DataConfig, OptimizerConfig, TrainingConfig
-from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.converter.torch_dist.optimizer import open_optimizer, run_options
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
 from megatron_llama.converter.torch_dist.saved_run import sample_lines
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.take_over import update_lines
+from megatron_llama.train.setup.take_over import update_lines
 
-from tests.conversion.test_hf import tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import config, hf_folder
 from tests.converter.torch_dist import arguments, model_tensors, save
 

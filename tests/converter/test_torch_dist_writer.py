@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_llama.data.indexed import IndexedDatasetWriter
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM

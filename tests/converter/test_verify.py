@@ -15,18 +15,18 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.model_folders.hf.reader import HFWeights
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.conversion.hf.reader import HFWeights
-from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.converter.verify.logits import StreamedModel
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.data.tokenizer.spm import train_tokenizer
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.build import build_optimizer
-from megatron_llama.plans.specs import Rectangle
-from megatron_llama.tokenizer.spm import train_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

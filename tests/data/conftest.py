@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
+from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
 
 VOCAB_SIZE = 2000
 

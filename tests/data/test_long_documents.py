@@ -15,12 +15,12 @@ import pytest
 from megatron_llama.data import documents, readers
 from megatron_llama.data.preprocess import preprocess
 from megatron_llama.data.preprocess_config import PreprocessConfig
+from megatron_llama.data.tokenizer import words
+from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer import words
-from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from pyarrow import parquet
 
-from tests.tokenizer.layouts import TIKTOKEN
+from tests.data.tokenizer.layouts import TIKTOKEN
 
 LONG = 2000
 

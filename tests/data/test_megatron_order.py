@@ -19,10 +19,10 @@ from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.megatron_order import blended_places
 from megatron_llama.data.stream import megatron_split, normalized
 from megatron_llama.errors import DataError
-from megatron_llama.loop.build import build_loader
-from megatron_llama.loop.inputs import TRAINING, VALIDATION, stream_samples
-from megatron_llama.loop.start import data_changes, sample_changes
-from megatron_llama.plans.checks.run import data_order_problems
+from megatron_llama.train.setup.build import build_loader
+from megatron_llama.train.setup.checks.run import data_order_problems
+from megatron_llama.train.setup.inputs import TRAINING, VALIDATION, stream_samples
+from megatron_llama.train.setup.start import data_changes, sample_changes
 
 VOCAB = 1000
 LENGTHS = {

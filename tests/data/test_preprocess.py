@@ -21,10 +21,10 @@ from megatron_llama.data.preprocess import PreprocessReport, preprocess
 from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.data.readers import CHUNK_BYTES
 from megatron_llama.data.sums import DatasetSums
+from megatron_llama.data.tokenizer.fingerprint import Fingerprint
+from megatron_llama.data.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.errors import ConfigError, DataError
-from megatron_llama.tokenizer.fingerprint import Fingerprint
-from megatron_llama.tokenizer.load import load_tokenizer
-from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from pyarrow import parquet
 
 

@@ -25,9 +25,9 @@ from megatron_llama.data.shards import find_shards, shards_of
 from megatron_llama.data.stream_places import ENDLESS, StreamedSamples, furthest, places, seek, text_streams
 from megatron_llama.data.text_stream import StreamSettings, TextStream
 from megatron_llama.data.text_worker import read_documents
+from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.data.words import is_stream, is_url
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from pyarrow import parquet
 from tools.range_server import serving
 

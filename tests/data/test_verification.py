@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_llama.commands.inspect import inspect
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data import mounts, verification
 from megatron_llama.data import sums as sums_module
@@ -27,9 +26,10 @@ from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.meta import read_meta, write_meta
 from megatron_llama.data.page_cache import absent_ranges, forget, read_nothing_ahead
 from megatron_llama.data.sums import DatasetSums, FileSums, RunningSums
+from megatron_llama.data.tokenizer.fingerprint import Fingerprint
 from megatron_llama.data.verification import BLOCK_BYTES, DatasetCheck, PieceReader, seen_files, share_of, verify_dataset
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.fingerprint import Fingerprint
+from megatron_llama.train.commands.inspect import inspect
 
 from tests.machines import Machine, run_on
 

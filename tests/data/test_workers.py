@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.data.readers import CHUNK_BYTES
+from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.data.workers import workers
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 
 COPIES = """
 import os, sys, threading

@@ -15,12 +15,12 @@ import torch
 from megatron_llama.cli import main
 from megatron_llama.config.schema import ParallelConfig
 from megatron_llama.data.corpus import python_documentation
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm.watch import Watch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.watch import Watch
 
 from tests.e2e.product import EVALUATED, LAYOUTS, VOCAB_SIZE, Product, Refuse
-from tests.launch import Launcher, torchrun
+from tests.launcher import Launcher, torchrun
 
 DOCUMENTS = 600
 """Paragraphs of Python's language reference: short, so that one sample holds several."""
@@ -84,7 +84,7 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     def said(argv: Sequence[object], *, code: int, processes: int = 1) -> str:
         if processes > 1:
-            monkeypatch.setattr("megatron_llama.api.train.join", met)
+            monkeypatch.setattr("megatron_llama.train.api.train.join", met)
             for name, value in torchrun(processes, 1)(0).items():
                 monkeypatch.setenv(name, value)
         assert main([str(word) for word in argv]) == code

@@ -10,7 +10,7 @@ from pathlib import Path
 from signal import Signals
 
 from tests.e2e.product import Layout, Product
-from tests.launch import Run
+from tests.launcher import Run
 
 SHORT_STEPS: Mapping[str, object] = {"save_interval": 2, "micro_batch_size": 4, "seq_length": 8, "num_layers": 2}
 """A run that is saving most of the time."""

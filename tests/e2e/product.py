@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.launch import Finished, Launcher, Run
+from tests.launcher import Finished, Launcher, Run
 
 VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH_SIZE, ITERS = 512, 32, 8, 6
 TINY: Mapping[str, object] = {

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.product import CP2_RING, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_state, log, words
 from tests.e2e.test_start import tags
-from tests.launch import Finished, Run
+from tests.launcher import Finished, Run
 
 SEQ_LENGTH, GLOBAL, ITERS = 160, 4, 4
 TUNING = {

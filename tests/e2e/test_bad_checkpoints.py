@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.lost_value import COLUMN, EMBEDDING
 from tests.e2e.product import DP2, PP2, VOCAB_SIZE, Layout, Product, assert_same_state, exact_curve
-from tests.launch import Finished
+from tests.launcher import Finished
 
 BACKGROUND = {"async_save": True}
 

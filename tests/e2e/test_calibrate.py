@@ -9,7 +9,7 @@ import pytest
 from megatron_llama.cli import main
 from megatron_llama.planner.calibration import read_calibration
 
-from tests.launch import Launcher
+from tests.launcher import Launcher
 from tests.planner.test_calibrate import SMALL
 
 

@@ -19,7 +19,7 @@ from megatron_llama.planner.run.folder import read_run
 
 from tests.e2e.product import EVALUATED, MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
 from tests.e2e.test_restarts import rank_of
-from tests.launch import LAUNCHERS, ROOT, TIMEOUT, free_port
+from tests.launcher import LAUNCHERS, ROOT, TIMEOUT, free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -13,10 +13,10 @@ import torch
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.sections import config_sections
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import UserError
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from tools.compare_sharding import OutOfMemory, Row, built_everywhere, checked, measured, random_batches, table
 
 from tests.e2e.product import TINY, VOCAB_SIZE, Product, words

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from megatron_llama.checkpoint.model_folders.hf.reader import HFWeights
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.cli import main
-from megatron_llama.conversion.hf.reader import HFWeights
-from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.errors import CheckpointError
 from megatron_llama.train.run import build
 
-from tests.conversion.test_hf import written
+from tests.checkpoint.model_folders.test_hf import written
 from tests.e2e.product import EVALUATED, VOCAB_SIZE, Product, contents, words
 from tests.refusals import TRAINING, RehearsalError
 

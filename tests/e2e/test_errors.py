@@ -39,7 +39,7 @@ from tests.e2e.product import (
     exact_curve,
     words,
 )
-from tests.launch import ROOT, TIMEOUT, Finished
+from tests.launcher import ROOT, TIMEOUT, Finished
 
 TWO = Layout(2, {})
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_llama.cli import main
 
 from tests.e2e.product import VOCAB_SIZE, Product, column, steps, words
-from tests.launch import ROOT, TIMEOUT, quiet_port
+from tests.launcher import ROOT, TIMEOUT, quiet_port
 
 pytestmark = pytest.mark.long
 EXAMPLES = ROOT / "examples"

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 from megatron_llama.checkpoint.history import History, Skipped
-from megatron_llama.commands.pretrain import SECTIONS
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.stream import TokenStream, split_documents
-from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.update_rule import AdamW
+from megatron_llama.engine.comm.streams import Future
+from megatron_llama.engine.rules.update_rule import AdamW
 from megatron_llama.errors import TrainingError
-from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.train.commands.pretrain import SECTIONS
 from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.loop import train
+from megatron_llama.train.setup.resolve import assemble, check
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

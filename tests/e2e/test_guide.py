@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from tests.launch import ROOT, Launcher
+from tests.launcher import ROOT, Launcher
 
 PAGES = sorted((ROOT / "docs" / "guide").glob("[0-9]*.md"))
 PYTHON = """#!/usr/bin/env bash

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.product import TP2, Product, exact_curve, words
 from tests.hub_server import Hub, hub
-from tests.launch import Finished, free_port, torchrun
+from tests.launcher import Finished, free_port, torchrun
 
 PICKLE = b"no test may fetch this"
 SHAPE = ("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups")

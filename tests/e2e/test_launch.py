@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.launch import Launcher
+from tests.launcher import Launcher
 
 
 def test_a_process_id_that_was_used_before_is_a_new_process(launcher: Launcher) -> None:

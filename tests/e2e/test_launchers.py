@@ -23,7 +23,7 @@ from pyroute2 import IPRoute
 
 from tests.e2e.product import VOCAB_SIZE, Product, assert_same_state, exact_curve, steps, words
 from tests.e2e.test_restarts import quiet_port, rank_of
-from tests.launch import LAUNCHERS, ROOT, TIMEOUT
+from tests.launcher import LAUNCHERS, ROOT, TIMEOUT
 
 pytestmark = pytest.mark.long
 LAUNCH = ROOT / "examples" / "launch"

@@ -180,8 +180,8 @@ def test_wrong_options_are_refused_together(product: Product) -> None:
     ids=str,
 )
 def test_an_adapter_of_another_kind_is_not_merged(adapted: Adapted, tmp_path: Path, changes: dict[str, object], says: str) -> None:
-    from megatron_llama.conversion.formats import open_model
-    from megatron_llama.conversion.peft.adapter import CONFIG, WEIGHTS, PeftAdapter
+    from megatron_llama.checkpoint.model_folders.formats import open_model
+    from megatron_llama.checkpoint.model_folders.peft.adapter import CONFIG, WEIGHTS, PeftAdapter
     from megatron_llama.errors import CheckpointError
 
     (tmp_path / WEIGHTS).write_bytes((adapted.adapter / WEIGHTS).read_bytes())

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_network import LOOPBACK_NAMES, version_6
 from tests.e2e.product import ITERS, Product, column
-from tests.launch import LAUNCHERS, ROOT
+from tests.launch.test_network import LOOPBACK_NAMES, version_6
+from tests.launcher import LAUNCHERS, ROOT
 from tests.machines import Machine, run_on
 
 PROCESSES = (1, 2)

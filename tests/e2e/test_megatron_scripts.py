@@ -9,7 +9,7 @@ import pytest
 from megatron_llama.cli import main
 
 from tests.e2e.product import Product, column, exact_curve, log, state
-from tests.launch import Launcher, free_port
+from tests.launcher import Launcher, free_port
 
 SEVEN = {"num-layers": 32, "hidden-size": 4096, "num-attention-heads": 32, "ffn-hidden-size": 11008}
 THIRTEEN = {"num-layers": 40, "hidden-size": 5120, "num-attention-heads": 40, "ffn-hidden-size": 13824}

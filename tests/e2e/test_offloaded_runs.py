@@ -12,7 +12,7 @@ from signal import Signals
 import pytest
 
 from tests.e2e.product import DP2, PP2, Layout, Product, Refuse, assert_same_state, column, exact_curve, log, steps
-from tests.launch import TIMEOUT
+from tests.launcher import TIMEOUT
 
 LONG = 12
 EXACT = {"optimizer_offload": "exact", "offload_speculative": True}

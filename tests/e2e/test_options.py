@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.cli import main
-from megatron_llama.commands.pretrain import SECTIONS
 from megatron_llama.config.parse import options_of
+from megatron_llama.train.commands.pretrain import SECTIONS
 from torch import Tensor
 
 from tests.e2e.product import (
@@ -369,7 +369,7 @@ def test_deterministic_mode(product: Product, straight: Callable[[str], Path], t
 def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute.
 
-    What `selective` saves is less than the allocator's noise here; tests/plans/test_activation_memory.py counts its bytes."""
+    What `selective` saves is less than the allocator's noise here; tests/model/test_activation_memory.py counts its bytes."""
     kinds = ("none", "selective", "full")
     for kind in kinds:
         length = {"seq_length": 1024, "micro_batch_size": 8, "train_iters": 2}

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.product import DP2, Product, steps
 from tests.e2e.test_launchers import end, family
 from tests.e2e.test_restarts import quiet_port, rank_of
-from tests.launch import LAUNCHERS, POLL, ROOT, TIMEOUT
+from tests.launcher import LAUNCHERS, POLL, ROOT, TIMEOUT
 
 pytestmark = pytest.mark.long
 ENDLESS = {"train_iters": 100_000, "lr_decay_iters": 100_000, "num_layers": 2, "save_interval": 3, "save_retain": 2, "load": "auto"}

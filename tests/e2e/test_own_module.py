@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.launch import ROOT, free_port, torchrun
+from tests.launcher import ROOT, free_port, torchrun
 
 FOLDER = ROOT / "examples" / "own_module"
 PAGE = (ROOT / "docs" / "guide" / "11-your-own-module.md").read_text()

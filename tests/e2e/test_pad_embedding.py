@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_llama.config.hf import read_hf_config
+from megatron_llama.model.hf import read_hf_config
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.checkpoint.cases import renew_sums
 from tests.e2e.product import ITERS, TINY, TP2, VOCAB_SIZE, Product, exact_curve
-from tests.launch import Finished
+from tests.launcher import Finished
 
 EMBEDDING = "model.embed_tokens.weight"
 HALF = ITERS // 2

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.cli import main
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.hf.writer import export_hf
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.data.tokenizer.layouts import TIKTOKEN
 from tests.e2e.product import LAYOUTS, SPREAD, Refuse, state, words
-from tests.launch import Launcher
-from tests.tokenizer.layouts import TIKTOKEN
+from tests.launcher import Launcher
 
 ROWS = 603
 """Token ids of the model; [PAD] is the next one."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.product import DP2, Product, assert_same_state, exact_curve, steps
-from tests.launch import LAUNCHERS, POLL, ROOT, TIMEOUT
+from tests.launcher import LAUNCHERS, POLL, ROOT, TIMEOUT
 
 ITERS = 60
 

@@ -15,7 +15,7 @@ from signal import Signals
 import pytest
 
 from tests.e2e.product import DP2, EVALUATED, ONE, TP2_PP2, Layout, Product, assert_same_state, contents, exact_curve, log, steps
-from tests.launch import TIMEOUT, Run
+from tests.launcher import TIMEOUT, Run
 
 BACKGROUND = {"async_save": True, "save_interval": 1}
 ENDLESS = {"train_iters": 100_000, "save_interval": 0}

@@ -19,7 +19,7 @@ from megatron_llama.config.parse import options_of
 from megatron_llama.config.schema import Config
 from megatron_llama.data.corpus import docstring_pairs
 from megatron_llama.data.loader import BatchLoader
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import ExampleSamples, read_examples
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.cases import renew_sums
 from tests.e2e.product import CP2_RING, DP2, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_curve, column, exact_curve, log, words
-from tests.launch import Finished
+from tests.launcher import Finished
 
 SEQ_LENGTH, GLOBAL, ITERS = 160, 4, 4
 TUNING = {

@@ -14,7 +14,7 @@ from megatron_llama.config.schema import LogConfig
 from megatron_llama.metrics.tensorboard import TensorBoard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conversion.test_hf import tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.torch_dist import arguments, save
 from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps, words
 
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_is_only_a_name(
 ) -> None:
     """Scripts may name one of the hub's (tests/e2e/test_hub.py); it needs the hub's package, and what lies in a folder is a path."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_llama.api.common.snapshots.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_llama.train.api.common.snapshots.find_spec", lambda name: None)
     (tmp_path / "here").mkdir()
     name = "meta-llama/Llama-2-7b-hf"
     assert main(product.command(tokenizer_name_or_path=name)) == 2

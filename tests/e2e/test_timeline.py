@@ -13,9 +13,8 @@ import pytest
 from megatron_llama.cli import main
 from megatron_llama.planner.calibration import HOST, as_json
 from megatron_llama.planner.measured import MeasuredSteps, config_of
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.schedule import Op
-from megatron_llama.plans.timeline_file import (
+from megatron_llama.schedule import Op
+from megatron_llama.train.run.timeline_file import (
     COMPUTE,
     GATHERS,
     ITERATIONS,
@@ -27,6 +26,7 @@ from megatron_llama.plans.timeline_file import (
     Recorded,
     read_timeline,
 )
+from megatron_llama.train.setup.memory import MemoryPlan
 
 from tests.e2e.product import DP2, EVALUATED, GLOBAL_BATCH_SIZE, Layout, Product, exact_curve
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.cli import main
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.data.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.stream import TextStream
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.tokenizer.load import load_tokenizer
-from megatron_llama.tokenizer.stream import TextStream
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.data.tokenizer.layouts import LAYOUTS
 from tests.e2e.product import words
-from tests.tokenizer.layouts import LAYOUTS
 
 TEXTS = ("A statement is one line of the program. " * 3, "The value of 12 names is an object. " * 3)
 PROMPT, NEW = "A statement is", 8

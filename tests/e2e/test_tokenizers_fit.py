@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from transformers import AutoTokenizer
 
 from tests.e2e.product import VOCAB_SIZE, Product, Refuse, words

@@ -16,14 +16,14 @@ from megatron_llama.checkpoint import native
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, TP2, Layout, Product, Refuse, column, log, state, words
-from tests.launch import Finished
+from tests.launcher import Finished
 
 PROMPT, NEW = "The statement is", 16
 
@@ -166,12 +166,12 @@ def test_tasks_need_an_extra_and_go_with_nothing_else(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["evaluate", "--load", str(trained.hf), "--tasks", "hellaswag"]
-    monkeypatch.setattr("megatron_llama.commands.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_llama.train.commands.evaluate.find_spec", lambda name: None)
     assert main(command) == 2
     assert (
         capsys.readouterr().err == "error: --tasks: got no package lm_eval, expected it installed; pip install '.[lm-eval]' in the clone\n"
     )
-    monkeypatch.setattr("megatron_llama.commands.evaluate.find_spec", lambda name: True)
+    monkeypatch.setattr("megatron_llama.train.commands.evaluate.find_spec", lambda name: True)
     for given, says in (
         (("--text", "x", "--eval-iters", "1"), "--text, --eval-iters: got given with --tasks"),
         (("--limit", "2.5"), "--limit: got 2.5, expected a number of questions, or a share of them below 1"),
@@ -252,7 +252,7 @@ def test_transformers_computes_the_same_logits(trained: Trained, product: Produc
 
 
 def test_transformers_makes_the_same_tokens(trained: Trained, product: Product) -> None:
-    from megatron_llama.tokenizer.load import load_tokenizer
+    from megatron_llama.data.tokenizer.load import load_tokenizer
 
     theirs, ours = (AutoTokenizer.from_pretrained(trained.hf), load_tokenizer(f"{product.data}-tokenizer/tokenizer.model"))
     for text in product.texts[:100]:

@@ -8,7 +8,7 @@ from signal import Signals
 
 import pytest
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_llama.loop.inputs import TRAINING, open_stream
+from megatron_llama.train.setup.inputs import TRAINING, open_stream
 
 from tests.e2e.product import DP2, GLOBAL_BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE, Product, assert_same_state, exact_curve, log, state
 

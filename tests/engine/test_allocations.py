@@ -10,29 +10,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed import mesh as meshes
-from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_engine
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.offload import build
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.pieces import held_memory
+from megatron_llama.engine.plan import offload as plans
+from megatron_llama.engine.plan.memory import staging_bytes, state_bytes
+from megatron_llama.engine.plan.offload import offload_plan
+from megatron_llama.engine.plan.zenflow import hot_column_count
+from megatron_llama.engine.shard.module_buckets import module_bucket_plan
+from megatron_llama.launch import mesh as meshes
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.presets import PRESETS
 from megatron_llama.pipeline.build import build_optimizer
+from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan, shard_count
 from megatron_llama.planner.trace.storages import Storages
-from megatron_llama.plans import offload as plans
-from megatron_llama.plans.engine_memory import staging_bytes, state_bytes
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.offload import offload_plan
-from megatron_llama.plans.resolve import resolve
-from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan, shard_count
-from megatron_llama.plans.zenflow import hot_column_count
-from megatron_llama.sharding.module_buckets import module_bucket_plan
+from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.resolve import resolve
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

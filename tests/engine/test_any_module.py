@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.schema import TrainingConfig
-from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.counting import Counting, PlannedCounting
 from megatron_llama.engine.offload.exact import ExactOffload
-from megatron_llama.nn.param_handle import ParamHandle
-from megatron_llama.plans.buckets import PlacedParam, strategy_named
-from megatron_llama.plans.engine_options import EngineOptions, UpdateOptions
-from megatron_llama.plans.run_engine import compute_dtype_name
-from megatron_llama.plans.specs import HFSlice, ParamSpec, Rectangle, UnitSpec
-from megatron_llama.plans.weight_access import WeightAccess
-from megatron_llama.sharding.module_buckets import module_bucket_plan
-from megatron_llama.sharding.open_counting import OpenCounting, UnusedCounting
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
+from megatron_llama.engine.options import EngineOptions, UpdateOptions
+from megatron_llama.engine.param_handle import ParamHandle
+from megatron_llama.engine.plan.buckets import PlacedParam, strategy_named
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, Rectangle, UnitSpec
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.engine.shard.data_mesh import close_data_mesh, data_mesh
+from megatron_llama.engine.shard.module_buckets import module_bucket_plan
+from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounting
+from megatron_llama.launch.launcher import Place
+from megatron_llama.pipeline.plan.run_engine import compute_dtype_name
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload.zenflow import columns as in_parts
 from megatron_llama.engine.offload.zenflow.columns import (
     AT_ONCE,
@@ -24,12 +24,12 @@ from megatron_llama.engine.offload.zenflow.columns import (
 )
 from megatron_llama.engine.offload.zenflow.schedule import AutoInterval, Intervals, Step, UpdateWindows
 from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
-from megatron_llama.engine.update_rule import bias_corrections
-from megatron_llama.plans.buckets import BucketPlan, Segment
-from megatron_llama.plans.engine_options import UpdateOptions
-from megatron_llama.plans.run_engine import rank_bucket_plan
-from megatron_llama.plans.specs import HFSlice, ParamSpec
-from megatron_llama.plans.zenflow import hot_column_count
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.plan.buckets import BucketPlan, Segment
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec
+from megatron_llama.engine.plan.zenflow import hot_column_count
+from megatron_llama.engine.rules.update_rule import bias_corrections
+from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.param_handle import param_handle_of
 from megatron_llama.engine.pieces import shard_pieces, step_counts
-from megatron_llama.nn.param_handle import param_handle_of
-from megatron_llama.plans.params import parameter_count
-from megatron_llama.plans.run_params import rank_units
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.params import parameter_count
+from megatron_llama.model.plan.run_params import rank_units
 from torch import Tensor, nn
 
 from tests.harness import Cluster

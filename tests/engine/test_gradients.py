@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama.config.schema import Config, ParallelConfig
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.streams import open_stream
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.comm.streams import open_stream
 from megatron_llama.engine.gradients import GradientBuckets
-from megatron_llama.plans.buckets import (
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.buckets import (
     OWN_SLOT_POOL,
     BucketPlan,
     PlacedParam,
@@ -25,8 +23,10 @@ from megatron_llama.plans.buckets import (
     bucket_plan_by_unit,
     strategy_named,
 )
-from megatron_llama.plans.params import stage_units, whole_model
-from megatron_llama.plans.specs import UnitSpec
+from megatron_llama.engine.plan.specs import UnitSpec
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.model.plan.params import stage_units, whole_model
 from torch import Tensor
 
 from tests.harness import Cluster

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.checkpoint import native
-from megatron_llama.conversion.native.writer import NativeWriter
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.converter.native.writer import NativeWriter
 from megatron_llama.engine.loss_scale import LossScale
-from megatron_llama.plans.engine_options import LossScaling
+from megatron_llama.engine.options import LossScaling
+from megatron_llama.launch.launcher import Place
 
 from tests.checkpoint.cases import SINGLE, state_at
 from tests.engine.test_engine import same, state_of

@@ -11,11 +11,11 @@ import torch
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.native import load, save
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.engine.muon import Muon
 from megatron_llama.engine.pieces import shard_pieces
-from megatron_llama.plans.run_params import param_groups
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.engine.rules.muon import Muon
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.run_params import param_groups
 from torch import Tensor
 
 from tests.harness import Cluster, WorkerError

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.plan.run_params import param_groups
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.run_params import param_groups
 from torch import Tensor, nn
 
 from tests.harness import Cluster

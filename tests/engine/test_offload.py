@@ -14,29 +14,29 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.config.offload import OffloadConfig
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.distributed.comm.worker import Task
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.streams import Future
+from megatron_llama.engine.comm.worker import Task
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload.build import Neighbour, place_among
 from megatron_llama.engine.offload.copies import Copy, HostCopies
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.pieces import held_memory, step_counts
+from megatron_llama.engine.plan.memory import state_bytes
+from megatron_llama.engine.plan.offload import offload_plan
 from megatron_llama.engine.replicas import check_replicas
-from megatron_llama.engine.update_rule import AdamW, adamw_step
+from megatron_llama.engine.rules.update_rule import AdamW, adamw_step
 from megatron_llama.errors import OffloadError, TrainingError
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.presets import PRESETS
 from megatron_llama.pipeline.build import build_optimizer
-from megatron_llama.plans.engine_memory import state_bytes
-from megatron_llama.plans.offload import offload_plan
-from megatron_llama.plans.resolve import resolve
-from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
+from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan
+from megatron_llama.train.setup.resolve import resolve
 from torch import Tensor
 
 from tests.engine.test_engine import deliver, gradients, parameters_of, same, state_of

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
+from megatron_llama.launch.launcher import Place
 
 from tests.engine.test_engine import same, state_of
 from tests.engine.test_offload import EXACT, MIXED_CLIP, SPECULATIVE, rule_of

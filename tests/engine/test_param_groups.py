@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.pieces import shard_pieces
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.specs import Rectangle
 from torch import Tensor
 
 from tests.engine.test_muon import gradients, place_of

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.replicas import _digest, check_replicas, has_replicas, replicated
 from megatron_llama.errors import TrainingError
+from megatron_llama.launch.launcher import Place
 
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer

@@ -9,18 +9,18 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.streams import Future, InlineStream, Stream, open_stream
-from megatron_llama.distributed.comm.worker import Task, Work
-from megatron_llama.distributed.data_mesh import data_mesh
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.comm.streams import Future, InlineStream, Stream, open_stream
+from megatron_llama.engine.comm.worker import Task, Work
 from megatron_llama.engine.counting import Counting, GradientRounds, PlannedCounting
 from megatron_llama.engine.gradients import GradientBuckets
-from megatron_llama.plans.buckets import PlacedParam, strategy_named
-from megatron_llama.plans.engine_options import EngineOptions
-from megatron_llama.plans.specs import HFSlice, ParamSpec, UnitSpec
-from megatron_llama.sharding.module_buckets import module_bucket_plan
-from megatron_llama.sharding.open_counting import OpenCounting, UnusedCounting
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.options import EngineOptions
+from megatron_llama.engine.plan.buckets import PlacedParam, strategy_named
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.engine.shard.data_mesh import data_mesh
+from megatron_llama.engine.shard.module_buckets import module_bucket_plan
+from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounting
+from megatron_llama.launch.launcher import Place
 
 from tests.harness import Cluster
 

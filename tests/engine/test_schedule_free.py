@@ -11,9 +11,9 @@ import torch
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.native import load, read_meta, require_complete, save
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.pieces import shard_pieces, weight_sums
-from megatron_llama.plans.run_params import param_groups
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.run_params import param_groups
 from torch import Tensor
 
 from tests.engine.test_moments import Found, whole

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 import triton
-from megatron_llama.distributed import device as devices
-from megatron_llama.engine import schedule_free_kernel
-from megatron_llama.engine.adamw_kernel import adamw
-from megatron_llama.engine.moments import InBytes, Tables
-from megatron_llama.nn.kernels.cross_entropy import cross_entropy
-from megatron_llama.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
-from megatron_llama.nn.kernels.head_norm import norm_heads, norm_heads_backward
-from megatron_llama.nn.kernels.norm import add_norm, norm_backward
-from megatron_llama.nn.kernels.rotary import rotate, rotate_back
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.rules.adamw_kernel import adamw
+from megatron_llama.engine.rules.moments import InBytes, Tables
+from megatron_llama.engine.rules.registry import schedule_free_kernel
+from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
+from megatron_llama.model.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
+from megatron_llama.model.nn.kernels.head_norm import norm_heads, norm_heads_backward
+from megatron_llama.model.nn.kernels.norm import add_norm, norm_backward
+from megatron_llama.model.nn.kernels.rotary import rotate, rotate_back
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 

@@ -19,7 +19,7 @@ NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 @pytest.mark.parametrize("narrow", [None, torch.bfloat16, torch.float16], ids=str)
 def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, device: torch.device) -> None:
     """Four of them: one is skipped, and its gradient is no number."""
-    from megatron_llama.engine.adamw_kernel import adamw
+    from megatron_llama.engine.rules.adamw_kernel import adamw
 
     master, scale = draw(count, seed=1, device=device), torch.tensor(2.5, device=device)
     ours = [master.clone(), torch.zeros_like(master), torch.zeros_like(master), torch.zeros((), device=device)]
@@ -50,7 +50,7 @@ def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, 
 @pytest.mark.parametrize("narrow", [(True, True), (False, True)], ids=str)
 def test_moments_in_bf16_are_rounded_when_they_are_kept(narrow: tuple[bool, bool], device: torch.device) -> None:
     """The master sees them before. A skipped step changes no bit."""
-    from megatron_llama.engine.adamw_kernel import adamw
+    from megatron_llama.engine.rules.adamw_kernel import adamw
 
     dtypes = [torch.bfloat16 if each else torch.float32 for each in narrow]
     master, one = draw(3000, seed=1, device=device), torch.ones((), device=device)
@@ -74,9 +74,9 @@ def test_moments_in_bf16_are_rounded_when_they_are_kept(narrow: tuple[bool, bool
 def test_moments_in_8_bits_are_those_of_torchs_operators(kept: tuple[str, str], count: int, device: torch.device) -> None:
     """Byte by byte, but for what a last bit rounds to a neighbour. A skipped step changes no bit."""
     from megatron_llama.config.schema import OptimizerConfig
-    from megatron_llama.engine.adamw_kernel import adamw
-    from megatron_llama.engine.moments import Tables, open_moment
-    from megatron_llama.engine.update_rule import rounded_adamw_step
+    from megatron_llama.engine.rules.adamw_kernel import adamw
+    from megatron_llama.engine.rules.moments import Tables, open_moment
+    from megatron_llama.engine.rules.update_rule import rounded_adamw_step
 
     tables, one = Tables.on(device), torch.ones((), device=device)
     ours, torchs = draw(count, seed=1, device=device), draw(count, seed=1, device=device)
@@ -113,7 +113,7 @@ def test_moments_in_8_bits_are_those_of_torchs_operators(kept: tuple[str, str], 
 
 
 def test_the_first_moment_may_have_no_memory(device: torch.device) -> None:
-    from megatron_llama.engine.adamw_kernel import adamw
+    from megatron_llama.engine.rules.adamw_kernel import adamw
 
     tensors = [draw(3, seed=1, device=device), *(torch.zeros(3, device=device) for _ in range(2)), torch.zeros((), device=device)]
     grad, one = draw(3, seed=2, device=device), torch.ones((), device=device)
@@ -125,7 +125,7 @@ def test_the_first_moment_may_have_no_memory(device: torch.device) -> None:
 @pytest.mark.parametrize("before", [0, 1, 9, 999, 99_999])
 def test_corrections_are_those_of_fp64(before: int, beta2: float, device: torch.device) -> None:
     """Rounded to fp32 once, at the end. A skipped step is not counted."""
-    from megatron_llama.engine.adamw_kernel import _count_step, _logarithm
+    from megatron_llama.engine.rules.adamw_kernel import _count_step, _logarithm
 
     step, corrections = torch.full((), float(before), device=device), torch.empty(2, device=device)
     for skip in (1.0, 0.0):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kernels
 def test_head_and_loss_are_ligers(device: torch.device) -> None:
     """Its product with the head and cross entropy in one, against ours behind a product: losses, and gradients of input and head."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+    from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 
     x, head = (draw(6, 16, seed=1, device=device).requires_grad_(), draw(37, 16, seed=2, device=device).requires_grad_())
     labels = torch.tensor([0, 36, 5, 5, 17, 30], device=device)

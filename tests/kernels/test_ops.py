@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_llama.nn import ops
-from megatron_llama.nn.rotary import rope_frequencies, rope_table
+from megatron_llama.model.nn import ops
+from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
 from torch import Tensor
 
 from tests.kernels.closeness import DTYPES, as_near_as_torch, draw, error
@@ -25,7 +25,7 @@ ONE_PLUS = pytest.mark.parametrize("one_plus", [False, True], ids=["weight", "1 
 @ONE_PLUS
 def test_norm(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """The sum is torch's bit for bit."""
-    from megatron_llama.nn.kernels.norm import add_norm
+    from megatron_llama.model.nn.kernels.norm import add_norm
 
     x, delta = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
     given = (x, delta if beside else None, weight(shape, dtype, device, one_plus), 1e-5, one_plus)
@@ -38,7 +38,7 @@ def test_norm(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch
 @BESIDE
 @ONE_PLUS
 def test_norm_backward(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    from megatron_llama.nn.kernels.norm import norm_backward
+    from megatron_llama.model.nn.kernels.norm import norm_backward
 
     grad, stream, total = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2, 3))
     scale = ops.add_norm(total, None, weight(shape, dtype, device, one_plus), 1e-5, one_plus)[2]
@@ -62,7 +62,7 @@ def table(length: int, batch: int, width: int, device: torch.device) -> tuple[Te
 @pytest.mark.parametrize(("query", "key", "width", "turning"), [(1, 1, 2, 2), (12, 3, 6, 6), (9, 2, 96, 96), (9, 2, 10, 4)])
 def test_rotation(query: int, key: int, width: int, turning: int, own: bool, dtype: torch.dtype, device: torch.device) -> None:
     """In place, in a part of the projection and of each head, of which the rest stays as it is."""
-    from megatron_llama.nn.kernels.rotary import rotate
+    from megatron_llama.model.nn.kernels.rotary import rotate
 
     projected = draw(5, 2, query + 2 * key, width, seed=1, device=device, dtype=dtype)
     cos, sin = table(5, 2 if own else 1, turning, device)
@@ -82,7 +82,7 @@ def test_rotation(query: int, key: int, width: int, turning: int, own: bool, dty
 @pytest.mark.parametrize("turning", [6, 2])
 def test_rotation_back(turning: int, layout: str, dtype: torch.dtype, device: torch.device) -> None:
     """From gradients as attention leaves them in memory."""
-    from megatron_llama.nn.kernels.rotary import rotate_back
+    from megatron_llama.model.nn.kernels.rotary import rotate_back
 
     sizes, order = {"s": 5, "b": 2, "d": 6}, [layout.index(axis) for axis in "sbnd"]
     grads = []
@@ -97,7 +97,7 @@ def test_rotation_back(turning: int, layout: str, dtype: torch.dtype, device: to
 @pytest.mark.parametrize(("query", "key", "width"), [(1, 1, 2), (12, 3, 6), (9, 2, 96)])
 def test_norm_of_heads(query: int, key: int, width: int, one_plus: bool, dtype: torch.dtype, device: torch.device) -> None:
     """In place, in a part of the projection, of which the rest stays as it is; and backward, where that of values passes."""
-    from megatron_llama.nn.kernels.head_norm import norm_heads, norm_heads_backward
+    from megatron_llama.model.nn.kernels.head_norm import norm_heads, norm_heads_backward
 
     projected = draw(5, 2, query + 2 * key, width, seed=1, device=device, dtype=dtype)
     weights = [draw(width, seed=seed, device=device, dtype=dtype) + 1.0 for seed in (2, 3)]
@@ -118,7 +118,7 @@ def test_norm_of_heads(query: int, key: int, width: int, one_plus: bool, dtype: 
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 26), (2, 1, 2200)], ids=str)
 def test_gated_activation(shape: tuple[int, ...], name: str, dtype: torch.dtype, device: torch.device) -> None:
-    from megatron_llama.nn.kernels import gate
+    from megatron_llama.model.nn.kernels import gate
 
     gate_up = 3 * draw(*shape, seed=1, device=device, dtype=dtype)
     grad = draw(*shape[:-1], shape[-1] // 2, seed=2, device=device, dtype=dtype)
@@ -131,7 +131,7 @@ def test_gated_activation(shape: tuple[int, ...], name: str, dtype: torch.dtype,
 @pytest.mark.parametrize(("columns", "valid"), [(7, 7), (24, 17), (4500, 4111)])
 def test_cross_entropy(columns: int, valid: int, z_weight: float, dtype: torch.dtype, device: torch.device) -> None:
     """Losses, and the gradient in the place of the scores; rows without weight, rows of large numbers, garbage in the padding."""
-    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+    from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 
     scores = 4 * draw(6, columns, seed=1, device=device, dtype=dtype)
     scores[:, valid:] = 1e4
@@ -148,7 +148,7 @@ def test_cross_entropy(columns: int, valid: int, z_weight: float, dtype: torch.d
 def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, device: torch.device) -> None:
     """What a tensor-parallel rank computes of its columns, when it has met the others, here: with itself. Rows whose label it lacks get
     the softmax alone."""
-    from megatron_llama.nn.kernels.cross_entropy import gradient, softmax_stats
+    from megatron_llama.model.nn.kernels.cross_entropy import gradient, softmax_stats
 
     scores, labels = (4 * draw(5, 24, seed=1, device=device, dtype=dtype), torch.tensor([0, 30, 26, 50, 23], device=device) - first)
     mine = (labels >= 0) & (labels < valid)
@@ -171,14 +171,14 @@ def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, dev
 
 def test_one_weight_for_all_rows(device: torch.device) -> None:
     """As the runtime gives it: expanded, in one place of memory."""
-    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+    from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 
     scores, labels = draw(5, 9, seed=1, device=device), torch.arange(10, device=device)[::2]
     as_near_as_torch(cross_entropy, ops.cross_entropy, (scores, labels, torch.full((), 0.2, device=device).expand(5), 9, 0.0))
 
 
 def test_a_score_that_is_no_number_is_seen(device: torch.device) -> None:
-    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+    from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 
     for bad in (float("nan"), float("inf")):
         scores = draw(3, 9, seed=1, device=device)
@@ -188,7 +188,7 @@ def test_a_score_that_is_no_number_is_seen(device: torch.device) -> None:
 
 
 def test_strided_scores_are_refused(device: torch.device) -> None:
-    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+    from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 
     with pytest.raises(ValueError, match="contiguous"):
         cross_entropy(draw(4, 6, seed=1, device=device)[:, :5], torch.zeros(4), torch.ones(4), 5, 0.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.engine import schedule_free
-from megatron_llama.engine.schedule_free import ScheduleFreeAdamW
-from megatron_llama.engine.update_rule import Shard
-from megatron_llama.plans.buckets import BucketKind
+from megatron_llama.engine.plan.buckets import BucketKind
+from megatron_llama.engine.rules.registry import schedule_free
+from megatron_llama.engine.rules.schedule_free import ScheduleFreeAdamW
+from megatron_llama.engine.rules.update_rule import Shard
 
 from tests.kernels.closeness import draw, error
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import Stage
-from megatron_llama.nn.host.ops import HOST
-from megatron_llama.nn.ops import PLAIN
+from megatron_llama.model.nn.host.ops import HOST
+from megatron_llama.model.nn.ops import PLAIN
 
 from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, Layout, Trainer, deviation, trainer
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.kernels
 
 def test_steps_in_fp32(device: torch.device) -> None:
     """Within the bounds of every layout; the second step shows what the first update did."""
-    from megatron_llama.nn.kernels.ops import KERNELS
+    from megatron_llama.model.nn.kernels.ops import KERNELS
 
     plain = HOST if device.type == "cpu" else PLAIN
     layout = Layout(layers=1, tied=True, recompute="selective", documents=True)

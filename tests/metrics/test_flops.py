@@ -1,9 +1,9 @@
 from dataclasses import replace
 
 import pytest
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import LoraConfig
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
+from megatron_llama.model.presets import PRESETS
 
 
 @pytest.mark.parametrize(("name", "seq_length", "full", "causal"), [("llama2-7b", 4096, 46.08, 42.86), ("llama3-8b", 8192, 57.91, 51.47)])

@@ -1,7 +1,7 @@
 import pytest
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.window import Interval, Work, averages
+from megatron_llama.model.presets import PRESETS
 
 
 def test_averages_by_hand() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model import llama
-from megatron_llama.plans import params
+from megatron_llama.model.plan import params
 from torch import Tensor
 
 from tests.harness import Cluster

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.generate import Reader, Sampling, continue_sequence, generate_batch, sample_token
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.nn.rotary import rope_frequencies
+from megatron_llama.model.nn.rotary import rope_frequencies
 from torch import Tensor
 
 from tests.harness import Cluster

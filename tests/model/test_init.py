@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.plan.params import hf_shapes
 from torch import Tensor
 
 from tests.harness import Cluster

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.generate import Reader, Sampling, generate_batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.nn.attention import ScoreRule
+from megatron_llama.model.nn.attention import ScoreRule
+from megatron_llama.model.rope import longest_sequence
 from torch import Tensor
 
 from tests.parallel.cases import hf_model, token_ids

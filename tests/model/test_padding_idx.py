@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from megatron_llama.config.hf import model_config_from_hf
 from megatron_llama.config.schema import Config, OptimizerConfig
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError
+from megatron_llama.model.hf import model_config_from_hf
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.checks.model import token_problems
-from megatron_llama.plans.params import EMBEDDING, padding_idx
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.plan.params import EMBEDDING, padding_idx
+from megatron_llama.train.setup.checks.model import token_problems
 from torch import Tensor
 
-from tests.families.twins import SIZES, TWINS, Twin
+from tests.model.families.twins import SIZES, TWINS, Twin
 
 ROWS = SIZES["vocab_size"]
 

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.hf import hf_config_from_model
-from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.hf import hf_config_from_model
 from megatron_llama.model.llama import Stage
 from megatron_llama.model.load import load_stages
-from megatron_llama.plans.params import hf_shapes, stage_units, whole_model
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.plan.params import hf_shapes, stage_units, whole_model
 from megatron_llama.prove.materials import DrawnWeights
 from torch import Tensor
 
-from tests.families.twins import TWINS
 from tests.harness import Cluster
+from tests.model.families.twins import TWINS
+from tests.model.test_params import paper_stage, specs_of
 from tests.parallel.cases import LOSS_BOUND, MODEL, NORM_BOUND, STRATEGIES, Layout, Record, deviation, merged, token_ids
-from tests.plans.test_params import paper_stage, specs_of
 from tests.tune.preference.cases import CASES, align, align_twin, layout_for
 
 CPU = torch.device("cpu")

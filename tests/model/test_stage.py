@@ -7,21 +7,21 @@ from functools import partial
 
 import pytest
 import torch
+from megatron_llama.engine.param_handle import attach_param_handle
+from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.nn.param_handle import attach_param_handle
-from megatron_llama.plans.chunks import GRANULARITIES, Granularity
-from megatron_llama.plans.params import Partition, stage_units, whole_model
-from megatron_llama.plans.run_params import trained_units
-from megatron_llama.plans.schedule import Action, Op
-from megatron_llama.plans.specs import ParamSpec
-from megatron_llama.plans.stage_accesses import unit_weight_accesses, weight_accesses_of
+from megatron_llama.model.plan.chunks import GRANULARITIES, Granularity
+from megatron_llama.model.plan.params import Partition, stage_units, whole_model
+from megatron_llama.model.plan.run_params import trained_units
+from megatron_llama.pipeline.plan.stage_accesses import unit_weight_accesses, weight_accesses_of
+from megatron_llama.schedule import Action, Op
 from torch import Tensor, nn
 
+from tests.model.test_params import even, paper_mesh, paper_stage, specs_of
 from tests.parallel.cases import MODEL, Layout, token_ids
-from tests.plans.test_params import even, paper_mesh, paper_stage, specs_of
-from tests.plans.test_peak import most_allocated
+from tests.train.setup.test_peak import most_allocated
 
 CPU = torch.device("cpu")
 
@@ -252,7 +252,7 @@ def test_documents_by_blocks_equal_those_by_a_mask(monkeypatch: pytest.MonkeyPat
     found = []
     for longest in (16, 15):
         monkeypatch.setattr("megatron_llama.model.positions.LONGEST_MASKED", longest)
-        monkeypatch.setattr("megatron_llama.nn.sliding.BLOCK", 4)
+        monkeypatch.setattr("megatron_llama.model.nn.sliding.BLOCK", 4)
         positions = stage.positions(16, CPU, None, documents)
         assert (positions.mask is None) is (longest == 15)
         logits = stage(ids, positions)

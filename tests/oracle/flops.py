@@ -12,13 +12,13 @@ from math import prod
 
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
+from megatron_llama.engine.plan.specs import ParamSpec
+from megatron_llama.model.plan.activation_memory import Activations
+from megatron_llama.model.plan.lora import adapter_shapes
+from megatron_llama.model.plan.params import padded_vocab_size, partition_of
+from megatron_llama.model.plan.run_params import rank_units
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.training_job import Matmul
-from megatron_llama.plans.activation_memory import Activations
-from megatron_llama.plans.lora import adapter_shapes
-from megatron_llama.plans.params import padded_vocab_size, partition_of
-from megatron_llama.plans.run_params import rank_units
-from megatron_llama.plans.specs import ParamSpec
 
 PASSES = 3
 """Products with each weight: forward, the gradient of the input, that of the weight."""

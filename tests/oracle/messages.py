@@ -12,9 +12,9 @@ from collections import Counter
 from math import ceil
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.buckets import BucketKind
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.params import kv_copies, padded_vocab_size
+from megatron_llama.engine.plan.buckets import BucketKind
+from megatron_llama.model.plan.params import kv_copies, padded_vocab_size
+from megatron_llama.train.setup.memory import MemoryPlan
 
 FP64 = 8
 Messages = dict[tuple[str, str], tuple[int, int]]

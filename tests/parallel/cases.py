@@ -14,24 +14,24 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
-from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload.copies import Copies
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.param_handle import param_handle_of
 from megatron_llama.engine.pieces import shard_pieces
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Block, Stage, build_stages
-from megatron_llama.nn.param_handle import param_handle_of
+from megatron_llama.model.plan.params import hf_shapes
+from megatron_llama.model.plan.run_params import param_groups, rank_units
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.run_params import param_groups, rank_units
-from megatron_llama.plans.specs import Rectangle
-from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
 
 from tests.harness import Cluster

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.resolve import check
-from megatron_llama.plans.schedule import ScheduleError, schedule_named
+from megatron_llama.launch.launcher import Place
 from megatron_llama.prove.draw import THREE, floors, with_floors
 from megatron_llama.prove.draw import layout as drawn_layout
+from megatron_llama.schedule import ScheduleError, schedule_named
+from megatron_llama.train.setup.resolve import check
 
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, Record, Reference, train

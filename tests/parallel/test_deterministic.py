@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.schema import TrainingConfig
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place, fix_sums
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.errors import ConfigError
+from megatron_llama.launch.launcher import Place, fix_sums
 from megatron_llama.model import llama
 from megatron_llama.model.llama import build_stages
-from megatron_llama.plans.checks.run import determinism_problems
+from megatron_llama.train.setup.checks.run import determinism_problems
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.cases import STRATEGIES, Layout, trainer
@@ -163,10 +163,10 @@ def test_the_backend_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 TWICE = """
 import hashlib, sys, torch
-from megatron_llama.distributed.launcher import Place, fix_sums
+from megatron_llama.launch.launcher import Place, fix_sums
 fix_sums()
-from megatron_llama.distributed import device as devices
-from megatron_llama.nn.attention import Documents, causal_attention
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.model.nn.attention import Documents, causal_attention
 from tests.parallel.cases import Layout, trainer
 
 def digest(*tensors):

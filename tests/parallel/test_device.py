@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.data.upload import Upload
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.launch.launcher import Place
 from megatron_llama.metrics.readback import Readback
 
 from tests.parallel.cases import OPTIMIZER, STRATEGIES, Layout, Trainer, trainer
@@ -71,8 +71,8 @@ def test_the_host_never_waits_for_the_device(layout: Layout) -> None:
 def test_segments_grow() -> None:
     """Where the user does not say how memory is handed out. In a process of its own: the first tensor decides."""
     code = (
-        "import torch; from megatron_llama.config.schema import Config; from megatron_llama.distributed.launcher import Place\n"
-        "from megatron_llama.distributed.mesh import init_mesh\n"
+        "import torch; from megatron_llama.config.schema import Config; from megatron_llama.launch.launcher import Place\n"
+        "from megatron_llama.launch.mesh import init_mesh\n"
         "torch.ones(1 << 22, device=init_mesh(Config(), Place(0, 1, 0)).device)\n"
         "print(any(segment['is_expandable'] for segment in torch.cuda.memory_snapshot()))"
     )

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 
 from tests.harness import Cluster, WorkerError
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import Stage
-from megatron_llama.nn.head import head_loss
-from megatron_llama.nn.ops import PLAIN
-from megatron_llama.plans.chunks import HEAD_CHUNK, head_rows
+from megatron_llama.model.nn.head import head_loss
+from megatron_llama.model.nn.ops import PLAIN
+from megatron_llama.model.plan.chunks import HEAD_CHUNK, head_rows
 
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, trainer

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.nn.lora import additions_off
-from megatron_llama.plans.lora import adapter_shapes, is_adapter
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.run_engine import rank_bucket_plan
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.nn.lora import additions_off
+from megatron_llama.model.plan.lora import adapter_shapes, is_adapter
+from megatron_llama.model.plan.params import hf_shapes
+from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from torch import Tensor
 
 from tests.harness import Cluster

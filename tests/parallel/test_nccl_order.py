@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_llama.distributed import mesh as meshes
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm import collectives, p2p
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.comm import collectives, p2p
+from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.launch import mesh as meshes
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 
 from tests.harness import Cluster, WorkerError
 from tests.nccl_transport import installed

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.plans.params import EMBEDDING
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.plan.params import EMBEDDING
 from torch import Tensor
 
-from tests.families.twins import TWINS, FamilyLayout
-from tests.families.twins import reference as family_reference
 from tests.harness import Cluster
+from tests.model.families.twins import TWINS, FamilyLayout
+from tests.model.families.twins import reference as family_reference
 from tests.parallel.cases import (
     GLOBAL_BATCH_SIZE,
     LOSS_BOUND,

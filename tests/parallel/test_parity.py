@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from tools.parity import markdown, rows
 
 from tests.harness import Cluster

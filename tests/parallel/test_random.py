@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.plan.buckets import BucketKind
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import Stage
+from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.positions import Positions
-from megatron_llama.nn.context import local_sequence
-from megatron_llama.plans.buckets import BucketKind
 from megatron_llama.prove.draw import DOUBLINGS, EACH_SCHEDULE, SCHEDULES, THREE_AXES
 from tools.parity import markdown_of_drawn, rows
 

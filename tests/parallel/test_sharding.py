@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.exchanges import BucketExchanges
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.param_handle import param_handle_of
+from megatron_llama.engine.plan.memory import host_buffer_bytes, squares_bytes, state_bytes
+from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.errors import ConfigError
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.positions import Positions
-from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.build import build_optimizer
-from megatron_llama.plans.engine_memory import host_buffer_bytes, squares_bytes, state_bytes
-from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
-from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
+from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -8,19 +8,19 @@ from dataclasses import astuple, dataclass, replace
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.plan.buckets import Bucket, BucketPlan
+from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
+from megatron_llama.launch.launcher import Place
+from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
+from megatron_llama.pipeline.plan.traffic import context_traffic
 from megatron_llama.planner.trace.run import trace_run
-from megatron_llama.plans.buckets import Bucket, BucketPlan
-from megatron_llama.plans.memory import MemoryPlan, peak_of
-from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
-from megatron_llama.plans.run_engine import rank_bucket_plan
-from megatron_llama.plans.traffic import context_traffic
+from megatron_llama.train.setup.memory import MemoryPlan, peak_of
 from torch import Tensor
 
 from tests.harness import Cluster
+from tests.model.test_activation_memory import Live, Run, Saved, storage
 from tests.oracle.messages import Messages, step_messages
 from tests.parallel.cases import STEPS, STRATEGIES, Layout, Trainer, trainer
-from tests.plans.test_activation_memory import Live, Run, Saved, storage
 
 
 @dataclass(frozen=True)

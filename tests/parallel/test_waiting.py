@@ -1,6 +1,6 @@
 """No operator of a training step asks for a number that a device would still have to compute, so that its host would wait.
 
-RankDevice on the host, where asking costs nothing: the operators are the same. What a GPU says itself: distributed/test_device.py."""
+RankDevice on the host, where asking costs nothing: the operators are the same. What a GPU says itself: engine/comm/test_device.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from megatron_llama.metrics.readback import Readback
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -13,19 +13,19 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import regions
 from megatron_llama.checkpoint.columns import column_pieces
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.offload.zenflow.schedule import Step
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
+from megatron_llama.engine.plan.offload import offload_plan
 from megatron_llama.errors import OffloadError
-from megatron_llama.plans.offload import offload_plan
-from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
+from megatron_llama.launch.launcher import Place
+from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan
 from torch import Tensor
 
 from tests.checkpoint.cases import copies, merged, same, state_at
-from tests.families.twins import FamilyLayout
 from tests.harness import Cluster
+from tests.model.families.twins import FamilyLayout
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, train, trainer
 from tests.parallel.cases import merged as trained
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.checkpoint import native
-from megatron_llama.config.offload import ZenFlowConfig
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.engine.offload_options import ZenFlowConfig
 from megatron_llama.engine.replicas import check_replicas, replicated
 from megatron_llama.errors import OffloadError, TrainingError
+from megatron_llama.launch.launcher import Place
 from torch import Tensor
 
 from tests.checkpoint.cases import state_at

@@ -11,16 +11,16 @@ import pytest
 import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.model.plan.freeze import is_frozen
 from megatron_llama.pipeline.fixed_weights import FixedWeights
 from megatron_llama.pipeline.runtime import Engine, PipelineRuntime
 from megatron_llama.pipeline.scoring import score_tokens
-from megatron_llama.plans.freeze import is_frozen
-from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
 
 from tests.harness import Cluster

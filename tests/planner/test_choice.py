@@ -18,7 +18,7 @@ from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.search import search
 from megatron_llama.planner.steps import estimate
 from megatron_llama.planner.training_job import Machine, job_of
-from megatron_llama.plans.resolve import problems, resolve
+from megatron_llama.train.setup.resolve import problems, resolve
 
 from tests.planner.test_plan import config, machine
 

@@ -21,7 +21,7 @@ from megatron_llama.planner.calibration import as_json, calibration_of, read_cal
 from megatron_llama.planner.run.folder import read_run
 from megatron_llama.planner.run.page import report_page
 from megatron_llama.planner.run.summary import summaries_as_json, summary_of
-from megatron_llama.plans.timeline_file import Recorded, Span, read_timeline, write_timeline
+from megatron_llama.train.run.timeline_file import Recorded, Span, read_timeline, write_timeline
 
 from tests.planner.test_run_page import MODEL, start
 

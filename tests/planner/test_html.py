@@ -19,8 +19,8 @@ from megatron_llama.planner.links import rank_groups
 from megatron_llama.planner.measured import MeasuredSteps
 from megatron_llama.planner.pictures.bars import Bar, BarRow, drawing
 from megatron_llama.planner.pictures.page import page, paragraph, table
-from megatron_llama.plans.schedule import Op
-from megatron_llama.plans.timeline_file import (
+from megatron_llama.schedule import Op
+from megatron_llama.train.run.timeline_file import (
     COMPUTE,
     GATHERS,
     ITERATIONS,

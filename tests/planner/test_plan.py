@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.model.presets import PRESETS
+from megatron_llama.pipeline.plan.traffic import context_traffic
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import GPUS, gpu_named
@@ -24,11 +25,10 @@ from megatron_llama.planner.search import candidates, enough_gpus, search
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
 from megatron_llama.planner.steps import block_time, estimate
 from megatron_llama.planner.training_job import Machine, job_of
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.resolve import problems, resolve
-from megatron_llama.plans.schedule import Costs, Op, schedule_named
-from megatron_llama.plans.schedule import simulate as replayed
-from megatron_llama.plans.traffic import context_traffic
+from megatron_llama.schedule import Costs, Op, schedule_named
+from megatron_llama.schedule import simulate as replayed
+from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.resolve import problems, resolve
 
 from tests.oracle.flops import planned_flops
 

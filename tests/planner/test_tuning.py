@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.schema import Config, LoraConfig
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import choose
@@ -16,9 +16,9 @@ from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.report import command, details, label
 from megatron_llama.planner.steps import HOST_UPDATE, estimate, host_wait
 from megatron_llama.planner.training_job import Machine
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.resolve import problems, resolve
-from megatron_llama.plans.schedule import Op
+from megatron_llama.schedule import Op
+from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.resolve import problems, resolve
 
 from tests.oracle.flops import planned_flops
 from tests.planner.test_plan import H100, config, machine

@@ -20,43 +20,44 @@ import torch
 import torch.distributed as dist
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.model_folders.hf import writer
 from megatron_llama.config.batch_ramp import with_epochs
-from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import Config
-from megatron_llama.conversion.hf import writer
 from megatron_llama.data import loader
 from megatron_llama.data.loader import Batch, BatchLoader, BlendedSamples
 from megatron_llama.data.megatron_order import MegatronStream
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm import autograd
-from megatron_llama.distributed.comm.collectives import DONE, Pending
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine import optimizer as engine
+from megatron_llama.engine.comm import autograd
+from megatron_llama.engine.comm.collectives import DONE, Pending
 from megatron_llama.engine.exchanges import BucketExchanges
 from megatron_llama.engine.gradients import GradientBuckets
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.pieces import step_counts
-from megatron_llama.loop import inputs
+from megatron_llama.engine.plan.specs import ParamSpec, Rectangle
+from megatron_llama.launch.launcher import Place
 from megatron_llama.model import init, llama
+from megatron_llama.model.hf import carried_config
 from megatron_llama.model.llama import Stage
+from megatron_llama.model.nn import context, loss, ops, recompute, rotary, sliding_context
+from megatron_llama.model.nn.attention import ScoreRule
+from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.embedding import VocabParallelEmbedding, _Lookup
+from megatron_llama.model.nn.linear import RowLinear, _AddBias, plain_linear
+from megatron_llama.model.plan import lora, params, zigzag
+from megatron_llama.model.plan.lora import LORA_A
+from megatron_llama.model.plan.params import Shapes
+from megatron_llama.model.plan.zigzag import zigzag_chunks
 from megatron_llama.model.positions import Positions
-from megatron_llama.nn import context, loss, ops, recompute, rotary, sliding_context
-from megatron_llama.nn.attention import ScoreRule
-from megatron_llama.nn.context import local_sequence
-from megatron_llama.nn.embedding import VocabParallelEmbedding, _Lookup
-from megatron_llama.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.pipeline import objective, runtime
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans import lora, lr, params, zigzag
-from megatron_llama.plans.lora import LORA_A
-from megatron_llama.plans.params import Shapes
-from megatron_llama.plans.specs import ParamSpec, Rectangle
-from megatron_llama.plans.zigzag import zigzag_chunks
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.train.run import loop as training_loop
+from megatron_llama.train.run import lr
+from megatron_llama.train.setup import inputs
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import ExampleSamples
 from megatron_llama.tune.sft.formats import Conversation

@@ -26,7 +26,7 @@ from megatron_llama.prove.data_check import (
 from megatron_llama.prove.materials import Materials
 from megatron_llama.prove.samples import Expected, example_of, stream_samples
 
-from tests.launch import ROOT
+from tests.launcher import ROOT
 
 EOD, LENGTH = 99, 8
 CONFIG = Config(

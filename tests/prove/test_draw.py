@@ -5,9 +5,9 @@ import re
 from collections import Counter
 
 import pytest
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.parse import options_of
 from megatron_llama.errors import UserError
+from megatron_llama.model.families import FAMILIES
 from megatron_llama.prove import draw as module
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.draw import (

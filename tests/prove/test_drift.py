@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import DataError
+from megatron_llama.launch.launcher import Place
 from megatron_llama.prove.drift import ALARM, Drift, Dtype, as_json, compare_logs, judge, lines
 from megatron_llama.prove.drift import Difference as D
 

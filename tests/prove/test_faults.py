@@ -10,7 +10,7 @@ from megatron_llama.prove.case import Case
 from megatron_llama.prove.proof import CHECKS, CheckResult, Proof, prove_case
 
 from tests.harness import Cluster
-from tests.launch import ROOT
+from tests.launcher import ROOT
 from tests.prove.faults import (
     CATALOGUE,
     Fault,

@@ -7,17 +7,17 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 
 import pytest
-from megatron_llama.api.common.options import read_options
-from megatron_llama.api.train import run_training
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.drift import lines
 from megatron_llama.prove.first_steps import LEFT_OUT, first_steps
 from megatron_llama.prove.given import SECTIONS
 from megatron_llama.prove.logs import RunLog, read_log
 from megatron_llama.prove.materials import make_materials, parsed_options
+from megatron_llama.train.api.common.options import read_options
+from megatron_llama.train.api.train import run_training
 from megatron_llama.train.setup.deciders import TEXT
 
 from tests.harness import Cluster

@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.plans.params import hf_shapes
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.compare import Row
 from megatron_llama.prove.locate import axes_of, first_wrong, from_loss, locate, sentence

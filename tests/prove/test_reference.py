@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.offload import OffloadConfig
 from megatron_llama.config.schema import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.plans.lr import learning_rate
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.prove.case import Case
 from megatron_llama.prove.reference import (
     NotComparedError,
@@ -23,6 +22,7 @@ from megatron_llama.prove.reference import (
     smooth,
     steady,
 )
+from megatron_llama.train.run.lr import learning_rate
 
 CASE = Case(
     "as given",

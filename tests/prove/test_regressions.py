@@ -7,14 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_llama.api.common.options import read_options
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.nn.lora import ColumnAdapters
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.nn.lora import ColumnAdapters
 from megatron_llama.prove.given import SECTIONS
 from megatron_llama.prove.materials import make_materials
 from megatron_llama.prove.pool import WorkerPool
 from megatron_llama.prove.proof import prove_case
 from megatron_llama.prove.shrink import shrink
+from megatron_llama.train.api.common.options import read_options
 from torch import Tensor
 
 from tests.harness import Cluster

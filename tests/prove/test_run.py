@@ -22,8 +22,9 @@ from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.errors import ConfigError
+from megatron_llama.launch.launcher import Place
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.data_check import rows_of_data
 from megatron_llama.prove.export_check import rows_of_export
@@ -33,7 +34,6 @@ from megatron_llama.prove.reference import NotComparedError
 from megatron_llama.prove.resume import other_layout, rows_of_resume
 from megatron_llama.prove.run import Recorder, Trained, run, states
 from megatron_llama.prove.runs import Runs, reads_of
-from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import read_examples
 from megatron_llama.tune.sft.sft_config import SFTConfig

@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.api.common.options import read_options
 from megatron_llama.config.batch_ramp import BatchSizes
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.parse import Parsed, flag
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, LaunchConfig, ModelConfig
-from megatron_llama.config.windows import layer_windows
+from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.errors import ConfigError
-from megatron_llama.nn.rotary import rope_frequencies, rotary_width
-from megatron_llama.plans.buckets import strategy_named
-from megatron_llama.plans.freeze import is_frozen
-from megatron_llama.plans.params import hf_shapes, partition_of
-from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.plans.run_engine import parameter_slots, rank_bucket_plan
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.nn.rotary import rope_frequencies, rotary_width
+from megatron_llama.model.plan.freeze import is_frozen
+from megatron_llama.model.plan.params import hf_shapes, partition_of
+from megatron_llama.model.presets import PRESETS
+from megatron_llama.model.windows import layer_windows
+from megatron_llama.pipeline.plan.run_engine import parameter_slots, rank_bucket_plan
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.draw import draw, refusal
 from megatron_llama.prove.given import LEFT_OUT, SECTIONS, SMALL
 from megatron_llama.prove.shrink import shrink
 from megatron_llama.prove.world import World, worlds
+from megatron_llama.train.api.common.options import read_options
+from megatron_llama.train.setup.resolve import assemble, check
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = 8

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.launch import ROOT, TIMEOUT, free_port
+from tests.launcher import ROOT, TIMEOUT, free_port
 from tests.site.browser import Browser, browser
 
 pytestmark = pytest.mark.site

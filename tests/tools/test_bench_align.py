@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import read_pairs
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.sft_config import SFTConfig
 from tools.bench_align import SIDES, TEMPLATE, BenchConfig, Turn, ratios, report, write_materials
 
-from tests.launch import ROOT
+from tests.launcher import ROOT
 
 SMALL = {"rounds": 2, "steps": 1, "warmup": 1, "pairs": 2, "seq_length": 256, "hidden_size": 128, "num_layers": 1, "vocab_size": 1000}
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from tools.bench_schedule import SCHEDULES, configuration, runtime_of
 
 from tests.harness import Cluster

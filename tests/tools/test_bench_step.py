@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.plans.resolve import check
+from megatron_llama.train.setup.resolve import check
 from tools.bench_step import Found, Row, baseline_of, disagreements, processor, report, rows_of
 from tools.step.contenders import Entry
 from tools.step.families import ratios, tasks_of

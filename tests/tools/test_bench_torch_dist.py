@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.config.presets import PRESETS
-from megatron_llama.conversion.formats import open_model
+from megatron_llama.checkpoint.model_folders.formats import open_model
+from megatron_llama.model.presets import PRESETS
 from safetensors.torch import load_file
 from tools.bench_torch_dist import main, write_source
 

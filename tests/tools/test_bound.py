@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from megatron_llama.plans.schedule import schedule_named
-from megatron_llama.plans.traffic import step_traffic
+from megatron_llama.pipeline.plan.traffic import step_traffic
+from megatron_llama.schedule import schedule_named
 from tools.overlap.bound import FRAME_FACTOR, Pass, Plan, link_seconds, plan_of, step_seconds
 from tools.overlap.catalogue import MODES, Mode, compute_seconds, configuration, half_block_seconds, minimum_bytes, parameters
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_engine
-from megatron_llama.plans.engine_options import UpdateOptions
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.launch.mesh import build_mesh
 from tools.compare_memory import COLUMNS, fsdp2, our_plan, ours, rows, shard_all, shard_layers, table
 
 from tests.engine.test_allocations import META, Made, without_devices
-from tests.launch import ROOT
+from tests.launcher import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
 RANKS = 8

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from megatron_llama.config.presets import PRESETS
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.memory import MemoryPlan
+from megatron_llama.model.presets import PRESETS
+from megatron_llama.train.setup.memory import MemoryPlan
 from tools.gpucheck import ab
 from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
 from tools.gpucheck.figures import UNMEASURED
@@ -139,7 +139,7 @@ def test_only_files_with_tests_for_a_gpu_are_read() -> None:
     named = [*parts["correct"][5:], *parts["tests"][5:]]
     assert sorted(named) == sorted(set(files) - (set() if find_spec("liger_kernel") else {"tests/kernels/test_liger.py"}))
     assert {"tests/parallel/test_device.py", "tests/kernels/test_ops.py", "tests/engine/test_offload_device.py"} <= set(files)
-    assert "tests/plans/test_lr.py" not in files
+    assert "tests/train/test_lr.py" not in files
 
 
 def test_who_is_missing_is_replaced_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

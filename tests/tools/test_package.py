@@ -19,9 +19,9 @@ from pathlib import Path
 
 import megatron_llama
 import pytest
-from megatron_llama.commands.quickstart import in_transformers
+from megatron_llama.train.commands.quickstart import in_transformers
 
-from tests.launch import ROOT, TIMEOUT
+from tests.launcher import ROOT, TIMEOUT
 from tests.tools.test_constraints import brought
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -205,9 +205,9 @@ reveal_type(ml.save_hf(ml.load("runs/x"), "z", config="w").folder)
 reveal_type(ml.AdamW(lr=1e-3))
 """
 REVEALED = [
-    *("float | None", "torch._tensor.Tensor", "int", "megatron_llama.tokenizer.base.Tokenizer"),
+    *("float | None", "torch._tensor.Tensor", "int", "megatron_llama.data.tokenizer.base.Tokenizer"),
     *("Literal['stop'] | Literal['length']", "int", "bool", "typing.Mapping[str, Any]", "pathlib.Path"),
-    "megatron_llama.sharding.optimizer.AdamW",
+    "megatron_llama.engine.shard.optimizer.AdamW",
 ]
 WRONG = {
     "ml.train(5)": "arg-type",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from megatron_llama.plans.schedule import (
+from megatron_llama.schedule import (
     Action,
     Costs,
     Op,

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_llama.commands import pretrain
 from megatron_llama.config.megatron_names import MEGATRON
-from megatron_llama.config.offload import ZenFlowConfig
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import OptimizerConfig, TrainingConfig
-from megatron_llama.plans.checks.ranges import value_problems
-from megatron_llama.plans.checks.zenflow import zenflow_problems
-from megatron_llama.plans.resolve import assemble
+from megatron_llama.engine.offload_options import ZenFlowConfig
+from megatron_llama.train.commands import pretrain
+from megatron_llama.train.setup.checks.ranges import value_problems
+from megatron_llama.train.setup.checks.zenflow import zenflow_problems
+from megatron_llama.train.setup.resolve import assemble
 from megatron_llama.tune.commands import sft
 from tools.zenflow_study import CONTENDERS, Contender, StudyConfig, Task, table, tasks
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.api.common.trained import Trained
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.data.tokenizer.load import load_tokenizer
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import DataError
 from megatron_llama.model.generate import Sampling, generate_batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.train.api.common.trained import Trained
 from megatron_llama.tune.commands.chat import Talk
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.problems import UnusableError
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_refused_and_forgotten(model: Trained) -> None:
 
 def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: Path) -> None:
     """A folder of HuggingFace, its tokenizer, a template file."""
-    from megatron_llama.conversion.hf.writer import export_hf
+    from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 
     export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
     (tmp_path / "template").write_text("{% for message in messages %}{{ message['role'][0] + message['content'] + '</s>' }}{% endfor %}")
@@ -158,7 +158,7 @@ def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: P
 
 @pytest.fixture
 def hf(model: Trained, folder: Path, tmp_path: Path) -> Path:
-    from megatron_llama.conversion.hf.writer import export_hf
+    from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 
     return export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
 

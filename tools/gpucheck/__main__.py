@@ -208,7 +208,7 @@ def machine_of() -> tuple[dict[str, str], int] | None:
     """What this machine computes with, and its memory in bytes; None without a GPU."""
     import torch
 
-    from megatron_llama.distributed import device as devices
+    from megatron_llama.engine.comm import device as devices
 
     device = devices.accelerator(0)
     if devices.is_host(device):
@@ -275,7 +275,7 @@ def main(words: Sequence[str]) -> int:
 
 def gpus_of(machine: object, *, listed: bool) -> int:
     """How many GPUs parts may use; where parts are only listed, as if there were one."""
-    from megatron_llama.distributed import device as devices
+    from megatron_llama.engine.comm import device as devices
 
     return devices.accelerator_count() if machine is not None else int(listed)
 

@@ -34,13 +34,13 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
 from megatron_llama.config.sections import config_sections
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.groups import close_mesh
-from megatron_llama.distributed.join import join
-from megatron_llama.distributed.launcher import Place, place_from_environment
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.groups import close_mesh
 from megatron_llama.errors import ConfigError, UserError, describe
-from megatron_llama.plans.resolve import check
+from megatron_llama.launch.join import join
+from megatron_llama.launch.launcher import Place, place_from_environment
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.train.setup.resolve import check
 from tools.bench_step import configuration
 from tools.compare_sharding import Trial, random_batches
 from tools.step.contenders import Entry

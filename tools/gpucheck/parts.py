@@ -10,11 +10,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.resolve import check
+from megatron_llama.engine.plan.memory import sized
+from megatron_llama.model.presets import PRESETS
+from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.resolve import check
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPES = (("7b", "llama2-7b"), ("8b", "llama3-8b"))
@@ -49,12 +49,12 @@ AB_LAYERS = 8
 MARKED = re.compile(r"mark\.(gpu|kernels)\b")
 DECISIVE = (
     "tests/parallel/test_device.py",
-    "tests/nn/test_attention.py",
+    "tests/model/nn/test_attention.py",
     "tests/parallel/test_deterministic.py",
     "tests/engine/test_offload_device.py",
     "tests/data/test_upload.py",
     "tests/metrics/test_readback.py",
-    "tests/distributed/comm/test_streams.py",
+    "tests/engine/comm/test_streams.py",
 )
 """Tests that say whether a step is right on a device. They compile no kernel that a step does not
 need."""

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, a
 
 import torch
 
-from tests.launch import Launcher
+from tests.launcher import Launcher
 from tools.harm import contenders, corrupting, hostiling, kills, option_lines
 from tools.harm.formats import FORMATS
 from tools.harm.judging import BAD, Journal, Result, emptied, table

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests.data.tokenizer.layouts import LAYOUTS
 from tests.e2e.product import exact_curve, state
-from tests.tokenizer.layouts import LAYOUTS
 from tools.harm.materials import (
     SAVED,
     STEPS,

@@ -33,7 +33,7 @@ from tests.e2e.product import (
     exact_curve,
     state,
 )
-from tests.launch import Launcher
+from tests.launcher import Launcher
 from tools.harm.judging import Journal, Result, Verdict, emptied
 from tools.harm.materials import Workshop
 

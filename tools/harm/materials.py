@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.tokenizer.layouts import LAYOUTS, TEKKEN_SPLIT
+from tests.data.tokenizer.layouts import LAYOUTS, TEKKEN_SPLIT
 from tools.harm.sandbox import GIB, Limits, run_forked, valueless, warm
 
 MODEL = (

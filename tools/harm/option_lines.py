@@ -19,7 +19,7 @@ from megatron_llama.prove.case import Case
 from megatron_llama.prove.draw import draw
 from megatron_llama.prove.given import SECTIONS
 from tests.e2e.product import words as command_words
-from tests.launch import Finished, Launcher
+from tests.launcher import Finished, Launcher
 from tests.refusals import UNKNOWABLE, first_line
 from tools.harm.judging import Journal, Result, Verdict, emptied
 from tools.harm.materials import CHAT, Workshop, write_records

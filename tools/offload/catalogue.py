@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_llama.config.offload import ZenFlowConfig
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.plans.offload import EXACT, NONE, ZENFLOW, offload_plan
-from megatron_llama.plans.run_engine import engine_options, rank_bucket_plan
-from megatron_llama.plans.zenflow import longest_window
+from megatron_llama.engine.offload_options import ZenFlowConfig
+from megatron_llama.engine.plan.offload import EXACT, NONE, ZENFLOW, offload_plan
+from megatron_llama.engine.plan.zenflow import longest_window
+from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan
 
 NEVER = 1e9
 ALWAYS = 1e-9

@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.worker import Task
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.worker import Task
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker, rank_cores
-from megatron_llama.engine.update_rule import adamw_step
-from megatron_llama.plans.engine_options import UpdateOptions
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.rules.update_rule import adamw_step
 
 SAMPLE = 1 << 26
 """Elements that are copied and updated: more than caches hold."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.host_memory import free_bytes
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.host_memory import free_bytes
+from megatron_llama.engine.mesh import Mesh
 from tools.compare_sharding import random_batches
 from tools.offload.catalogue import Numbers
 from tools.offload.ours import Sample

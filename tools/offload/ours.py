@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.streams import Future
 from megatron_llama.engine.offload.copies import Copies, Copy, open_copies
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.worker import HostWorker
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.specs import Rectangle
 from tools.compare_sharding import random_batches
 from tools.offload.catalogue import Mode, configuration, elements
 from tools.offload.modelled import ModelledCopies, ModelledWorker, Speeds, compute

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.buckets import BucketPlan, Slot
-from megatron_llama.plans.muon import ITEMSIZE, muon_plan
-from megatron_llama.plans.run_engine import rank_bucket_plan
+from megatron_llama.engine.plan.buckets import BucketPlan, Slot
+from megatron_llama.engine.plan.muon import ITEMSIZE, muon_plan
+from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 
 FRAME_FACTOR = 1514 / 1448
 """Bytes on the link for a byte of payload: a 1500-byte packet holds 20 of IPv4, 20 of TCP, 12 of

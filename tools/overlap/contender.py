@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.model.nn.linear import column_linear
 from megatron_llama.model.positions import Positions
-from megatron_llama.nn.linear import column_linear
 from tools.overlap.loss import token_losses
 from tools.overlap.waits import Clock, install
 

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.exchange import Exchange, Reductions, gather
-from megatron_llama.distributed.comm.host.threads import ThreadStream
-from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.comm.exchange import Exchange, Reductions, gather
+from megatron_llama.engine.comm.host.threads import ThreadStream
+from megatron_llama.engine.comm.streams import Future
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.launch.mesh import build_mesh
 from tools.overlap.contender import Setting, adamw, clip_factor, decayed, wrapped
 from tools.overlap.plain import sharding
 

@@ -1,5 +1,5 @@
 """The loss of tokens with autograd, for contenders that wrap modules: the runtime of this project
-needs none (``nn/loss.py``)."""
+needs none (``model/nn/loss.py``)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.nn.loss import cross_entropy
-from megatron_llama.nn.tensors import at_least_fp32
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.tensors import at_least_fp32
+from megatron_llama.model.nn.loss import cross_entropy
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.comm.exchange import Reductions, gather
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.comm.exchange import Reductions, gather
+from megatron_llama.launch.mesh import build_mesh
 from tools.overlap.catalogue import MODES, configuration
 from tools.overlap.contender import Setting, adamw, clip_factor, decayed, wrapped
 

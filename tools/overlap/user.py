@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_llama.config.schema import Config
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.specs import Rectangle
 from tools.overlap.waits import Clock, install
 
 SEED = 1234

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
+from megatron_llama.model.presets import PRESETS
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import GBIT, gpu_named
 from megatron_llama.planner.steps import estimate
 from megatron_llama.planner.training_job import Machine, TrainerTraits
-from megatron_llama.plans.resolve import resolve
+from megatron_llama.train.setup.resolve import resolve
 
 A100 = gpu_named("a100")
 LAYERS = (

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed import device as devices
-from megatron_llama.nn.host import gemm
+from megatron_llama.engine import host_gemm as gemm
+from megatron_llama.engine.comm import device as devices
 
 SIZES = ((2048, 2048, 2048), (2048, 512, 4096), (2048, 4096, 1024))
 """(rows, inner, columns) on a host."""

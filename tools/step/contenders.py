@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import init_mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import init_mesh
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.specs import Rectangle
 from tools.compare_sharding import Trial, random_batches
 from tools.step.plain import PlainLlama
 

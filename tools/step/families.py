@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.model.families import FAMILIES
 from tools.step.contenders import Entry
 from tools.step.worker import Sample, Task
 

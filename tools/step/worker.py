@@ -94,8 +94,8 @@ def _measure(task: Task) -> Callable[[int], Sample]:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama.distributed import device as devices
-    from megatron_llama.distributed.launcher import fix_sums
+    from megatron_llama.engine.comm import device as devices
+    from megatron_llama.launch.launcher import fix_sums
     from tools.step.contenders import build
 
     fixed = task.config.training.deterministic_mode

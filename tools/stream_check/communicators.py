@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from megatron_llama.distributed import data_mesh as data_meshes
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed import mesh as meshes
-from megatron_llama.sharding import peers
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.shard import data_mesh as data_meshes
+from megatron_llama.engine.shard import peers
+from megatron_llama.launch import mesh as meshes
 from tools.stream_check.events import Line, Memory
 from tools.stream_check.recording import Recording, RecordingError
 

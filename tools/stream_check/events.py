@@ -114,7 +114,7 @@ class Wait:
     token: int | None
     """None for an event that was never recorded: CUDA then does not wait at all."""
     through: tuple[Site, ...] = ()
-    """The places in ``sharding/`` that have called what waits: they decide that somebody waits, and
+    """The places in ``engine/shard/`` that have called what waits: they decide that somebody waits, and
     the engine how."""
 
 

@@ -17,7 +17,6 @@ from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.columns import column_pieces
 from megatron_llama.checkpoint.history import NO_HISTORY
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.config.offload import OffloadConfig, ZenFlowConfig
 from megatron_llama.config.schema import (
     Config,
     LogConfig,
@@ -28,24 +27,25 @@ from megatron_llama.config.schema import (
     TrainingConfig,
 )
 from megatron_llama.data.loader import Batch, BatchLoader
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.engine.replicas import check_replicas
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.pipeline.scoring import predict_tokens
-from megatron_llama.plans.resolve import problems, resolve
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Step
 from megatron_llama.train.run.course import Course
 from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
 from megatron_llama.train.run.progress import Progress
 from megatron_llama.train.run.timeline_recorder import Notes
+from megatron_llama.train.setup.resolve import problems, resolve
 from tools.stream_check.events import Event, Site
 from tools.stream_check.rank import name_buffers, recorded
 from tools.stream_check.recording import DEVICE, Recording, RecordingError

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_llama.engine.muon import Muon
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.rules.muon import Muon
 from tools.stream_check.communicators import process_group
 from tools.stream_check.events import Event, Site
 from tools.stream_check.recording import Recording

@@ -64,7 +64,7 @@ def _callers() -> Iterator[tuple[str, int]]:
 
 
 def _in_package(file: str) -> bool:
-    return file.startswith(_PACKAGE) and not file.endswith("distributed/device.py")
+    return file.startswith(_PACKAGE) and not file.endswith("engine/comm/device.py")
 
 
 class RecordingError(Exception):
@@ -145,7 +145,7 @@ class Recording:
         return Site(str(Path(file).relative_to(ROOT)) if inside else file, line)
 
     def _through(self) -> tuple[Site, ...]:
-        """Return the places of ``sharding/`` that lead here."""
+        """Return the places of ``engine/shard/`` that lead here."""
         return tuple(
             Site(str(Path(file).relative_to(ROOT)), line)
             for file, line in _callers()

@@ -1,6 +1,6 @@
 """What stands in the package for the accelerator and for threads while a step is recorded.
 
-``distributed/device.py`` runs as it is, over an accelerator whose streams and events are those of
+``engine/comm/device.py`` runs as it is, over an accelerator whose streams and events are those of
 ``recording``. Threads, events, locks and queues of the package order one thread after another in
 the recording, and nothing else does.
 """
@@ -18,10 +18,10 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
 from tools.stream_check.recording import DeviceEvent, Recording, Stream, stream_name
 
-_HOST_KERNELS = frozenset({"megatron_llama.nn.attention", "megatron_llama.nn.sliding"})
+_HOST_KERNELS = frozenset({"megatron_llama.model.nn.attention", "megatron_llama.model.nn.sliding"})
 """Modules that choose kernels by device and have none here but the host's: attention runs torch's
 kernel for CPUs instead of cuDNN's, flash or the efficient one, which read and write the same."""
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_llama.sharding.engine import ModuleEngine
-from megatron_llama.sharding.optimizer import AdamW, group
-from megatron_llama.sharding.shard import shard
-from megatron_llama.sharding.shard_options import STRATEGIES
+from megatron_llama.engine.shard.engine import ModuleEngine
+from megatron_llama.engine.shard.optimizer import AdamW, group
+from megatron_llama.engine.shard.shard import shard
+from megatron_llama.engine.shard.shard_options import STRATEGIES
 from tools.stream_check.events import Event, Site
 from tools.stream_check.rank import name_buffers, recorded
 from tools.stream_check.recording import DEVICE, Recording

@@ -11,33 +11,33 @@ import torch
 
 from megatron_llama.checkpoint.carried import changed_fields
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
-from megatron_llama.config.hf import carried_config
-from megatron_llama.config.parse import flag
-from megatron_llama.conversion.formats import FORMATS, ModelWriter, open_model
-from megatron_llama.conversion.hf.reader import HFReader
-from megatron_llama.conversion.hf.writer import HFWriter
-from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
-from megatron_llama.conversion.native import optimizer as native_optimizer
-from megatron_llama.conversion.native.reader import NativeReader
-from megatron_llama.conversion.native.writer import NativeWriter
-from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.tokenizer_files import (
+from megatron_llama.checkpoint.model_folders.formats import FORMATS, ModelWriter, open_model
+from megatron_llama.checkpoint.model_folders.hf.reader import HFReader
+from megatron_llama.checkpoint.model_folders.hf.writer import HFWriter
+from megatron_llama.checkpoint.model_folders.model_fields import OPTIMIZER_LEFT_OUT
+from megatron_llama.checkpoint.model_folders.native.reader import NativeReader
+from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
+from megatron_llama.checkpoint.model_folders.tokenizer_files import (
     misfits,
     tokenizer_in,
     unknown_tokens,
     with_end_tokens,
 )
+from megatron_llama.config.parse import flag
 from megatron_llama.converter.convert import convert as write
 from megatron_llama.converter.convert import require_free, require_sound
 from megatron_llama.converter.megatron import args as megatron_args
 from megatron_llama.converter.megatron.writer import MegatronWriter
 from megatron_llama.converter.meta import names as meta_names
 from megatron_llama.converter.meta.writer import MetaWriter
+from megatron_llama.converter.native import optimizer as native_optimizer
+from megatron_llama.converter.native.writer import NativeWriter
 from megatron_llama.converter.torch_dist.optimizer import has_optimizer, open_optimizer
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
 from megatron_llama.converter.torch_dist.writer import TorchDistWriter
 from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
-from megatron_llama.plans.params import split_layers
+from megatron_llama.model.hf import carried_config
+from megatron_llama.model.plan.params import split_layers
 
 Format: TypeAlias = Literal["hf", "native", "megatron", "megatron-llama", "meta", "torch_dist"]
 MEGATRONS = ("megatron", "megatron-llama")

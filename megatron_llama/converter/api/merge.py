@@ -9,18 +9,18 @@ from typing import Literal, cast
 
 import torch
 
-from megatron_llama.api.common.trained import tokenizer_folder
 from megatron_llama.checkpoint.adapters import saved_lora
 from megatron_llama.checkpoint.listed_files import ListedFilesCheck
+from megatron_llama.checkpoint.model_folders.formats import ModelReader, open_model
+from megatron_llama.checkpoint.model_folders.hf.writer import HFWriter
+from megatron_llama.checkpoint.model_folders.peft.adapter import MergedReader, PeftAdapter
 from megatron_llama.checkpoint.native import read_meta
-from megatron_llama.conversion.formats import ModelReader, open_model
-from megatron_llama.conversion.hf.writer import HFWriter
-from megatron_llama.conversion.peft.adapter import MergedReader, PeftAdapter
 from megatron_llama.converter.api.convert import DTYPES
 from megatron_llama.converter.convert import convert, require_free, require_sound
+from megatron_llama.data.tokenizer.fingerprint import require_same_ids
+from megatron_llama.data.tokenizer.load import has_tokenizer, load_tokenizer
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.tokenizer.fingerprint import require_same_ids
-from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
+from megatron_llama.train.api.common.trained import tokenizer_folder
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_llama.conversion.formats import ModelReader, open_model
+from megatron_llama.checkpoint.model_folders.formats import ModelReader, open_model
 from megatron_llama.converter.api.convert import Format
 from megatron_llama.converter.convert import require_sound
 from megatron_llama.converter.verify.fields import field_differences
@@ -37,7 +37,7 @@ from megatron_llama.data.corpus import python_documentation
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.params import hf_shapes, parameter_count
+from megatron_llama.model.plan.params import hf_shapes, parameter_count
 
 Say = Callable[[str], None]
 LISTED = 10

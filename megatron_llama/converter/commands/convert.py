@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from megatron_llama.config.parse import Parsed
-from megatron_llama.plans.engine_memory import sized
+from megatron_llama.engine.plan.memory import sized
 
 
 def convert(parsed: Parsed) -> None:

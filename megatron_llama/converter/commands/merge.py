@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.converter.configs import MergeConfig
-from megatron_llama.plans.engine_memory import sized
+from megatron_llama.engine.plan.memory import sized
 
 
 def merge(parsed: Parsed) -> None:

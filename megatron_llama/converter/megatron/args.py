@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from megatron_llama.config.families.reader import LARGEST
-from megatron_llama.config.fields import read_fields, shown
-from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
-from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
-from megatron_llama.config.schema import ModelConfig
-from megatron_llama.config.windows import FULL, SLIDING, layer_windows
-from megatron_llama.conversion.model_fields import (
+from megatron_llama.checkpoint.model_folders.model_fields import (
     GIVE_CONFIG,
     LLAMA31_SCALING,
     is_llama31_scaling,
     kind_problems,
     true_vocab_size,
 )
-from megatron_llama.conversion.tokenizer_files import tokenizer_in
+from megatron_llama.checkpoint.model_folders.tokenizer_files import tokenizer_in
+from megatron_llama.config.fields import read_fields, shown
+from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.megatron.names import LEGACY
 from megatron_llama.errors import CheckpointError, describe, listing
-from megatron_llama.plans.params import padded_vocab_size
+from megatron_llama.model.families.reader import LARGEST
+from megatron_llama.model.hf import hf_config_from_model, model_config_from_hf
+from megatron_llama.model.plan.params import padded_vocab_size
+from megatron_llama.model.windows import FULL, SLIDING, layer_windows
 
 HELD = (
     "attention_bias",

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.tensor_map import TensorMap
-from megatron_llama.plans.params import Partition, padded_vocab_size, stage_units
-from megatron_llama.plans.specs import HFSlice, ParamSpec
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec
+from megatron_llama.model.plan.params import Partition, padded_vocab_size, stage_units
 
 FILE = "model_optim_rng.pt"
 CHECKPOINT_VERSION = 3.0

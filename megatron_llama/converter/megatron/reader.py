@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_llama.checkpoint.storage import LISTED, refuse
-from megatron_llama.checkpoint.torch_file import TorchFile
-from megatron_llama.config.fields import finite_number, shown
-from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.formats import Reading
-from megatron_llama.conversion.model_fields import (
+from megatron_llama.checkpoint.model_folders.formats import Reading
+from megatron_llama.checkpoint.model_folders.model_fields import (
     MATCHING_FILES,
     OPTIMIZER_LEFT_OUT,
     PLAIN_MODELS,
     read_config,
 )
-from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
-from megatron_llama.conversion.tracked_folder import find_folder
+from megatron_llama.checkpoint.model_folders.tokenizer_files import tokenizer_files_of
+from megatron_llama.checkpoint.model_folders.tracked_folder import find_folder
+from megatron_llama.checkpoint.storage import LISTED, refuse
+from megatron_llama.checkpoint.torch_file import TorchFile
+from megatron_llama.config.fields import finite_number, shown
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.megatron.args import (
     MEGATRON_LLAMA_ONLY,
     MEGATRON_ONLY,
@@ -45,8 +45,8 @@ from megatron_llama.converter.megatron.names import (
     partition_of,
 )
 from megatron_llama.converter.tensor_map import TensorMap, TensorReader
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError, describe, listing
-from megatron_llama.plans.specs import Rectangle
 
 OLDEST_GROUPED = 2.0
 """From this ``checkpoint_version`` on q, k and v have today's order."""

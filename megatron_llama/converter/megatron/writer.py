@@ -13,10 +13,9 @@ import torch
 
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
 from megatron_llama.checkpoint.folders import sync, write_synced
-from megatron_llama.config.hf import carried_config
+from megatron_llama.checkpoint.model_folders.torch_file import write_torch_file
+from megatron_llama.checkpoint.model_folders.write_tasks import WriteTask
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.torch_file import write_torch_file
-from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.converter.megatron.args import held_problems, make_args
 from megatron_llama.converter.megatron.names import (
     CHECKPOINT_VERSION,
@@ -31,6 +30,7 @@ from megatron_llama.converter.megatron.names import (
 from megatron_llama.converter.tensor_map import MappedTensor, element_count
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import describe
+from megatron_llama.model.hf import carried_config
 
 
 @dataclass(frozen=True)

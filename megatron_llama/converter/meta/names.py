@@ -13,12 +13,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.checkpoint.model_folders.model_fields import is_llama31_scaling
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.model_fields import is_llama31_scaling
 from megatron_llama.converter.tensor_map import TensorMap
+from megatron_llama.engine.plan.specs import HFSlice
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import stage_units, whole_model
-from megatron_llama.plans.specs import HFSlice
+from megatron_llama.model.plan.params import stage_units, whole_model
 
 PARAMS = "params.json"
 PARAMS_READ = (

@@ -10,15 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.checkpoint.storage import refuse
-from megatron_llama.checkpoint.torch_file import TorchFile
-from megatron_llama.config.families.reader import LARGEST
-from megatron_llama.config.fields import read_fields
-from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, read_config_json
-from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
-from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.formats import Reading
-from megatron_llama.conversion.model_fields import (
+from megatron_llama.checkpoint.model_folders.formats import Reading
+from megatron_llama.checkpoint.model_folders.model_fields import (
     GIVE_CONFIG,
     MATCHING_FILES,
     PLAIN_MODELS,
@@ -26,9 +19,14 @@ from megatron_llama.conversion.model_fields import (
     read_config,
     true_vocab_size,
 )
-from megatron_llama.conversion.safetensors_file import row_blocks
-from megatron_llama.conversion.tokenizer_files import tokenizer_files_of, tokenizer_in
-from megatron_llama.conversion.torch_file import TorchWeights
+from megatron_llama.checkpoint.model_folders.safetensors_file import row_blocks
+from megatron_llama.checkpoint.model_folders.tokenizer_files import tokenizer_files_of, tokenizer_in
+from megatron_llama.checkpoint.model_folders.torch_file import TorchWeights
+from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.checkpoint.torch_file import TorchFile
+from megatron_llama.config.fields import read_fields
+from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.meta.names import (
     EMBEDDING,
     HF_EMBEDDING,
@@ -40,8 +38,10 @@ from megatron_llama.converter.meta.names import (
     split_problems,
 )
 from megatron_llama.converter.tensor_map import TensorReader
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError, describe, listing
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.families.reader import LARGEST
+from megatron_llama.model.hf import hf_config_from_model, model_config_from_hf, read_config_json
 
 
 def weight_files_of(folder: Path) -> list[Path]:

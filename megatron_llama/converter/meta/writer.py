@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.folders import write_synced
-from megatron_llama.config.hf import carried_config
+from megatron_llama.checkpoint.model_folders.model_fields import kind_problems
+from megatron_llama.checkpoint.model_folders.torch_file import write_torch_file
+from megatron_llama.checkpoint.model_folders.write_tasks import WriteTask
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.model_fields import kind_problems
-from megatron_llama.conversion.torch_file import write_torch_file
-from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.converter.meta.names import (
     HF_EMBEDDING,
     OUTPUT,
@@ -27,6 +26,7 @@ from megatron_llama.converter.meta.names import (
 )
 from megatron_llama.converter.tensor_map import MappedTensor, element_count
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.model.hf import carried_config
 
 ROW_CUT_VOCABULARY = 128_000
 """From this size on a model is a LLaMA 3, whose code cuts the embedding by rows."""

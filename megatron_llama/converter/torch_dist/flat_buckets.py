@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS
+from megatron_llama.checkpoint.model_folders.safetensors_file import BLOCK_ELEMENTS
 from megatron_llama.converter.megatron.names import BLOCKS, LOCAL, TE
 from megatron_llama.converter.torch_dist.masters import require_masters
 from megatron_llama.converter.torch_dist.names import EMBEDDING_KEY, HALVES, HEAD_KEY, LAYERS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import TorchDistFolder
 from megatron_llama.checkpoint.storage import refuse
-from megatron_llama.commands.inspect import print_rows
-from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
 from megatron_llama.converter.torch_dist.names import model_keys
 from megatron_llama.errors import counted
+from megatron_llama.train.commands.inspect import print_rows
 
 OF_A_RUN = (
     "tensor_model_parallel_size",

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.index import StoredTensor
+from megatron_llama.checkpoint.model_folders.model_fields import MATCHING_FILES, PLAIN_MODELS
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.model_fields import MATCHING_FILES, PLAIN_MODELS
 from megatron_llama.converter.megatron.names import (
     BLOCKS,
     IGNORED,
@@ -33,8 +33,8 @@ from megatron_llama.converter.megatron.names import (
     their_name,
 )
 from megatron_llama.converter.tensor_map import TensorMap
+from megatron_llama.engine.plan.specs import HFSlice, Rectangle
 from megatron_llama.errors import describe
-from megatron_llama.plans.specs import HFSlice, Rectangle
 
 LAYERS = "decoder.layers."
 EMBEDDING_KEY = "embedding.word_embeddings.weight"

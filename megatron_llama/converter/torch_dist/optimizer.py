@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.container import COPY_AGAIN
+from megatron_llama.checkpoint.model_folders.optimizer_state import STATES, OptimizerState
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import TorchDistFolder
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.fields import shown
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_REAL
 from megatron_llama.config.schema import Config, DataConfig, OptimizerConfig, TrainingConfig
-from megatron_llama.conversion.optimizer_state import STATES, OptimizerState
-from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
 from megatron_llama.converter.torch_dist.flat_buckets import FlatBuckets
 from megatron_llama.converter.torch_dist.masters import require_masters
 from megatron_llama.converter.torch_dist.names import StoredSource

@@ -10,12 +10,16 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_llama.checkpoint.container import COPY_AGAIN
+from megatron_llama.checkpoint.model_folders.formats import Reading
+from megatron_llama.checkpoint.model_folders.model_fields import (
+    MATCHING_FILES,
+    OPTIMIZER_LEFT_OUT,
+    read_config,
+)
+from megatron_llama.checkpoint.model_folders.tokenizer_files import tokenizer_files_of
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import TorchDistFolder
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.formats import Reading
-from megatron_llama.conversion.model_fields import MATCHING_FILES, OPTIMIZER_LEFT_OUT, read_config
-from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
-from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
 from megatron_llama.converter.megatron.args import SIZES, read_args, stored_vocab_size
 from megatron_llama.converter.torch_dist.names import (
     EMBEDDING_KEY,
@@ -26,8 +30,8 @@ from megatron_llama.converter.torch_dist.names import (
     layer_count,
     model_keys,
 )
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError, UserError, describe
-from megatron_llama.plans.specs import Rectangle
 
 
 class TorchDistReader:

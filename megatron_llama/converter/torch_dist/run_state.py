@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
 from megatron_llama.config.batch_ramp import with_decay
-from megatron_llama.conversion.optimizer_state import OptimizerState
 
 SAME_OPTIMIZER = (
     "lr",

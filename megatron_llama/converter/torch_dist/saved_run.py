@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import TorchDistFolder
 from megatron_llama.config.batch_ramp import run_samples
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
 from megatron_llama.converter.torch_dist.optimizer import (
     has_optimizer,
     open_optimizer,

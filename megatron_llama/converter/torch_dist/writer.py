@@ -30,14 +30,13 @@ from megatron_llama.checkpoint.checksums import HashedFile
 from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region, make_index
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
+from megatron_llama.checkpoint.model_folders.torch_dist.files import BACKEND
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import COMMON, MANIFEST, VERSIONS
+from megatron_llama.checkpoint.model_folders.torch_file import require_finite, write_torch_file
+from megatron_llama.checkpoint.model_folders.write_tasks import ProgressSource, WriteTask
 from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_parts
-from megatron_llama.config.hf import carried_config
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.optimizer_state import OptimizerState
-from megatron_llama.conversion.torch_dist.files import BACKEND
-from megatron_llama.conversion.torch_dist.folder import COMMON, MANIFEST, VERSIONS
-from megatron_llama.conversion.torch_file import require_finite, write_torch_file
-from megatron_llama.conversion.write_tasks import ProgressSource, WriteTask
 from megatron_llama.converter.megatron.args import held_problems, make_args
 from megatron_llama.converter.megatron.names import (
     CHECKPOINT_VERSION,
@@ -50,6 +49,7 @@ from megatron_llama.converter.tensor_map import MappedTensor
 from megatron_llama.converter.torch_dist.names import LAYERS
 from megatron_llama.converter.torch_dist.run_state import optimizer_entries, training_args
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.model.hf import carried_config
 
 STATE_KEYS: Mapping[str, str] = MappingProxyType(
     {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

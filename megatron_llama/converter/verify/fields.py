@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_llama.checkpoint.meta import without_effect
-from megatron_llama.config.rope import normal_rope
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.model.rope import normal_rope
 
 _OURS = frozenset({"preset", "make_vocab_size_divisible_by"})
 """Fields that describe a run, not a model."""

@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.checkpoint.model_folders.safetensors_file import row_blocks
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.safetensors_file import row_blocks
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.llama import Stage, StageOptions
 from megatron_llama.model.load import load_stages
-from megatron_llama.nn.functional import rms_norm
-from megatron_llama.nn.head import soft_capped
-from megatron_llama.plans.params import SCORE, Partition, has_tied_head, stage_units
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.nn.functional import rms_norm
+from megatron_llama.model.nn.head import soft_capped
+from megatron_llama.model.plan.params import SCORE, Partition, has_tied_head, stage_units
 
 TOLERANCE = 1e-4
 """Largest deviation of a logit that rounding explains."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_llama.config.rope import ORIGINAL
+from megatron_llama.checkpoint.model_folders.formats import ModelReader
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.formats import ModelReader
+from megatron_llama.data.tokenizer.base import Tokenizer
+from megatron_llama.data.tokenizer.load import USUAL_NAMES, load_tokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.load import USUAL_NAMES, load_tokenizer
+from megatron_llama.model.rope import ORIGINAL
 
 BEYOND = 64
 """Tokens behind the context that a rotary scaling stretches, or a window reaches: there a wrong one

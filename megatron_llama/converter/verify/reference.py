@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.params import parameter_count
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.memory import sized
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.params import parameter_count
 
 
 def obstacle(model: ModelConfig) -> str | None:

@@ -11,11 +11,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_llama.conversion.formats import ModelReader
-from megatron_llama.conversion.safetensors_file import row_blocks
+from megatron_llama.checkpoint.model_folders.formats import ModelReader
+from megatron_llama.checkpoint.model_folders.safetensors_file import row_blocks
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.plan.params import hf_shapes
 
 PRECISION: Mapping[str, int] = MappingProxyType({"bfloat16": 8, "float16": 11, "float32": 24})
 """Bits of the significand, by dtype."""

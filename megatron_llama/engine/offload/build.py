@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
-from megatron_llama.distributed.host_memory import free_bytes
-from megatron_llama.distributed.machine import machine_name
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.host_memory import free_bytes
+from megatron_llama.engine.comm.machine import machine_name
+from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.engine.offload.copies import Copies, open_copies
 from megatron_llama.engine.offload.worker import HostWorker, rank_cores
-from megatron_llama.engine.rules import RuleInputs
-from megatron_llama.engine.update_rule import AdamW, UpdateRule, UpdateRules
+from megatron_llama.engine.plan.memory import sized, state_bytes
+from megatron_llama.engine.plan.offload import EXACT, ZENFLOW, OffloadPlan, offload_plan
+from megatron_llama.engine.plan.zenflow import AUTO
+from megatron_llama.engine.rules.registry import RuleInputs
+from megatron_llama.engine.rules.update_rule import AdamW, UpdateRule, UpdateRules
 from megatron_llama.errors import OffloadError, describe
-from megatron_llama.plans.engine_memory import sized, state_bytes
-from megatron_llama.plans.offload import EXACT, ZENFLOW, OffloadPlan, offload_plan
-from megatron_llama.plans.zenflow import AUTO
 from megatron_llama.registry import Registry
 
 

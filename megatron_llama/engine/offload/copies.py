@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import CompletedFuture, Future
-from megatron_llama.distributed.comm.worker import Task, Worker
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.streams import CompletedFuture, Future
+from megatron_llama.engine.comm.worker import Task, Worker
 
 
 class Copy(Future, Protocol):

@@ -22,17 +22,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.distributed.comm.worker import Task
-from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.engine.comm.recorder import Recorder
+from megatron_llama.engine.comm.streams import Future
+from megatron_llama.engine.comm.worker import Task
 from megatron_llama.engine.offload.build import Host
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker, errors_of_bucket
-from megatron_llama.engine.rules import RuleInputs
-from megatron_llama.engine.update_rule import Shard, UpdateRule, adamw_step
-from megatron_llama.plans.engine_options import UpdateOptions
-from megatron_llama.plans.offload import FACTORS, STAGED, OffloadPlan
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.plan.offload import FACTORS, STAGED, OffloadPlan
+from megatron_llama.engine.rules.registry import RuleInputs
+from megatron_llama.engine.rules.update_rule import Shard, UpdateRule, adamw_step
 
 UPDATING = "updating"
 COPYING_STATE = "copying state"

@@ -9,9 +9,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed import device as devices
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.plan.buckets import ALIGN, align_up
 from megatron_llama.errors import OffloadError, describe
-from megatron_llama.plans.buckets import ALIGN, align_up
 
 _REMEDY = (
     "offload less with --optimizer-offload-fraction, shard over more ranks, "

@@ -15,9 +15,9 @@ from itertools import count
 
 import torch
 
-from megatron_llama.config.offload import core_list
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.worker import Task
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.worker import Task
+from megatron_llama.engine.offload_options import core_list
 from megatron_llama.errors import ConfigError, OffloadError, describe
 
 

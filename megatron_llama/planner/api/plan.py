@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from megatron_llama.api.common.options import Options, read_options
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.parts import completed, part_of
 from megatron_llama.config.sections import config_sections
@@ -26,6 +25,7 @@ from megatron_llama.planner.inputs import (
 from megatron_llama.planner.nearest import Citation, nearest, read_citations
 from megatron_llama.planner.report import as_json, command, does_not_fit, label, run_options
 from megatron_llama.planner.search import enough_gpus, search
+from megatron_llama.train.api.common.options import Options, read_options
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ import torch
 
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.host_gemm import linear
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
-from megatron_llama.nn.attention import causal_attention
-from megatron_llama.nn.host.gemm import linear
-from megatron_llama.nn.kernels.choice import kernels_for
-from megatron_llama.nn.ops import PLAIN
+from megatron_llama.model.nn.attention import causal_attention
+from megatron_llama.model.nn.kernels.choice import kernels_for
+from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.measurements import Point
-from megatron_llama.plans.resolve import resolve
+from megatron_llama.train.setup.resolve import resolve
 
 FEWEST = 3
 MOST = 50

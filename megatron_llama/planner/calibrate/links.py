@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm import exchange
-from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.comm.object_collectives import all_gather_float
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm import exchange
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.comm.object_collectives import all_gather_float
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.planner.calibrate.kernels import FEWEST, MOST
 from megatron_llama.planner.measurements import Point
 

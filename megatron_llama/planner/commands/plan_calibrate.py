@@ -20,8 +20,8 @@ from megatron_llama.planner.outputs import write_json
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.distributed.axes import Mesh
-    from megatron_llama.distributed.launcher import Place
+    from megatron_llama.engine.mesh import Mesh
+    from megatron_llama.launch.launcher import Place
 
 
 def calibrate(parsed: Parsed) -> None:
@@ -37,10 +37,10 @@ def calibrate(parsed: Parsed) -> None:
         )
     import torch
 
-    from megatron_llama.api.common.watched import watched
-    from megatron_llama.distributed import device as devices
-    from megatron_llama.distributed.launcher import place_from_environment
-    from megatron_llama.distributed.mesh import init_mesh
+    from megatron_llama.engine.comm import device as devices
+    from megatron_llama.launch.launcher import place_from_environment
+    from megatron_llama.launch.mesh import init_mesh
+    from megatron_llama.train.api.common.watched import watched
 
     place = place_from_environment()
     node = place.local_world_size or place.world_size
@@ -67,10 +67,7 @@ def calibrate(parsed: Parsed) -> None:
 
 def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:
     """Every point with its median over the processes. Collective."""
-    from megatron_llama.distributed.comm.object_collectives import (
-        all_gather_float,
-        all_gather_object,
-    )
+    from megatron_llama.engine.comm.object_collectives import all_gather_float, all_gather_object
     from megatron_llama.planner.calibrate.kernels import SHARE, kernel_points, probed
     from megatron_llama.planner.calibrate.links import link_points
 
@@ -88,8 +85,8 @@ def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float
 
 def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> MeasuredDevice:
     """The device with what is known of it without measuring."""
-    from megatron_llama.distributed import device as devices
-    from megatron_llama.distributed.host_memory import free_bytes
+    from megatron_llama.engine.comm import device as devices
+    from megatron_llama.engine.comm.host_memory import free_bytes
 
     name = devices.name(mesh.device)
     memory = devices.memory_bytes(mesh.device)

@@ -18,7 +18,7 @@ from megatron_llama.planner.measured import MeasuredSteps, config_of
 from megatron_llama.planner.outputs import write_drawing, write_json, write_page
 from megatron_llama.planner.pictures.compare_page import compare_page, steps_chart
 from megatron_llama.planner.report import label
-from megatron_llama.plans.timeline_file import Recorded, read_timeline
+from megatron_llama.train.run.timeline_file import Recorded, read_timeline
 
 
 def compare_runs(parsed: Parsed) -> None:

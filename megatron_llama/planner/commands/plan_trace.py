@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
+from megatron_llama.engine.plan.memory import sized
+from megatron_llama.engine.plan.offload import NONE
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.inputs import MODEL_HINT, machine_of, with_precision
 from megatron_llama.planner.outputs import write_text
 from megatron_llama.planner.traced import StageTrace, Trace
-from megatron_llama.plans.auto import decide
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.offload import NONE
-from megatron_llama.plans.resolve import assemble, check
+from megatron_llama.train.setup.auto import decide
+from megatron_llama.train.setup.resolve import assemble, check
 
 UNITS = ((10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (1, "FLOP"))
 

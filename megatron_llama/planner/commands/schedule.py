@@ -11,7 +11,7 @@ from megatron_llama.planner.configs import ScheduleConfig
 from megatron_llama.planner.outputs import write_drawing, write_page
 from megatron_llama.planner.pictures.page import code, page
 from megatron_llama.planner.pictures.svg import INK, WHITE, Drawing, ink_on
-from megatron_llama.plans.schedule import (
+from megatron_llama.schedule import (
     Action,
     Costs,
     Op,

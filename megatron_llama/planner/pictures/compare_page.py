@@ -11,7 +11,7 @@ from megatron_llama.planner.pictures.bars import COLOURS, Bar, BarRow, Chart
 from megatron_llama.planner.pictures.page import heading, page, paragraph, table
 from megatron_llama.planner.pictures.plan_page import PlannedTimeline, milliseconds
 from megatron_llama.planner.report import label
-from megatron_llama.plans.timeline_file import COMPUTE, ITERATIONS, LANES, UPDATES, WAITS, Span
+from megatron_llama.train.run.timeline_file import COMPUTE, ITERATIONS, LANES, UPDATES, WAITS, Span
 
 MESSAGES = tuple(lane for lane in LANES if lane not in (ITERATIONS, COMPUTE, WAITS))
 """Lanes of what happens at the same time as the passes."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.oom_probability import ALLOCATABLE
@@ -14,10 +15,9 @@ from megatron_llama.planner.pictures.bars import COLOURS, PALETTE, Bar, BarRow, 
 from megatron_llama.planner.pictures.page import code, heading, key, page, paragraph, table
 from megatron_llama.planner.report import LEGEND, PARTS, SHARES, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
-from megatron_llama.plans.engine_memory import sized
-from megatron_llama.plans.schedule import Op, Schedule, TimedPass
-from megatron_llama.plans.schedule.actions import send_of
-from megatron_llama.plans.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UPDATES
+from megatron_llama.schedule import Op, Schedule, TimedPass
+from megatron_llama.schedule.actions import send_of
+from megatron_llama.train.run.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UPDATES
 
 GIB = 2**30
 HEAD = (

@@ -312,7 +312,7 @@ def _is_config(value: object) -> bool:
 
 
 def _are_datasets(value: object) -> bool:
-    """Whether this is what a start says of its data, as ``loop/facts.py`` gathers it."""
+    """Whether this is what a start says of its data, as ``train/setup/facts.py`` gathers it."""
     return isinstance(value, list) and all(
         isinstance(one, dict)
         and isinstance(one.get("name"), str)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import counted
 from megatron_llama.planner.pictures import curves, page
 from megatron_llama.planner.pictures.bars import GREY, NARROW, PALETTE, Bar, BarRow, drawing
@@ -17,7 +18,6 @@ from megatron_llama.planner.run.folder import SECONDS, Floats, time_of
 from megatron_llama.planner.run.incidents import Incident
 from megatron_llama.planner.run.planned import PEAK, STEP, ComparedNumber, Planned
 from megatron_llama.planner.run.summary import Summary, differences, number
-from megatron_llama.plans.engine_memory import sized
 
 BYTES = 1_000_000
 """A page is smaller."""

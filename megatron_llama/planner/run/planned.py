@@ -21,8 +21,8 @@ from megatron_llama.planner.measured import read_config
 from megatron_llama.planner.report import PARTS, mfu
 from megatron_llama.planner.run.folder import Floats, RunFolder
 from megatron_llama.planner.training_job import Machine
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.resolve import problems
+from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.resolve import problems
 
 EXPOSED = ("tensor", "context", "pipeline", "data")
 """Fields of a StepTime that are communication nothing hides."""

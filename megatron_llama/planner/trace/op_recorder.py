@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.planner.trace.operators import Recipe, cost, tensors
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.planner.traced import ActionSegment, Message, Operator, TracedAction

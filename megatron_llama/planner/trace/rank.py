@@ -15,20 +15,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.pieces import held_memory
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.plan.params import partition_of
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
+from megatron_llama.pipeline.plan.stage_accesses import rank_weight_accesses
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.planner.traced import StageTrace
-from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.schedule import Schedule
-from megatron_llama.plans.stage_accesses import rank_weight_accesses
-from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.schedule import Schedule
 
 BATCHES = "batches"
 BUFFERS = "buffers"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from megatron_llama.planner.traced import ActionSegment, TracedAction
-from megatron_llama.plans.schedule import Action, Op
+from megatron_llama.schedule import Action, Op
 
 PERIODS = 4
 """Equal turns that a shortened schedule has at least. The first of them may contain the first

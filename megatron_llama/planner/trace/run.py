@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
+from megatron_llama.model.plan.params import partition_of
+from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.planner.trace.op_recorder import Tables
 from megatron_llama.planner.trace.rank import BATCHES, trace_rank
 from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
 from megatron_llama.planner.traced import StageTrace, Trace, TracedAction
-from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.run_engine import rank_bucket_plan
-from megatron_llama.plans.schedule import Schedule, schedule_named
+from megatron_llama.schedule import Schedule, schedule_named
 
 FEW = 5
 """Microbatches that show everything: the first, the last, and others that do the same."""

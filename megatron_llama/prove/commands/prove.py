@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.config.sections import config_sections
-from megatron_llama.distributed.launcher import place_from_environment
 from megatron_llama.errors import ClusterError, ConfigError, counted
+from megatron_llama.launch.launcher import place_from_environment
 from megatron_llama.planner.outputs import write_text
 from megatron_llama.prove.prove_config import ProveConfig
 from megatron_llama.train.setup.layout import AutoParallelConfig

@@ -34,8 +34,8 @@ from megatron_llama.checkpoint.saver import RefusedSave
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import TrainingError, describe
 from megatron_llama.files import replacing
 from megatron_llama.metrics.log import MetricLog

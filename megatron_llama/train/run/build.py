@@ -13,22 +13,9 @@ from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.loop.banner import already_finished, banner
-from megatron_llama.loop.build import (
-    build_loader,
-    find_not_finite_at_start,
-    load_or_init,
-    open_log,
-    read_first_step,
-    warn_of_start,
-)
-from megatron_llama.loop.facts import run_facts
-from megatron_llama.loop.inputs import Ready
-from megatron_llama.loop.start import folder_from_elsewhere
-from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.metrics.events import FAULT, START
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.llama import build_stages
@@ -46,9 +33,22 @@ from megatron_llama.train.run.progress import Progress
 from megatron_llama.train.run.replica_check import ReplicaCheck
 from megatron_llama.train.run.text_samples import SampleTexts
 from megatron_llama.train.run.validation import Evaluator, Validation
+from megatron_llama.train.setup.banner import already_finished, banner
+from megatron_llama.train.setup.build import (
+    build_loader,
+    find_not_finite_at_start,
+    load_or_init,
+    open_log,
+    read_first_step,
+    warn_of_start,
+)
+from megatron_llama.train.setup.facts import run_facts
+from megatron_llama.train.setup.inputs import Ready
+from megatron_llama.train.setup.start import folder_from_elsewhere
+from megatron_llama.train.setup.weight_check import begin_weight_check
 
 if TYPE_CHECKING:
-    from megatron_llama.conversion.export import FinalExport
+    from megatron_llama.checkpoint.model_folders.export import FinalExport
     from megatron_llama.train.run.profiling import Profiling
 
 
@@ -82,7 +82,7 @@ def open_run(
         else:
             interrupts = Interrupts()
         # Left last: a launcher that has seen another rank end sends SIGTERM at once, and this one
-        # has to close what follows, and to say which rank it was (``api/common/watched.py``).
+        # has to close what follows, and to say which rank it was (``train/api/common/watched.py``).
         stack.enter_context(interrupts)
         stages = build_stages(config, mesh)
         steps_per_epoch = -(-len(inputs.training) // config.training.global_batch_size)
@@ -212,7 +212,7 @@ def _final_export(
     if folder is None:
         return None
     # Writers of HuggingFace's format are loaded by a run that exports, before its first step.
-    from megatron_llama.conversion.export import FinalExport
+    from megatron_llama.checkpoint.model_folders.export import FinalExport
 
     return FinalExport(folder, ready.config, mesh, optimizer, ready.tokenizer, ready.carried)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.engine.comm.recorder import Recorder
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import CheckpointError, UserError
 from megatron_llama.train.run.course import Course

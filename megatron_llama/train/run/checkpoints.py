@@ -12,17 +12,17 @@ from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.data.loader import Samples
 from megatron_llama.data.stream_places import furthest, places, text_streams
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm.object_collectives import all_gather_object
+from megatron_llama.engine.comm.object_collectives import all_gather_object
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.loop.inputs import Ready
-from megatron_llama.loop.weight_check import WeightCheck
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Callback, Part, Run
 from megatron_llama.train.run.course import Course
 from megatron_llama.train.run.prefetch import Interrupts
+from megatron_llama.train.setup.inputs import Ready
+from megatron_llama.train.setup.weight_check import WeightCheck
 
 
 class Checkpoints(Part):

@@ -8,12 +8,12 @@ from typing import Self
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.verification import DatasetCheck
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import raise_error_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import raise_error_on_all_ranks
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import UserError
-from megatron_llama.loop.build import check_datasets
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.train.run.callbacks import Part, Run
+from megatron_llama.train.setup.build import check_datasets
 
 
 class DataFiles(Part):

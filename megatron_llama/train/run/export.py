@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.train.run.callbacks import Part, Run
 from megatron_llama.train.run.checkpoints import Checkpoints
 from megatron_llama.train.run.course import Course
 
 if TYPE_CHECKING:
-    from megatron_llama.conversion.export import FinalExport
+    from megatron_llama.checkpoint.model_folders.export import FinalExport
 
 
 class Export(Part):

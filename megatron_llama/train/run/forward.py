@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
-from megatron_llama.loop.build import open_log
-from megatron_llama.loop.inputs import VALIDATION, Source, open_samples
-from megatron_llama.loop.start import Start, trained_weights
-from megatron_llama.loop.weight_check import begin_weight_check
+from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.pipeline.fixed_weights import FixedWeights
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.train.run.validation import Evaluator
+from megatron_llama.train.setup.build import open_log
+from megatron_llama.train.setup.inputs import VALIDATION, Source, open_samples
+from megatron_llama.train.setup.start import Start, trained_weights
+from megatron_llama.train.setup.weight_check import begin_weight_check
 
 
 def evaluate_only(config: Config, mesh: Mesh, start: Start | None, source: Source) -> None:

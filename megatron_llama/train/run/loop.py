@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from signal import Signals
 
 from megatron_llama.data.stream_places import seek
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import on_rank0
+from megatron_llama.engine.comm.object_collectives import on_rank0
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.loop.inputs import Ready
 from megatron_llama.metrics.events import END
 from megatron_llama.metrics.log import MetricLog
+from megatron_llama.model.plan.run_params import logged_group, param_groups
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.lr import learning_rate
-from megatron_llama.plans.run_params import logged_group, param_groups
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Part, Run, Step
 from megatron_llama.train.run.checkpoints import Checkpoints
 from megatron_llama.train.run.course import Course
 from megatron_llama.train.run.export import Export
+from megatron_llama.train.run.lr import learning_rate
 from megatron_llama.train.run.prefetch import RETURN, SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.train.run.progress import Progress
 from megatron_llama.train.run.result import TrainResult
+from megatron_llama.train.setup.inputs import Ready
 
 
 @dataclass(frozen=True)

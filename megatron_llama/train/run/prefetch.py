@@ -17,12 +17,9 @@ from torch import Tensor
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.data.upload import Upload
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.collectives import Pending
-from megatron_llama.distributed.comm.object_collectives import (
-    all_reduce_max,
-    raise_error_on_all_ranks,
-)
+from megatron_llama.engine.comm.collectives import Pending
+from megatron_llama.engine.comm.object_collectives import all_reduce_max, raise_error_on_all_ranks
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import DataError, UserError
 
 CONTINUE, SAVE, RETURN, STOP, ASKED, TERMINATED, INTERRUPTED, FAILED = range(8)

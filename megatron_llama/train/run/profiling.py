@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.train.run.callbacks import Part, Run
 from megatron_llama.train.run.timeline_recorder import TimelineRecorder

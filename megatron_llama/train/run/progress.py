@@ -9,9 +9,9 @@ from functools import partial
 
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import all_gather_float
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.object_collectives import all_gather_float
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.replicas import check_replicas, has_replicas
 from megatron_llama.train.run.callbacks import Part, Run

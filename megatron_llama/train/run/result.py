@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import Signals
 
 from megatron_llama.config.schema import Config
-from megatron_llama.loop.inputs import Ready
+from megatron_llama.train.setup.inputs import Ready
 
 
 @dataclass(frozen=True)

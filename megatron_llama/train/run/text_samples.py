@@ -13,11 +13,11 @@ import torch
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.data.tokenizer.base import Tokenizer
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.pipeline.scoring import predict_tokens
-from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.train.run.callbacks import Part, Run
 
 

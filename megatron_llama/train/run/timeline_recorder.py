@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm.object_collectives import gather_object, raise_on_all_ranks
-from megatron_llama.distributed.recorder import Note, Recorder
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.object_collectives import gather_object, raise_on_all_ranks
+from megatron_llama.engine.comm.recorder import Note, Recorder
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.metrics.log import MetricLog
-from megatron_llama.plans.timeline_file import (
+from megatron_llama.train.run.timeline_file import (
     AXIS_LANES,
     COMPUTE,
     GATHERS,

@@ -9,14 +9,14 @@ import torch
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Samples
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import broadcast_object
+from megatron_llama.engine.comm.object_collectives import broadcast_object
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import TrainingError
-from megatron_llama.loop.build import ValidationBatches
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, ValidationRecord
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.train.run.callbacks import Callback, Part, Run
 from megatron_llama.train.run.course import Course, Evaluation
+from megatron_llama.train.setup.build import ValidationBatches
 
 
 class Evaluator:

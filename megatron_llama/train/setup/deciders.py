@@ -10,9 +10,9 @@ it needs, and who decides. The lists at the end are parts of the way, for comman
   the configuration is final.
 - ``OUTPUTS``: what the run will write can be written.
 
-What they decide by is in the rooms before: ``loop/start.py`` (--load), ``plans/resolve.py`` (fields
-of a configuration), ``plans/checks`` (what cannot run), ``loop/vocabulary.py`` (tokenizers),
-``loop/inputs.py`` (samples)."""
+What they decide by is in the rooms before: ``train/setup/start.py`` (--load), ``train/setup/resolve.py`` (fields
+of a configuration), ``train/setup/checks`` (what cannot run), ``train/setup/vocabulary.py`` (tokenizers),
+``train/setup/inputs.py`` (samples)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,16 @@ from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megatron_llama.data.stream_places import seek
 from megatron_llama.errors import CheckpointError
 from megatron_llama.hooks import layouts
-from megatron_llama.loop.carried_files import carried_files
-from megatron_llama.loop.inputs import (
+from megatron_llama.metrics.mlflow import require_mlflow
+from megatron_llama.metrics.tensorboard import require_tensorboard
+from megatron_llama.metrics.trackio import require_trackio
+from megatron_llama.metrics.wandb import require_wandb
+from megatron_llama.registry import imported
+from megatron_llama.train.setup.auto import decide as decide_by_memory
+from megatron_llama.train.setup.carried_files import carried_files
+from megatron_llama.train.setup.checks.model import require_language_model
+from megatron_llama.train.setup.draft import By, Draft, Need, decides, refuses
+from megatron_llama.train.setup.inputs import (
     TRAINING,
     VALIDATION,
     Reading,
@@ -39,25 +47,17 @@ from megatron_llama.loop.inputs import (
     warnings_of_run,
     with_run_length,
 )
-from megatron_llama.loop.prompts import encoded_prompts
-from megatron_llama.loop.start import (
+from megatron_llama.train.setup.layout import Choice, is_layout_open
+from megatron_llama.train.setup.prompts import encoded_prompts
+from megatron_llama.train.setup.resolve import assemble, check
+from megatron_llama.train.setup.start import (
     compare,
     find_start,
     loaded_model,
     require_new_folder,
     with_pad_embedding_as_before,
 )
-from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
-from megatron_llama.metrics.mlflow import require_mlflow
-from megatron_llama.metrics.tensorboard import require_tensorboard
-from megatron_llama.metrics.trackio import require_trackio
-from megatron_llama.metrics.wandb import require_wandb
-from megatron_llama.plans.auto import decide as decide_by_memory
-from megatron_llama.plans.checks.model import require_language_model
-from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.registry import imported
-from megatron_llama.train.setup.draft import By, Draft, Need, decides, refuses
-from megatron_llama.train.setup.layout import Choice, is_layout_open
+from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabulary
 
 
 @refuses(needs=Need.MACHINE, by=By.RANK_0)

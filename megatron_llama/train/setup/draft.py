@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from megatron_llama.checkpoint.meta import TrainState
     from megatron_llama.config.schema import Config, ModelConfig
     from megatron_llama.data.loader import Samples
-    from megatron_llama.loop.inputs import Reading
-    from megatron_llama.loop.start import Start
-    from megatron_llama.loop.vocabulary import Vocabulary
+    from megatron_llama.train.setup.inputs import Reading
+    from megatron_llama.train.setup.start import Start
+    from megatron_llama.train.setup.vocabulary import Vocabulary
 
 UNDECIDED: Any = object()
 """The value of a field of a draft that no decider has filled yet."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.errors import UserError
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need
 
@@ -49,7 +49,7 @@ def _by_rank_0(draft: Draft, group: Sequence[Decider]) -> Draft:
     world = draft.processes.world
     with world.recorder.outside_steps("what rank 0 decides"):
         # If rank 0 refuses, its error is raised here on every rank. Rank 0 prints it; the others
-        # leave without a word, and no earlier than rank 0 (``api/common/report.py``).
+        # leave without a word, and no earlier than rank 0 (``train/api/common/report.py``).
         return replace(draft, **on_rank0(filled, world))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_llama.distributed.host_memory import free_bytes
+from megatron_llama.engine.comm.host_memory import free_bytes
 
 if TYPE_CHECKING:
-    from megatron_llama.distributed.axes import Axis
-    from megatron_llama.distributed.launcher import Place
+    from megatron_llama.engine.mesh import Axis
+    from megatron_llama.launch.launcher import Place
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Processes:
 def launched_processes(place: Place, world: Axis) -> Processes:
     """Return the processes that a launcher has started, after they have met as ``world``.
     Collective."""
-    from megatron_llama.distributed.comm.object_collectives import all_gather_object
+    from megatron_llama.engine.comm.object_collectives import all_gather_object
 
     sharing = place.local_world_size or place.world_size
     own = this_device(place.local_rank, sharing, place.local_world_size)
@@ -60,7 +60,7 @@ def launched_processes(place: Place, world: Axis) -> Processes:
 def imagined_processes(count: int, node: int, *, are_here: bool) -> Processes:
     """Return ``count`` processes with a device as this one has, ``node`` of them on one machine (0:
     unknown). This process decides for all of them."""
-    from megatron_llama.distributed.axes import Mesh
+    from megatron_llama.engine.mesh import Mesh
 
     return Processes(Mesh.single().world, count, (this_device(0, count, node),), are_here)
 
@@ -68,7 +68,7 @@ def imagined_processes(count: int, node: int, *, are_here: bool) -> Processes:
 def this_device(local_rank: int, sharing: int, node: int) -> RankDevice:
     """Return this process's device. ``sharing`` processes divide the host's memory; ``node`` are on
     this machine."""
-    from megatron_llama.distributed import device as devices
+    from megatron_llama.engine.comm import device as devices
 
     device = devices.accelerator(local_rank)
     host = devices.is_host(device)

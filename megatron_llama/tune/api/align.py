@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from megatron_llama.api.common.options import Options, read_options
-from megatron_llama.api.train import SECTIONS as TRAINING
-from megatron_llama.api.train import run_and_leave, run_training, set_up
 from megatron_llama.config.parse import Parsed
-from megatron_llama.distributed.join import this_place
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.join import this_place
+from megatron_llama.launch.launcher import Place
+from megatron_llama.train.api.common.options import Options, read_options
+from megatron_llama.train.api.train import SECTIONS as TRAINING
+from megatron_llama.train.api.train import run_and_leave, run_training, set_up
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.result import TrainResult, untrained
 from megatron_llama.train.setup.deciders import CONFIGURATION, SAMPLES, ready_of

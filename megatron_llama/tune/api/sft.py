@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_llama.api.common.options import Options, read_options
-from megatron_llama.api.train import SECTIONS as TRAINING
-from megatron_llama.api.train import run_and_leave, run_training
+from megatron_llama.train.api.common.options import Options, read_options
+from megatron_llama.train.api.train import SECTIONS as TRAINING
+from megatron_llama.train.api.train import run_and_leave, run_training
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.result import TrainResult
 from megatron_llama.tune.sft.inputs import EXAMPLES

@@ -3,10 +3,10 @@ that were judged, and the loss compares them."""
 
 from __future__ import annotations
 
-from megatron_llama.commands.common.configs import DryRunConfig
-from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
-from megatron_llama.commands.pretrain import exit_status, plan_only
 from megatron_llama.config.parse import Parsed
+from megatron_llama.train.commands.common.configs import DryRunConfig
+from megatron_llama.train.commands.pretrain import SECTIONS as PRETRAIN
+from megatron_llama.train.commands.pretrain import exit_status, plan_only
 from megatron_llama.tune.commands.sft import example_files
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.option_problems import valid_options

@@ -8,14 +8,14 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_llama.api.common.configs import ModelFolderConfig, SamplingConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import DataError, UserError, describe
+from megatron_llama.train.api.common.configs import ModelFolderConfig, SamplingConfig
 from megatron_llama.tune.chat_config import ChatConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.api.common.trained import Trained
     from megatron_llama.model.generate import Sampling
+    from megatron_llama.train.api.common.trained import Trained
     from megatron_llama.tune.sft.chat import ChatTokenizer
 
 SECTIONS = (ModelFolderConfig, ChatConfig, SamplingConfig)
@@ -37,8 +37,8 @@ HELP = "\n".join(
 def chat(parsed: Parsed) -> None:
     """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens
     come. Raises DataError if the template can render no conversation."""
-    from megatron_llama.api.generate import checked_sampling
-    from megatron_llama.commands.common.trained import open_trained
+    from megatron_llama.train.api.generate import checked_sampling
+    from megatron_llama.train.commands.common.trained import open_trained
     from megatron_llama.tune.sft.chat import ChatTokenizer
     from megatron_llama.tune.sft.problems import UnusableError
 
@@ -129,8 +129,8 @@ class Talk:
 
         When the conversation gets longer than the model's longest sequence, the oldest messages are
         forgotten."""
+        from megatron_llama.data.tokenizer.stream import TextStream
         from megatron_llama.model.generate import continue_sequence
-        from megatron_llama.tokenizer.stream import TextStream
 
         said, ids = self._fitting([*self._said, {"role": "user", "content": message}])
         known = next(

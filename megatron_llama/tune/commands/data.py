@@ -70,7 +70,7 @@ def data(parsed: Parsed) -> int:
             )
         )
     refuse([*wrong, *ignored_problems(options)])
-    from megatron_llama.tokenizer.load import load_tokenizer
+    from megatron_llama.data.tokenizer.load import load_tokenizer
     from megatron_llama.tune.sft.chat import ChatTokenizer
     from megatron_llama.tune.sft.inputs import loss_parts
     from megatron_llama.tune.sft.records import example_files

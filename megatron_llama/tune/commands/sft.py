@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.configs import DryRunConfig
-from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
-from megatron_llama.commands.pretrain import run
 from megatron_llama.config.parse import Parsed
+from megatron_llama.train.commands.common.configs import DryRunConfig
+from megatron_llama.train.commands.pretrain import SECTIONS as PRETRAIN
+from megatron_llama.train.commands.pretrain import run
 from megatron_llama.tune.sft.option_problems import require_valid
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.commands.common.dry_run import ExampleFiles
+    from megatron_llama.train.commands.common.dry_run import ExampleFiles
 
 SECTIONS = (SFTConfig, *PRETRAIN)
 
@@ -31,7 +31,7 @@ def sft(parsed: Parsed) -> int:
 
 def example_files(parsed: Parsed) -> ExampleFiles:
     """Return the files that the options of ``sft`` and ``align`` name."""
-    from megatron_llama.commands.common.dry_run import ExampleFiles
+    from megatron_llama.train.commands.common.dry_run import ExampleFiles
     from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 
     options = parsed.get(SFTConfig)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from megatron_llama.config.option import Check, left_out, option, section
+from megatron_llama.option import Check, left_out, option, section
 
 Method = Literal["dpo", "ipo", "orpo", "simpo", "kto", "reward"]
 PairFormat = Literal[

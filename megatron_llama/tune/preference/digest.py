@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.plan.params import hf_shapes
 
 BLOCK_ELEMENTS = 2**24
 """Values that a rank reads and hashes at once: 64 MiB in fp32. The digest depends on it."""

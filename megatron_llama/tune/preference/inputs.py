@@ -11,17 +11,17 @@ from typing import TypedDict
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Samples
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.data.tokenizer.base import Tokenizer
+from megatron_llama.data.tokenizer.fingerprint import Fingerprint
+from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import ConfigError
-from megatron_llama.loop.inputs import Reading, Ready
-from megatron_llama.loop.start import resumed
 from megatron_llama.metrics.log import LossNames
 from megatron_llama.pipeline.objective import OBJECTIVE
-from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.fingerprint import Fingerprint
 from megatron_llama.train.setup.deciders import ready_of
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
+from megatron_llama.train.setup.inputs import Reading, Ready
+from megatron_llama.train.setup.start import resumed
 from megatron_llama.tune.preference.align_config import WITH_REFERENCE, AlignConfig
 from megatron_llama.tune.preference.objective import Preferences
 from megatron_llama.tune.preference.option_problems import objective_changes

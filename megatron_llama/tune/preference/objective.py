@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.nn.context import local_sequence
-from megatron_llama.nn.loss import TokenWeights
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.loss import TokenWeights
 from megatron_llama.pipeline.microbatch import Microbatch
 from megatron_llama.pipeline.objective import MicrobatchLoss, Objective, StepLoss
 from megatron_llama.pipeline.runtime import PipelineRuntime

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import LogConfig, ModelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.plans.checks.ranges import value_problems
+from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.tune.preference.align_config import BETAS, WITH_REFERENCE, AlignConfig
 from megatron_llama.tune.sft.option_problems import data_problems, missing_data, refuse
 from megatron_llama.tune.sft.sft_config import SFTConfig

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megatron_llama.config.limits import LARGEST_SCORES_HEADER
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.object_collectives import sum_over_ranks
+from megatron_llama.engine.comm.object_collectives import sum_over_ranks
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import DataError, TrainingError, describe, listing
 from megatron_llama.files import replace_file
 from megatron_llama.tune.sft.fingerprint import text_digest

@@ -20,21 +20,21 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.failures import require_writable, writing
 from megatron_llama.checkpoint.meta import without_effect
-from megatron_llama.config.rope import normal_rope
+from megatron_llama.checkpoint.model_folders.formats import hf_weights
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.conversion.formats import hf_weights
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError, DataError
-from megatron_llama.loop.inputs import Ready, resumes
-from megatron_llama.loop.start import Start, folder_from_elsewhere, resumed, weights_of
-from megatron_llama.loop.weight_check import begin_weight_check
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.model.llama import build_stages
-from megatron_llama.nn.lora import additions_off
+from megatron_llama.model.nn.lora import additions_off
+from megatron_llama.model.rope import normal_rope
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.train.setup.inputs import Ready, resumes
+from megatron_llama.train.setup.start import Start, folder_from_elsewhere, resumed, weights_of
+from megatron_llama.train.setup.weight_check import begin_weight_check
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.digest import model_digest
 from megatron_llama.tune.preference.objective import completion_logps

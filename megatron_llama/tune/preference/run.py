@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Axis
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import (
     Pairs,

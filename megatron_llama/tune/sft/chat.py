@@ -13,17 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.errors import DataError, counted, describe
-from megatron_llama.files import replace_file
-from megatron_llama.tokenizer.base import Token, Tokenizer
-from megatron_llama.tokenizer.chat_templates import (
+from megatron_llama.data.tokenizer.base import Token, Tokenizer
+from megatron_llama.data.tokenizer.chat_templates import (
     DEFAULT,
     read_chat_templates,
     replace_templates_in_config,
     write_chat_templates,
 )
-from megatron_llama.tokenizer.files import read_json_object, to_json
-from megatron_llama.tokenizer.hf import as_hf_tokenizer
+from megatron_llama.data.tokenizer.files import read_json_object, to_json
+from megatron_llama.data.tokenizer.hf import as_hf_tokenizer
+from megatron_llama.errors import DataError, counted, describe
+from megatron_llama.files import replace_file
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.families import family_of
 from megatron_llama.tune.sft.formats import ASSISTANT, Conversation, Example, Passage

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
-from megatron_llama.distributed.comm.object_collectives import broadcast_object, raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import broadcast_object, raise_on_all_ranks
 from megatron_llama.errors import DataError, describe
-from megatron_llama.loop.inputs import Reading
-from megatron_llama.loop.start import resumed
-from megatron_llama.plans.checks.model import require_language_model
+from megatron_llama.train.setup.checks.model import require_language_model
 from megatron_llama.train.setup.draft import By, Draft, Need, decides
+from megatron_llama.train.setup.inputs import Reading
+from megatron_llama.train.setup.start import resumed
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import RENDERED
 from megatron_llama.tune.sft.run import ExampleData

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.plans.checks.ranges import value_problems
+from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.tune.sft.fields import MESSAGE_PARTS, NO_LEARNING
 from megatron_llama.tune.sft.sft_config import SFTConfig
 

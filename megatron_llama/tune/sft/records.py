@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_llama.data.documents import files_below
+from megatron_llama.data.tokenizer.files import read_json_object
 from megatron_llama.errors import DataError, describe, listing
-from megatron_llama.tokenizer.files import read_json_object
 from megatron_llama.tune.sft import json_text
 from megatron_llama.tune.sft.json_text import (
     BLANK,

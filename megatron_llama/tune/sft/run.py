@@ -13,9 +13,9 @@ from megatron_llama.config.schema import Config
 from megatron_llama.data.block_cache import cache_folder
 from megatron_llama.data.loader import Samples
 from megatron_llama.data.stream import split_documents
-from megatron_llama.distributed.axes import Axis
-from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
-from megatron_llama.distributed.machine import machine_name
+from megatron_llama.engine.comm.machine import machine_name
+from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import DataError, describe
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import (

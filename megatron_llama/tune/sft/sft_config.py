@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_llama.config.option import KEPT, NOT_NEGATIVE, option, scaled, section
 from megatron_llama.config.schema import OWN_TEXT
+from megatron_llama.option import KEPT, NOT_NEGATIVE, option, scaled, section
 from megatron_llama.tune.sft.repair import Repair
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]

@@ -28,14 +28,14 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from megatron_llama.config.limits import TEMPLATE_INDENT, TEMPLATE_SOURCE_CHARACTERS
-from megatron_llama.errors import DataError, describe
-from megatron_llama.tokenizer.chat_templates import (
+from megatron_llama.data.tokenizer.chat_templates import (
     DEFAULT,
     TOOL_USE,
     TemplateSource,
     read_chat_templates,
     read_template,
 )
+from megatron_llama.errors import DataError, describe
 from megatron_llama.tune.sft.bounded_jinja import BoundedEnvironment
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.fields import REASONING

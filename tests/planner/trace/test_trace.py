@@ -10,18 +10,18 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
+from megatron_llama.pipeline.plan.stage_accesses import rank_weight_accesses
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.rank import settle_in, state_of, step, trace_rank
 from megatron_llama.planner.trace.run import RunTracer, trace_run
 from megatron_llama.planner.traced import StageTrace, Trace
-from megatron_llama.plans.memory import MemoryPlan
-from megatron_llama.plans.schedule import schedule_named
-from megatron_llama.plans.stage_accesses import rank_weight_accesses
+from megatron_llama.schedule import schedule_named
+from megatron_llama.train.setup.memory import MemoryPlan
 
 from tests.oracle.flops import step_flops
 from tests.oracle.messages import step_messages

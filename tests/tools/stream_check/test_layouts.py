@@ -46,7 +46,7 @@ def sites() -> Iterator[tuple[str, int, int]]:
     """File, first and last line of every call that waits or records, outside of ``device.py``."""
     for path in sorted((ROOT / "megatron_llama").rglob("*.py")):
         file = str(path.relative_to(ROOT))
-        if ELSEWHERE & set(path.parts) or file.endswith("distributed/device.py") or file in IDLE:
+        if ELSEWHERE & set(path.parts) or file.endswith("engine/comm/device.py") or file in IDLE:
             continue
         tree = ast.parse(path.read_text())
         skipped = {node for top in tree.body if isinstance(top, ast.ClassDef) and f"{file}:{top.name}" in IDLE for node in ast.walk(top)}
@@ -108,8 +108,8 @@ WHERE_THE_HOST_WAITS = frozenset(
     {
         "megatron_llama/metrics/readback.py",  # a step late
         "megatron_llama/data/upload.py",  # two steps late
-        "megatron_llama/distributed/groups.py",  # before the first step, and so the next four
-        "megatron_llama/distributed/mesh.py",
+        "megatron_llama/engine/comm/groups.py",  # before the first step, and so the next four
+        "megatron_llama/launch/mesh.py",
         "megatron_llama/engine/offload/copies.py",  # to close
         "megatron_llama/engine/offload/exact.py",
         "megatron_llama/model/init.py",

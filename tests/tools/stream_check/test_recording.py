@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.worker import Worker
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.worker import Worker
 from megatron_llama.metrics.readback import Readback
 from tools.stream_check.communicators import BACKEND, process_group
 from tools.stream_check.events import Access, Alloc, Event, Free, RecordStream, Signal, Site, Wait

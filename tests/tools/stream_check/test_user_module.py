@@ -1,4 +1,4 @@
-"""That layouts of a user's module have no race, and show the waits for which ``sharding/`` asks the engine."""
+"""That layouts of a user's module have no race, and show the waits for which ``engine/shard/`` asks the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_users_module_has_no_race(name: str) -> None:
 
 
 def test_waits_that_are_left_out_in_sharding_are_found() -> None:
-    waits = [call for call in calls() if call.file.startswith("megatron_llama/sharding/")]
+    waits = [call for call in calls() if call.file.startswith("megatron_llama/engine/shard/")]
     found = {}
     for call in waits:
         outcome = plant(call, reaching(call, [result_of(name) for name in SOME]), lambda name: user_layouts()[name])

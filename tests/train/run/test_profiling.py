@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.config.schema import Config, LogConfig
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.metrics.log import LINES, MetricLog
 from megatron_llama.train.run.profiling import Profiling
 

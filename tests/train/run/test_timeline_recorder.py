@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.distributed.recorder import Recorder
-from megatron_llama.plans.schedule import Action, Op
-from megatron_llama.plans.timeline_file import COMPUTE, GATHERS, ITERATIONS, OTHER, UPDATES, WAITS, Span, tracks
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.recorder import Recorder
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.schedule import Action, Op
+from megatron_llama.train.run.timeline_file import COMPUTE, GATHERS, ITERATIONS, OTHER, UPDATES, WAITS, Span, tracks
 from megatron_llama.train.run.timeline_recorder import Notes, clock_offset
 
 from tests.harness import Cluster

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.launch.launcher import Place
 from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.tune.preference.align_config import AlignConfig

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.formats import open_model
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.formats import open_model
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import hf_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.tune.preference.digest import BLOCK_ELEMENTS, blocks, model_digest
 from safetensors.torch import load_file, save_file
 from torch import Tensor

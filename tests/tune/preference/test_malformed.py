@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import Pairs, PairSamples, read_pairs
 from megatron_llama.tune.preference.pairs import is_preference

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import Pairs, pair_rounds, read_pairs
 from megatron_llama.tune.preference.methods import CHOSEN, REJECTED

@@ -18,13 +18,13 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, DataError, TrainingError, UserError
-from megatron_llama.loop.inputs import Ready
-from megatron_llama.loop.start import find_start
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.train.setup.inputs import Ready
+from megatron_llama.train.setup.start import find_start
 from megatron_llama.tune.preference import references
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.objective import completion_logps

@@ -13,14 +13,14 @@ import pytest
 import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import BatchLoader
-from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.engine.pieces import shard_pieces
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
-from megatron_llama.nn.lora import additions_off
+from megatron_llama.model.nn.lora import additions_off
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tune.preference.align_config import WITH_REFERENCE, AlignConfig
 from megatron_llama.tune.preference.dataset import PairSamples, likelihood_of, read_pairs
 from megatron_llama.tune.preference.methods import beta_of

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.config.schema import LoraConfig, ModelConfig
-from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.corpus import docstring_pairs, python_documentation
+from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.plans.lora import adapter_shapes
-from megatron_llama.plans.specs import Rectangle
+from megatron_llama.model.plan.lora import adapter_shapes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from tests.launch import ROOT
+from tests.launcher import ROOT
 from tests.parallel.cases import OPTIMIZER as USUAL
 from tests.parallel.cases import AdaptedWeights
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from megatron_llama.tokenizer.hf import HFTokenizer
-from megatron_llama.tokenizer.spm import train_tokenizer
+from megatron_llama.data.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.spm import train_tokenizer
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.tune.sft.families import family_of

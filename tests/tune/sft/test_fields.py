@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.fields import REASONING
 from megatron_llama.tune.sft.formats import detect, read_example

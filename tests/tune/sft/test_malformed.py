@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.sft import json_text, records
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import Examples, read_examples, refuse_problems

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.tune.sft.dataset import read_examples
 from megatron_llama.tune.sft.formats import read_example

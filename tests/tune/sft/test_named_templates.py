@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from megatron_llama.cli import main
+from megatron_llama.data.tokenizer.copies import copy_tokenizer
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.copies import copy_tokenizer
-from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.formats import detect, read_example

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.distributed.axes import Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.formats import Passage
 from transformers import AutoTokenizer
 
-from tests.tokenizer.layouts import LAYOUTS
+from tests.data.tokenizer.layouts import LAYOUTS
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import read_pairs
 from megatron_llama.tune.preference.pairs import detect as detect_preference

@@ -16,8 +16,8 @@ import pyarrow
 import pyarrow.feather as feather
 import pyarrow.parquet as parquet
 import pytest
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import read_pairs
 from megatron_llama.tune.sft.chat import ChatTokenizer

@@ -10,9 +10,9 @@ from typing import Any
 import jinja2
 import pytest
 from megatron_llama.cli import main
+from megatron_llama.data.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.hf import HFTokenizer
-from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tune.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.tune.sft.formats import Conversation, read_example
 from megatron_llama.tune.sft.problems import UnusableError

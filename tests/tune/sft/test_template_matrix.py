@@ -11,14 +11,14 @@ from typing import Any
 import jinja2
 import pytest
 import trl
-from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer, Encoded, LossOn
 from megatron_llama.tune.sft.formats import Conversation
 from megatron_llama.tune.sft.problems import UnusableError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.tokenizer import layouts
+from tests.data.tokenizer import layouts
 
 SHIPPED = {path.stem: path for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))}
 OWN = {name.lower(): getattr(layouts, name) for name in ("LLAMA2_CHAT", "LLAMA3_CHAT", "MISTRAL_CHAT", "GEMMA_CHAT", "CHATML")}

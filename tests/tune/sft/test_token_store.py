@@ -22,11 +22,11 @@ import torch
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.corpus import docstring_pairs
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.axes import Axis, Mesh
-from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.data.tokenizer.hf import HFTokenizer
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.errors import DataError
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.prove.pool import Place
-from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.preference import dataset as preferences
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import PairSamples, read_pairs
@@ -41,7 +41,7 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 from megatron_llama.tune.sft.token_store import META
 
 from tests.harness import Cluster
-from tests.launch import ROOT
+from tests.launcher import ROOT
 
 SEQ_LENGTH = 256
 COUNT = 90
@@ -249,7 +249,7 @@ from pathlib import Path
 from megatron_llama.tune.sft import dataset
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.token_store import TokenWriter
-from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.data.tokenizer.hf import HFTokenizer
 from tests.tune.sft import test_token_store as tests
 
 moment, file, folder, tokenizer = sys.argv[1], *map(Path, sys.argv[2:])

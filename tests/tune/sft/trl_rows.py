@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.launch import ROOT
+from tests.launcher import ROOT
 
 Group = tuple[Sequence[Mapping[str, Any]], int | None]
 """Rows with the same fields, and the length at which they are cut, if they are. With ``prompt`` and ``completion`` they go to SFTTrainer,

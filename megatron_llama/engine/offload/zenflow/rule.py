@@ -20,10 +20,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.streams import CompletedFuture, Future
-from megatron_llama.distributed.comm.worker import Task
-from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.engine.comm.recorder import Recorder
+from megatron_llama.engine.comm.streams import CompletedFuture, Future
+from megatron_llama.engine.comm.worker import Task
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload.build import Host
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
@@ -43,12 +43,12 @@ from megatron_llama.engine.offload.zenflow.schedule import (
     UpdateWindows,
 )
 from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
-from megatron_llama.engine.rules import RuleInputs
-from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRule
-from megatron_llama.plans.buckets import BucketPlan
-from megatron_llama.plans.engine_options import UpdateOptions
-from megatron_llama.plans.offload import FACTORS
-from megatron_llama.plans.zenflow import AUTO, longest_window, selection_steps, sends_fp32
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.plan.buckets import BucketPlan
+from megatron_llama.engine.plan.offload import FACTORS
+from megatron_llama.engine.plan.zenflow import AUTO, longest_window, selection_steps, sends_fp32
+from megatron_llama.engine.rules.registry import RuleInputs
+from megatron_llama.engine.rules.update_rule import ColumnState, Shard, UpdateRule
 
 ACCUMULATE_FIRST = 0
 UPDATE_LAST = 1

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload.zenflow.columns import Block
 from megatron_llama.engine.offload.zenflow.selection import Matrix
-from megatron_llama.plans.zenflow import hot_column_count
+from megatron_llama.engine.plan.zenflow import hot_column_count
 
 AUTO_RATIO = 0.99
 """The share of the model's matrices that have to request an update (DeepSpeed's auto_ratio)."""

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.distributed.axes import Mesh
-from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload.zenflow.columns import Block
-from megatron_llama.plans.specs import ParamSpec
-from megatron_llama.plans.zenflow import hot_column_count
+from megatron_llama.engine.plan.specs import ParamSpec
+from megatron_llama.engine.plan.zenflow import hot_column_count
 
 ATTENTION_INPUTS = ("q_proj", "kv_proj", "qkv_proj")
 """Names under which our own model stores queries, keys and values, which have one input. Whatever

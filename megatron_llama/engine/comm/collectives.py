@@ -1,0 +1,151 @@
+"""Collectives on an axis of the mesh. Every function returns a handle, and the result may be used
+after its ``wait``.
+
+``async_op=False`` is for a caller that waits at once. On a device NCCL then runs in the caller's
+stream (``ProcessGroupNCCL::collective``, torch 2.11 to 2.13), and not in its own, which would need
+an event before and one after. The handle is the same, and so is what is counted.
+
+Tensors are handed over as ``.data``. A backend that writes them (gloo does) would otherwise
+increase the autograd version of every view of the buffer, and weights that are views of a gathered
+buffer would then fail in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.engine.comm.host.gloo import carries
+from megatron_llama.engine.comm.recorder import Note
+from megatron_llama.engine.mesh import Axis
+
+# torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Pending:
+    """A collective in flight. ``wait`` is called once; on a device the current stream waits, not
+    the host."""
+
+    axis: Axis | None
+    work: dist.Work | None
+    finish: Callable[[], None] | None = None
+    operation: str = "messages"
+    note: Note | None = None
+    """The note of a timeline, if one is recorded."""
+
+    def __str__(self) -> str:
+        return self.operation if self.axis is None else f"{self.operation} on {self.axis.name}"
+
+    def wait(self) -> None:
+        """Make the result usable by what is issued next."""
+        if self.work is not None and self.axis is not None:
+            with self.axis.recorder.exposed(self):
+                self.work.wait()
+        if self.finish is not None:
+            self.finish()
+        if self.note is not None:
+            self.note.end()
+
+
+DONE = Pending(None, None)
+"""Nothing to wait for."""
+
+
+def _issue(axis: Axis, operation: str, tensor: Tensor) -> Note | None:
+    return axis.recorder.count(axis.name, operation, tensor.numel() * tensor.element_size())
+
+
+def same_place(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors begin with the same element of the same storage."""
+    # Not ``data_ptr``: the tensors of a traced run have no memory.
+    same_storage = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return same_storage and first.storage_offset() == second.storage_offset()
+
+
+def _start(
+    axis: Axis, operation: str, note: Note | None, issue: Callable[[bool], Any], *, async_op: bool
+) -> Pending:
+    if async_op:
+        return Pending(axis, issue(True), operation=operation, note=note)
+    # Nothing is left to wait for: a host waits inside the call, which counts as its ``wait`` would.
+    pending = Pending(axis, None, operation=operation, note=note)
+    with axis.recorder.exposed(pending):
+        issue(False)
+    return pending
+
+
+def all_reduce(
+    tensor: Tensor,
+    axis: Axis,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    async_op: bool = True,
+) -> Pending:
+    """Reduce in place over the axis; every rank gets the same result."""
+    if axis.size == 1:
+        return Pending(axis, None)
+    note = _issue(axis, "all_reduce", tensor)
+
+    def issue(is_async: bool) -> Any:
+        return dist.all_reduce(tensor.data, op, group=axis.communicator, async_op=is_async)
+
+    return _start(axis, "all_reduce", note, issue, async_op=async_op)
+
+
+def all_gather(full: Tensor, shard: Tensor, axis: Axis, *, async_op: bool = True) -> Pending:
+    """Concatenate the shards of all ranks into ``full`` along the first dim. ``shard`` may be this
+    rank's part of ``full``."""
+    if axis.size == 1:
+        if not same_place(full, shard):
+            full.data.copy_(shard.data)
+        return Pending(axis, None)
+    note = _issue(axis, "all_gather", full)
+
+    def issue(is_async: bool) -> Any:
+        return all_gather_single(full.data, shard.data, group=axis.communicator, async_op=is_async)
+
+    return _start(axis, "all_gather", note, issue, async_op=async_op)
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = True) -> Pending:
+    """Sum ``full`` over the ranks and write this rank's part of its first dim to ``shard``, which
+    may be that part of ``full``."""
+    if axis.size == 1:
+        if not same_place(full, shard):
+            shard.data.copy_(full.data)
+        return Pending(axis, None)
+    note = _issue(axis, "reduce_scatter", full)
+    if carries(axis, full.device):
+        return _exchange_and_sum(shard.data, full.data, axis, note)
+
+    def issue(is_async: bool) -> Any:
+        return reduce_scatter_single(
+            shard.data, full.data, group=axis.communicator, async_op=is_async
+        )
+
+    return _start(axis, "reduce_scatter", note, issue, async_op=async_op)
+
+
+def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
+    # gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends on
+    # the message size. A direct exchange summed in rank order sends the minimum and gives every
+    # element the same value in any bucket.
+    received = torch.empty_like(full)
+    work = dist.all_to_all_single(received, full, group=axis.communicator, async_op=True)
+    parts = received.view(axis.size, -1)
+
+    def add_in_rank_order() -> None:
+        total = shard.view(-1)
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+
+    return Pending(axis, work, add_in_rank_order, "reduce_scatter", note)

@@ -1,0 +1,58 @@
+"""The process groups of this process: which there are, their first messages, and their end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.engine.mesh import Axis
+
+
+def present_groups() -> tuple[dist.ProcessGroup, ...]:
+    """The process groups to which this process belongs, in the order in which they were made."""
+    return tuple(dist.distributed_c10d._world.pg_map)
+
+
+def leave_group(*, abort: bool = False, kept: Collection[dist.ProcessGroup] = ()) -> None:
+    """Leave the process group, if this process has joined it; where groups are to be ``kept``, all
+    others. On a device that waits for everything that has been issued, so all ranks must have
+    issued it: ``abort`` waits for nothing, for a rank that leaves alone."""
+    if not dist.is_initialized():
+        return
+    if kept:
+        for group in present_groups():
+            if group in kept:
+                continue
+            if abort:
+                dist.distributed_c10d._abort_process_group(group)
+            else:
+                dist.destroy_process_group(group)
+    elif abort:
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def close_mesh() -> None:
+    """Leave the process group. Call it when no variable holds a Mesh any more."""
+    leave_group()
+    # A group's threads end when the last reference to it goes. Reference cycles (a runtime holds
+    # its own methods) would keep groups until the interpreter shuts down, and a gloo thread that
+    # then frees a tensor aborts the process.
+    gc.collect()
+
+
+def use_once(axes: Iterable[Axis], device: torch.device) -> None:
+    """Make an all-reduce along each axis, so that its communicator exists. Collective, in one order
+    on all ranks."""
+    sent = torch.zeros(1, device=device)
+    made: list[dist.ProcessGroup] = []
+    for axis in axes:
+        # On the host one group serves several axes.
+        if axis.group is not None and axis.group not in made:
+            with axis.recorder.waiting(f"the ranks of {axis.name}"):
+                dist.all_reduce(sent, group=axis.group)
+            made.append(axis.group)

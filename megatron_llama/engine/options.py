@@ -1,0 +1,125 @@
+"""What the engine obeys: ``EngineOptions``, and the numbers of each group of parameters.
+
+Whoever drives the engine makes them: ``shard`` of its arguments, the trainer of its configuration
+(``engine_options`` in ``run_engine.py``). Nothing here is read from a file or a flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
+
+ADAM = "adam"
+MUON = "muon"
+SCHEDULE_FREE = "schedule_free_adamw"
+"""The update rules."""
+FP32 = "fp32"
+BF16 = "bf16"
+FP16 = "fp16"
+FP64 = "fp64"
+EIGHT_BIT = "8bit"
+"""The names of dtypes: plans import no torch. Moments have the first two and the last."""
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """The numbers of an update rule for one group of parameters."""
+
+    lr: float = 3e-4
+    """The peak learning rate. Each step has its own: schedule-free AdamW alone reads this one, to
+    weigh a step by its share of the peak."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, per unit of the learning rate, of parameters that decay."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment, per step."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment, per step."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    exp_avg_dtype: str = FP32
+    """Dtype of the first moment: fp32, bf16, or 8bit with a scale for each 64 elements."""
+    exp_avg_sq_dtype: str = FP32
+    """Dtype of the second moment, likewise."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's momentum, per step."""
+    muon_nesterov: bool = True
+    """Whether Muon looks ahead by one step of momentum."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations of Muon."""
+    muon_adjust_lr: str = "match_rms_adamw"
+    """How Muon's rate follows the shape of a matrix: match_rms_adamw or original."""
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """A loss scale that follows overflows, as fp16 needs it."""
+
+    initial_loss_scale: float = 65536.0
+    """The factor of the loss in the first step."""
+    min_loss_scale: float = 1.0
+    """The factor never falls below this."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the factor doubles."""
+    hysteresis: int = 2
+    """Overflowing steps in a row before the factor halves."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine obeys, whatever the model is."""
+
+    strategy: str = "optim_grads_params"
+    """The share of each rank: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``,
+    explained at ``strategy_named``."""
+    param_slots: int | None = 2
+    """Units whose whole parameters a rank holds at a time, where parameters are sharded. None: all
+    of them, so that each is gathered once in a step."""
+    grad_slots: int = 2
+    """Units whose whole gradients a rank holds at a time, where gradients are sharded."""
+    bucket_size: int = 40_000_000
+    """Most elements of one message, where buckets are filled by size and not by unit."""
+    dtype: str = FP32
+    """Dtype of parameters and activations: fp32, bf16, fp16 or fp64. Masters and gradients are in
+    fp32, with fp64 in fp64."""
+    reduces_in_bf16: bool = False
+    """Whether gradients travel in bf16, and not in the dtype of the masters."""
+    chunk_bytes: int = 1_048_576
+    """Bytes of the largest piece of a message, where the backend is gloo."""
+    prefetch_bytes: int = 0
+    """Most bytes that are gathered before they are needed. 0: as many as the slots hold."""
+    grad_divisor: float = 1.0
+    """Divides the sum of the gradients over ranks and microbatches, in norm and update: the number
+    of ranks for their mean."""
+    find_unused: bool = False
+    """Whether ranks may leave out different parameters in a step. Whole gradients then accumulate
+    in slots of their own until its end (``GradientBuckets``)."""
+    clip: float = 0.0
+    """The norm above which steps will scale the gradient; 0: never. What is planned by it is the
+    memory of speculative updates: each step is given its own."""
+    rule: str = ADAM
+    """The update rule: ``adam`` (AdamW), ``schedule_free_adamw``, or ``muon``, which updates the
+    matrices of blocks, and AdamW the rest."""
+    groups: tuple[UpdateOptions, ...] = (UpdateOptions(),)
+    """The numbers of each group of parameters, by ``ParamSpec.group``."""
+    loss_scaling: LossScaling | None = None
+    """How the factor of the loss follows overflows. None: it is 1, and stays."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """Which part of the optimizer the host holds and updates."""
+    zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
+    """The windows and columns of offload by ZenFlow."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter or activation."""
+        return {FP64: 8, FP32: 4, FP16: 2, BF16: 2}[self.dtype]
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of a master weight, a moment in full, or an accumulated gradient."""
+        return max(self.itemsize, 4)
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of a gradient while it travels between data-parallel ranks."""
+        return 2 if self.reduces_in_bf16 else self.master_itemsize

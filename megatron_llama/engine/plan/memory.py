@@ -1,0 +1,233 @@
+"""Bytes that the engine of one process holds, from its options and its bucket plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_llama.engine.options import BF16, EIGHT_BIT, MUON, SCHEDULE_FREE, EngineOptions
+from megatron_llama.engine.plan.buckets import (
+    ALIGN,
+    MAX_PIECES,
+    BucketKind,
+    BucketPlan,
+    align_up,
+    reduces_every_microbatch,
+)
+from megatron_llama.engine.plan.muon import MuonPlan, muon_plan
+from megatron_llama.engine.plan.offload import ZENFLOW, offload_plan
+from megatron_llama.errors import describe
+
+SCALARS = 8 * 2 + 4 + 4 * 3
+"""Bytes of the numbers that an engine has once: the squared norm of all gradients and how many
+ranks ask to skip a step, both in fp64, a scale of 1, and the loss scale with its two counters."""
+SCALARS_OF_A_BUCKET = 8
+"""Bytes of a bucket's squared norm, in fp64."""
+STEP_COUNT = 4
+"""Bytes of the count of a bucket's updates, in fp32."""
+SCALE = 4
+"""Bytes of the scale of a block of a moment in 8 bits, in fp32."""
+TABLES = 2 * (256 * 4 + 2**16) + ALIGN * 8
+"""Bytes of what all moments in 8 bits share."""
+WEIGHT_SUM = 8
+"""Bytes of the sum of weights of schedule-free AdamW's average, in fp64."""
+REDUCTIONS_IN_FLIGHT = 8
+"""Most reductions that may be in flight at once, where the backend is gloo: each has a receive
+buffer. With links that stand still for 100 ms in 470, a step took 60 ms longer with eight and 79 ms
+longer with four, because backward waits for a buffer."""
+STAGED_REDUCTIONS = 2
+"""Buffers of a device in which gradients are cast to the dtype in which they travel, where that is
+not their own: one is filled while the sum of the other is under way. A communicator makes one sum
+at a time, so more buffers would wait full."""
+UPDATE_PIECE = 1 << 20
+"""Elements that an update takes at a time where it needs memory besides, outside kernels. It cuts
+no SIMD vector."""
+
+
+def state_bytes(
+    options: EngineOptions, bucket_plan: BucketPlan, *, shard_rank: int = 0, tp: int = 1
+) -> dict[str, int]:
+    """Bytes that one process holds on the device throughout a run, by component, as the engine
+    allocates them. What is offloaded to the host is not counted, and neither is what messages need
+    besides (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``;
+    ``tp``: tensor-parallel ranks."""
+    itemsize = options.itemsize
+    fp32 = options.master_itemsize
+    trainable = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
+    trained = sum(map(bucket_plan.shard_numel, trainable))
+    offload = offload_plan(options, bucket_plan, shard_rank=shard_rank)
+    offloaded = offload.buckets if offload is not None else ()
+    updated = [bucket for bucket in trainable if bucket not in offloaded]
+    # Of buckets that are updated on the host, ZenFlow counts the updates on the device too.
+    counted = len(trainable)
+    muon = planned_muon(options, bucket_plan, tp=tp)
+    averages = options.rule == SCHEDULE_FREE
+    is_zenflow = options.offload.optimizer_offload == ZENFLOW
+    if not is_zenflow:
+        counted -= len(offloaded)
+    apart = sum(
+        bucket_plan.shard_numel(bucket.index)
+        for bucket in bucket_plan.buckets
+        if not bucket_plan.has_own_slot(bucket.index)
+    )
+    slots = sum(bucket_plan.gradient_slot_numel().values())
+    return {
+        "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
+        "parameter shards": apart * itemsize,
+        # Reduced gradients have memory of their own where microbatches accumulate in it; else they
+        # are a part of the slot.
+        "gradients": (slots + (trained if reduces_every_microbatch(options) else 0)) * fp32,
+        # In fp32 the shard itself is the master copy, unless the model is trained with others.
+        "master weights": sum(map(bucket_plan.shard_numel, updated)) * fp32
+        if itemsize != fp32 or averages
+        else 0,
+        "moments": sum(
+            bucket_plan.shard_numel(bucket)
+            // ALIGN
+            * _moment_bytes(options, bucket_plan.buckets[bucket].kind)
+            for bucket in updated
+        ),
+        "scalars": SCALARS
+        + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets)
+        + (STEP_COUNT + averages * WEIGHT_SUM) * counted,
+        **(
+            {"hot columns": offload.on_device, "column numbers": offload.column_numbers}
+            if offload is not None and is_zenflow
+            else {}
+        ),
+        **({"update buffers": muon.buffer_bytes} if muon is not None else {}),
+        **({"update buffers": TABLES} if EIGHT_BIT in moment_names(options) else {}),
+    }
+
+
+def _moment_bytes(options: EngineOptions, kind: BucketKind) -> int:
+    """Bytes that the optimizer keeps of ALIGN elements of a bucket beside their masters."""
+    if kind.muon:
+        return ALIGN * options.master_itemsize
+    if options.rule == SCHEDULE_FREE:
+        return 2 * ALIGN * options.master_itemsize
+    return sum(_kept_bytes(options, name, kind) for name in moment_names(options))
+
+
+def keeps_fp32(kind: BucketKind) -> bool:
+    """Whether moments that are in 8 bits elsewhere are in fp32 in a bucket: norms and biases are
+    small together, and have no rows to cut into blocks."""
+    return kind.resident
+
+
+def moment_names(options: EngineOptions) -> tuple[str, str]:
+    """The dtypes of both moments. They are the same in all groups."""
+    return options.groups[0].exp_avg_dtype, options.groups[0].exp_avg_sq_dtype
+
+
+def _kept_bytes(options: EngineOptions, name: str, kind: BucketKind) -> int:
+    """Bytes of ALIGN elements of a moment."""
+    if name == BF16:
+        return 2 * ALIGN
+    if name == EIGHT_BIT and not keeps_fp32(kind):
+        return ALIGN + SCALE
+    return options.master_itemsize * ALIGN
+
+
+def planned_muon(options: EngineOptions, bucket_plan: BucketPlan, *, tp: int) -> MuonPlan | None:
+    """Returns whose matrices Muon orthogonalises; None where there is no Muon."""
+    if options.rule != MUON:
+        return None
+    return muon_plan(bucket_plan, tp=tp)
+
+
+def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
+    """Bytes of the buffers in which a device casts gradients to the dtype in which they travel,
+    where that is not their own; they come on top of ``state_bytes``. ``dp``: data-parallel ranks,
+    context-parallel ones included."""
+    wire = options.wire_itemsize
+    trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
+    if wire == options.master_itemsize or not trained:
+        return 0
+    shards = bucket_plan.shards
+    replicas = dp // shards
+    buffers = min(STAGED_REDUCTIONS, len(bucket_plan.gradient_slot_numel()))
+    largest = max(trained)
+    if shards == 1 and not reduces_every_microbatch(options):
+        return buffers * largest * wire if replicas > 1 else 0
+    scattered = buffers * largest * wire if shards > 1 else 0
+    return scattered + (largest // shards * wire if replicas > 1 else 0)
+
+
+def host_buffer_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
+    """Bytes of the buffers in which gloo receives gradients, and of casts to the dtype in which
+    they are sent; they come on top of ``state_bytes``, on a host, where there is nothing else that
+    is staged. A GPU's backend has buffers of its own.
+    ``dp``: data-parallel ranks, context-parallel ones included."""
+    fp32 = options.master_itemsize
+    wire = options.wire_itemsize
+    cast = wire < fp32
+    trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
+    shards = bucket_plan.shards
+    replicas = dp // shards
+    total = 0
+    if shards > 1:
+        largest = max(trained, default=0)
+        part = -(-largest // shards)
+        each = (shards - 1) * part * wire + cast * (largest * wire + part * fp32)
+        total += min(REDUCTIONS_IN_FLIGHT, len(bucket_plan.gradient_slot_numel())) * each
+    if replicas > 1:
+        for numel in trained:
+            part = align_up(-(-numel // shards // replicas), ALIGN)
+            total += (replicas - 1) * part * wire + cast * (
+                numel // shards * wire + 2 * part * fp32
+            )
+    return total
+
+
+def squares_bytes(options: EngineOptions, bucket_plan: BucketPlan) -> int:
+    """Bytes of the largest tensor that the engine allocates for the gradient's norm: one number for
+    every ALIGN elements of a shard."""
+    shards = (
+        bucket_plan.shard_numel(bucket.index)
+        for bucket in bucket_plan.buckets
+        if bucket.kind.trainable
+    )
+    return max(shards, default=0) // ALIGN * options.master_itemsize
+
+
+def least_chunk_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
+    """The smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
+    MAX_PIECES."""
+    itemsize = options.itemsize
+    wire = options.wire_itemsize
+    replicas = dp // bucket_plan.shards
+    messages = [(0, 1)]
+    for bucket in bucket_plan.buckets:
+        shard = bucket_plan.shard_numel(bucket.index)
+        if bucket_plan.shards > 1:
+            messages += [(shard, itemsize), (shard * bucket.kind.trainable, wire)]
+        if replicas > 1 and bucket.kind.trainable:
+            messages.append((min(shard, align_up(-(-shard // replicas), ALIGN)), wire))
+    pieces = [(-(-numel // MAX_PIECES), size) for numel, size in messages]
+    # A piece has one element at least, so no limit is too small for messages of MAX_PIECES
+    # elements.
+    return max(elements * size if elements > 1 else 1 for elements, size in pieces)
+
+
+def chunk_problem(
+    options: EngineOptions, bucket_plans: Iterable[BucketPlan], *, dp: int
+) -> str | None:
+    """What is wrong with ``--exchange-chunk-bytes`` where the backend is gloo; None if nothing is.
+    ``bucket_plans``: those of all pipeline ranks."""
+    given = options.chunk_bytes
+    least = max(least_chunk_bytes(options, bucket_plan, dp=dp) for bucket_plan in bucket_plans)
+    if given >= least:
+        return None
+    expected = f"at least {least}, which cuts the largest message into {MAX_PIECES} pieces"
+    return describe(
+        "--exchange-chunk-bytes", got=given, expected=expected, do="give more or leave it out"
+    )
+
+
+def sized(size: int) -> str:
+    """Bytes for people, in the unit that fits."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    if size >= 2**20:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB" if size >= 2**10 else f"{size} B"

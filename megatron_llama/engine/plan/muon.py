@@ -1,0 +1,246 @@
+"""Whose matrices Muon orthogonalises, and what that sends. Integers only.
+
+Newton-Schulz needs whole matrices, and they are those of the HuggingFace model: q_proj, k_proj and
+v_proj are three although they are stored as one. A rank has some rows of each, its shard, of the
+part that its tensor-parallel rank has. So every matrix has an *owner*, one data-parallel and one
+tensor-parallel rank, that gets the momentum from all others, orthogonalises it, and sends back to
+each the elements that it came with.
+
+Nothing is sent twice. A message goes along dp to the owner among the ranks with the same
+tensor-parallel rank, and from there along tp, whose links are fast. Most of a matrix is at its
+owner already: that is a rank with a large part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
+
+from megatron_llama.engine.plan.buckets import BucketPlan
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
+
+ITEMSIZE = 2
+"""Bytes of an element while a matrix is orthogonalised, and on its way: bf16, as in torch."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The part of one HuggingFace matrix that a tensor-parallel rank has: whole rows of a
+    parameter."""
+
+    name: str
+    shape: tuple[int, int]
+    """Of the HuggingFace matrix."""
+    bucket: int
+    start: int
+    """Its first element in the bucket."""
+    rows: int
+    width: int
+    slices: tuple[HFSlice, ...]
+    """Where its rows are in the HuggingFace matrix."""
+    copies: int
+    """How many consecutive tensor-parallel ranks have this part."""
+    owner: int
+    """Of the ranks that share a bucket."""
+    tp_owner: int
+    """Of the tensor-parallel ranks."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of this tensor-parallel rank."""
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a matrix that are in one shard: ``length`` from each of two starts."""
+
+    in_matrix: int
+    in_shard: int
+    length: int
+
+
+@dataclass(frozen=True)
+class MuonPlan:
+    """The matrices of one pipeline rank on one tensor-parallel rank, in forward order. Owners and
+    numbers of elements are the same on all tensor-parallel ranks."""
+
+    bucket_plan: BucketPlan
+    tp: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Buckets with matrices, in forward order."""
+        return tuple(dict.fromkeys(matrix.bucket for matrix in self.matrices))
+
+    def of(self, bucket: int) -> tuple[Matrix, ...]:
+        """The matrices of a bucket."""
+        return tuple(matrix for matrix in self.matrices if matrix.bucket == bucket)
+
+    def part(self, matrix: Matrix, rank: int) -> Part:
+        """What ``rank`` of those that share the bucket has of a matrix; perhaps nothing."""
+        return _part(self.bucket_plan, matrix.bucket, matrix.start, matrix.numel, rank)
+
+    def parts(self, matrix: Matrix) -> Iterator[tuple[int, Part]]:
+        """Yields every rank that has something of a matrix, with what it has."""
+        for rank in range(self.bucket_plan.shards):
+            part = self.part(matrix, rank)
+            if part.length:
+                yield rank, part
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of all shards of a rank that Muon updates, padding included."""
+        return sum(self.bucket_plan.shard_numel(bucket) for bucket in self.buckets)
+
+    @cached_property
+    def gathered_numel(self) -> int:
+        """Elements of the matrices that an owner gathers along dp: those of the rank with most.
+        Nothing where a shard is the whole bucket."""
+        if self.bucket_plan.shards == 1:
+            return 0
+        total = [0] * self.bucket_plan.shards
+        for matrix in self.matrices:
+            total[matrix.owner] += matrix.numel
+        return max(total, default=0)
+
+    @cached_property
+    def whole_numel(self) -> int:
+        """Elements of the matrices that an owner gathers along tp: those of the rank with most.
+        Nothing without tensor parallelism."""
+        if self.tp == 1:
+            return 0
+        total = dict[tuple[int, int], int]()
+        for matrix in self.matrices:
+            owner = matrix.owner, matrix.tp_owner
+            total[owner] = total.get(owner, 0) + matrix.numel * self.tp // matrix.copies
+        return max(total.values(), default=0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers in which matrices travel and are orthogonalised. Ranks that own less
+        than others have as many."""
+        return (self.shard_numel + self.gathered_numel + self.whole_numel) * ITEMSIZE
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of what one Newton-Schulz iteration allocates, of the largest matrix: two matrices
+        and two of the products of its shorter side, and with tensor parallelism the matrix itself,
+        put together from its parts."""
+        return max(
+            (
+                ((2 + (self.tp > 1)) * rows * columns + 2 * min(rows, columns) ** 2) * ITEMSIZE
+                for rows, columns in (matrix.shape for matrix in self.matrices)
+            ),
+            default=0,
+        )
+
+    def sent(self, rank: int, tp_rank: int) -> tuple[int, int]:
+        """Bytes that leave a rank in a step along dp and along tp. ``rank`` is that among the ranks
+        that share a bucket."""
+        along_dp = along_tp = 0
+        for matrix in self.matrices:
+            for other, part in self.parts(matrix):
+                # To the owner, and back from it.
+                along_dp += part.length * ((rank == other) ^ (rank == matrix.owner))
+            if rank == matrix.owner:
+                if tp_rank != matrix.tp_owner:
+                    along_tp += matrix.numel * (tp_rank % matrix.copies == 0)
+                else:
+                    along_tp += matrix.numel * (self.tp - 1)
+        return along_dp * ITEMSIZE, along_tp * ITEMSIZE
+
+    @property
+    def lag(self) -> int:
+        """After how many further buckets the owners have orthogonalised one: so many have a matrix
+        for every rank. Who waits for a result sooner waits while others still compute."""
+        ranks = self.bucket_plan.shards * self.tp
+        return max(1, -(-ranks * len(self.buckets) // max(1, len(self.matrices))))
+
+
+def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
+    """Give every matrix an owner. ``bucket_plan`` is that of any tensor-parallel rank.
+
+    Of the ranks with at least half as much of a matrix as the one with most, the owner is the one
+    with the fewest multiplications so far; of several the one with most of the matrix."""
+    shards = bucket_plan.shards
+    work = [[0] * tp for _ in range(shards)]
+    matrices = []
+    for bucket in bucket_plan.forward_order:
+        for placed in bucket_plan.buckets[bucket].placements[::-1]:
+            spec = placed.spec
+            if not spec.muon:
+                continue
+            for name, slices in _hf_matrices(spec):
+                first = slices[0].row
+                rows = sum(part.rows for part in slices)
+                start = placed.start + first * spec.width
+                held = [
+                    _part(bucket_plan, bucket, start, rows * spec.width, rank).length
+                    for rank in range(shards)
+                ]
+                owner = min(
+                    (rank for rank in range(shards) if 2 * held[rank] >= max(held)),
+                    key=lambda rank: (sum(work[rank]), -held[rank]),
+                )
+                primaries = range(0, tp, spec.copies)
+                tp_owner = min(primaries, key=lambda rank: work[owner][rank])
+                height, width = slices[0].shape
+                work[owner][tp_owner] += height * width * min(height, width)
+                matrices.append(
+                    Matrix(
+                        name,
+                        (height, width),
+                        bucket,
+                        start,
+                        rows,
+                        spec.width,
+                        slices,
+                        spec.copies,
+                        owner,
+                        tp_owner,
+                    )
+                )
+    return MuonPlan(bucket_plan, tp, tuple(matrices))
+
+
+def _hf_matrices(spec: ParamSpec) -> Iterator[tuple[str, tuple[HFSlice, ...]]]:
+    """Yields the HuggingFace matrices that a parameter consists of, with their rows in it."""
+    for name, slices in groupby(spec.slices, attrgetter("name")):
+        yield name, tuple(slices)
+
+
+def _part(bucket_plan: BucketPlan, bucket: int, start: int, numel: int, rank: int) -> Part:
+    shard = bucket_plan.shard(bucket, rank)
+    low = max(start, shard.start)
+    high = min(start + numel, shard.stop)
+    return Part(low - start, low - shard.start, max(0, high - low))
+
+
+def split_matrices(units: Sequence[UnitSpec]) -> list[str]:
+    """Returns the HuggingFace matrices of which several parameters hold rows, so that no bucket has
+    all of a rank's."""
+    holders: dict[str, set[str]] = {}
+    for spec in (spec for unit in units for spec in unit.params if spec.muon):
+        for part in spec.slices:
+            holders.setdefault(part.name, set()).add(spec.name)
+    return [name for name, names in holders.items() if len(names) > 1]
+
+
+def with_muon(unit: UnitSpec) -> UnitSpec:
+    """The unit, with its matrices for Muon if it is a block. Norms, biases, embedding and head have
+    no rows and columns that are alike in kind; low-rank additions are no weights of the model."""
+    if not unit.is_block:
+        return unit
+    params = (
+        replace(
+            spec,
+            muon=len(spec.shape) == 2 and spec.trainable and not spec.adapter and not spec.resident,
+        )
+        for spec in unit.params
+    )
+    return replace(unit, params=tuple(params))

@@ -1,0 +1,250 @@
+"""ModuleEngine: what ``shard`` returns."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakMethod
+
+from torch import nn
+
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
+from megatron_llama.engine.shard.accesses import PassError
+from megatron_llama.engine.shard.data_mesh import close_data_mesh
+from megatron_llama.engine.shard.gathered import gathered
+from megatron_llama.engine.shard.initial import initialize
+from megatron_llama.engine.shard.linear import AttachedLinears
+from megatron_llama.engine.shard.optimizer import ParameterGroup
+from megatron_llama.engine.shard.passes import Passes
+from megatron_llama.engine.shard.specs import ModuleUnit
+from megatron_llama.engine.shard.state import (
+    OPTIMIZER,
+    StateLayout,
+    hook_state_dict,
+    load_state_dict,
+    optimizer_state,
+    state_dict,
+)
+from megatron_llama.engine.shard.torch_optimizer import EngineOptimizer
+from megatron_llama.engine.shard.values import ModuleValues
+from megatron_llama.errors import ConfigError
+
+
+class ModuleEngine:
+    """The engine around one module: its shards, their optimizer, and the messages between ranks.
+
+    The model is called as before. Every ``microbatches`` backward passes are followed by ``step``.
+    ``close`` ends it; as a context manager it closes itself. ``shard`` makes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[ModuleUnit],
+        engine: OverlappedDistributedOptimizer,
+        values: ModuleValues,
+        passes: Passes,
+        groups: Sequence[ParameterGroup],
+        layout: StateLayout,
+        *,
+        clip: float,
+        linears: AttachedLinears,
+    ) -> None:
+        self.model = model
+        """The module that was given to ``shard``."""
+        self.clip = clip
+        """The largest global L2 norm of the gradient; 0: no clipping. May be changed between
+        steps."""
+        self._units = [unit.module for unit in units]
+        self._engine = engine
+        self._values = values
+        self._passes = passes
+        self._linears = linears
+        self._layout = layout
+        self._unhook = hook_state_dict(values, layout)
+        self._closed = False
+        self.optimizer = EngineOptimizer(
+            groups,
+            # Placeholders by now: who looks into the groups finds shapes, and no values.
+            dict(model.named_parameters()),
+            step=self.step,
+            require_no_gradient=passes.require_no_gradient,
+            state_dict=self._optimizer_state,
+            load_state_dict=lambda state: self.load_state_dict({OPTIMIZER: state}),
+        )
+        """This engine as a torch.optim.Optimizer, for schedulers of the learning rate."""
+        self.result: StepResult | None = None
+        """What the last step returned: for those who call ``optimizer.step()``."""
+        # The gathers of a script's last step are still under way when it ends, and a thread that is
+        # inside of an operator when the interpreter ends aborts the process.
+        atexit.register(_close, WeakMethod(self.close))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups as torch.optim has them: ``lr``, ``betas``, ``eps``, ``weight_decay``, and
+        ``param_names``. ``lr`` may be changed between steps."""
+        return self.optimizer.param_groups
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that hold the model, and how they share it."""
+        return self._engine.mesh
+
+    @property
+    def microbatches(self) -> int:
+        """The backward passes of a step. May be set between steps."""
+        return self._passes.microbatches
+
+    @microbatches.setter
+    def microbatches(self, count: int) -> None:
+        """Set the number. Raises ConfigError for less than 1, PassError within a step."""
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(
+                "engine.microbatches", got=count, expected="1 or more", do="give a number"
+            )
+        self._require_between_steps("engine.microbatches = ...")
+        self._passes.microbatches = count
+
+    def step(self, lr: float | None = None) -> StepResult:
+        """Update the parameters with the gradient of the last ``microbatches`` backward passes.
+
+        ``lr`` is the learning rate of all groups; None: each group's own. Returns ``grad_norm``
+        (over all ranks, after their mean or sum, before clipping) and ``skipped`` as 0-dim tensors
+        on the device, which the host does not wait for. A gradient that is not finite changes
+        nothing, and ``skipped`` is 1. Raises PassError if there were more or fewer backward
+        passes, and RuntimeError with the names of trainable parameters that got no gradient."""
+        rates = self.optimizer.learning_rates() if lr is None else lr
+        given = rates if isinstance(rates, list) else [rates]
+        for name, numbers in (("clip", [self.clip]), ("lr", given)):
+            # A NaN here would make every weight NaN, and count as no skipped step.
+            if not all(0.0 <= number < inf for number in numbers):
+                raise ConfigError(
+                    f"engine.step(): {name}",
+                    got=", ".join(map(str, numbers)),
+                    expected="finite numbers from 0",
+                    do=f"look at where {name} was set",
+                )
+        result = self._passes.end_step(lambda: self._engine.step(rates, clip=self.clip))
+        self.result = result
+        # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return result
+
+    def discard(self) -> None:
+        """Throw away the forward and backward passes since the last ``step``, and their gradients.
+        Collective: all ranks call it at the same point of the program, or wait for each other.
+
+        It is for a loss that is not finite, an error in forward that the script catches (on all
+        ranks, or with a strategy that keeps parameters whole), and gradients that another model's
+        backward pass has left here, as a GAN's generator does in its discriminator. The next step
+        is that of an engine which has never seen these passes; buffers that they have changed
+        (batch norm's) stay. Raises PassError inside of a pass, and where backward passes have ended
+        with errors at different places on the ranks."""
+        self._passes.discard()
+
+    @contextmanager
+    def gathered(self, *, modify: bool = False) -> Iterator[None]:
+        """Have the parameters whole in the module, on every rank, between two steps. Collective.
+
+        They are copies. With ``modify`` rank 0's become those of all ranks at the end; without it a
+        change is an error. ``copy.deepcopy(model)`` and ``torch.save(model)`` give the plain model
+        in here, of its own classes and with nothing of the engine; parameters require no
+        gradient."""
+        self._require_between_steps("engine.gathered()")
+        self._passes.suspended = True
+        self._linears.detach()
+        try:
+            with gathered(self._values, modify=modify):
+                yield
+        finally:
+            self._linears.attach()
+            self._passes.suspended = False
+            if modify:
+                self._passes.values_changed()
+
+    def initialize(self, fn: Callable[[nn.Module], object] | None = None) -> None:
+        """Give values to the parameters and buffers that were on the meta device, unit by unit:
+        ``fn(module)`` is called for every module while its unit is whole, by default its own
+        ``reset_parameters``, or ``_init_weights`` of a model of transformers. What rank 0 computes
+        counts. Collective."""
+        self._require_between_steps("engine.initialize()")
+        self._passes.suspended = True
+        try:
+            initialize(self._values, self._units, fn)
+        finally:
+            self._passes.suspended = False
+            self._passes.values_changed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"model": {name: value}, "optimizer": {"state": ..., "param_groups": ...}}``
+        between two steps, as torch.distributed.checkpoint.state_dict has it: DTensors that are cut
+        along the first dim, in the dtype of the masters, and plain buffers. In one process all
+        tensors are plain. Collective.
+
+        All of it are copies. They are made bucket by bucket: beside them a rank holds one whole
+        bucket. ``model.state_dict()`` is its first part."""
+        self._require_between_steps("engine.state_dict()")
+        return state_dict(self._values, self._layout, self.param_groups)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take over a state of the form of ``state_dict``, or its ``model`` or ``optimizer`` alone:
+        DTensors of any mesh and placements, of FSDP2 or another number of ranks, or plain tensors,
+        which every rank then has whole. Collective.
+
+        Raises CheckpointError on all ranks with everything that is missing, unexpected or of
+        another shape, before anything is changed; without ``strict`` the first two are allowed."""
+        self._require_between_steps("engine.load_state_dict()")
+        load_state_dict(self._values, self.param_groups, state, strict=strict)
+        self._passes.values_changed()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        self._require_between_steps("engine.optimizer.state_dict()")
+        return optimizer_state(self._values, self._layout, self.param_groups)
+
+    def close(self) -> None:
+        """End the engine's threads and communicators. The module keeps placeholders: take its
+        values before, with ``gathered``. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._passes.close()
+        self._linears.detach()
+        self._unhook()
+        self._engine.close()
+        close_data_mesh(self.mesh)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Peers in a planned step would wait for this rank until their timeout.
+        if error is not None:
+            self._passes.tell_peers(error)
+        self.close()
+
+    def _require_between_steps(self, what: str) -> None:
+        """Raise PassError within a step, or where the engine has ended."""
+        self._passes.require_usable()
+        if not self._passes.between_steps:
+            raise PassError(
+                what,
+                got="a step whose passes have begun",
+                expected="a call between two steps",
+                do="call engine.step() first, or engine.discard()",
+            )
+
+
+def _close(close: WeakMethod[Callable[[], None]]) -> None:
+    """Close an engine that still exists."""
+    close_engine = close()
+    if close_engine is not None:
+        close_engine()

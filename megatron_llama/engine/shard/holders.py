@@ -1,0 +1,202 @@
+"""Where modules hold their parameters, and what stands there now: the parameters themselves while
+their unit runs, placeholders otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_llama.engine.handle import BucketParamHandle
+from megatron_llama.engine.param_handle import attach_param_handle
+from megatron_llama.engine.plan.buckets import PlacedParam
+from megatron_llama.engine.shard.linear import waits_itself
+from megatron_llama.engine.shard.names import ParameterNames, clean_name
+from megatron_llama.engine.shard.placeholders import Placeholder, Resolve, ShardedParameterError
+from megatron_llama.engine.shard.specs import ModuleUnit
+
+
+@dataclass(frozen=True)
+class Place:
+    """One registration of a parameter in a module."""
+
+    module: nn.Module
+    leaf: str
+    name: str
+    """The name that ``named_parameters`` gives the parameter first."""
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let the module hold another parameter here."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.leaf] = parameter
+        else:
+            # A module with further references to its parameters, such as nn.LSTM, keeps them here.
+            setattr(self.module, self.leaf, parameter)
+
+
+def places_of(model: nn.Module, names: ParameterNames) -> list[Place]:
+    """Return every place of a model where a parameter is registered."""
+    return [
+        Place(module, leaf, names[parameter][0])
+        for module in model.modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def attributes_of(names: ParameterNames) -> dict[str, dict[str, Any]]:
+    """Return what others have attached to the parameters of a model, such as ``no_weight_decay``,
+    by the name of each parameter."""
+    return {every[0]: dict(vars(parameter)) for parameter, every in names.items()}
+
+
+Explained = Callable[[], AbstractContextManager[None]]
+"""Makes a section in which the end of a wait becomes the reason of the rank that has left."""
+
+
+class Holders:
+    """The parameters of a model, which are views of the engine's slots, and their placeholders."""
+
+    def __init__(self, model: nn.Module, names: ParameterNames, explained: Explained) -> None:
+        self._explained = explained
+        self._places = places_of(model, names)
+        self._attributes = attributes_of(names)
+        self.parameters: dict[str, nn.Parameter] = {}
+        """By name, the parameter whose values are in the engine's slot while its unit runs."""
+        self.placeholders: dict[str, Placeholder] = {}
+
+    def attach(self, placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
+        """Make the parameter of a view of a slot: the engine calls this for each."""
+        parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
+        vars(parameter).update(self._attributes[placed.spec.name])
+        attach_param_handle(parameter, replace(handle, waits=self._explained))
+        self.parameters[placed.spec.name] = parameter
+
+    def make_placeholders(self, resolve: Mapping[str, Resolve]) -> None:
+        """Make the placeholder of each parameter, with what it asks before it refuses."""
+        for name in self.parameters:
+            self.placeholders[name] = self.placeholder(name, resolve[name])
+
+    def placeholder(self, name: str, resolve: Resolve) -> Placeholder:
+        """Return a new placeholder of a parameter."""
+        parameter = self.parameters[name]
+        made = Placeholder(
+            clean_name(name),
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+            resolve,
+            requires_grad=parameter.requires_grad,
+        )
+        vars(made).update(self._attributes[name])
+        return made
+
+    def waited_for_when_read(self, names: Iterable[str]) -> bool:
+        """Whether the modules that hold these parameters wait for them when they are called."""
+        wanted = frozenset(names)
+        return all(
+            waits_itself(place.module, place.leaf) for place in self._places if place.name in wanted
+        )
+
+    def install(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let the modules hold the given parameters, in all places of each."""
+        for place in self._places:
+            if place.name in parameters:
+                place.put(parameters[place.name])
+
+    def uninstall(self) -> None:
+        """Let the modules hold placeholders."""
+        self.install(self.placeholders)
+
+    def of_unit(self, unit: ModuleUnit) -> UnitHolders:
+        """Return the places of one unit, for swapping."""
+        # A module may be in two units, and then both swap its parameters.
+        owned = set(unit.owned)
+        return UnitHolders(
+            [place for place in self._places if place.module in owned],
+            self.parameters,
+            self.placeholders,
+        )
+
+
+class UnitHolders:
+    """The places of one unit, which change before and after each of its passes."""
+
+    def __init__(
+        self,
+        places: Iterable[Place],
+        parameters: Mapping[str, nn.Parameter],
+        placeholders: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._direct: list[tuple[MutableMapping[str, nn.Parameter | None], str, str]] = []
+        self._others: list[Place] = []
+        for place in places:
+            if type(place.module).__setattr__ is nn.Module.__setattr__:
+                self._direct.append((place.module._parameters, place.leaf, place.name))
+            else:
+                self._others.append(place)
+        self._parameters = parameters
+        self._placeholders = placeholders
+        names = dict.fromkeys(name for *_, name in self._direct)
+        names |= dict.fromkeys(place.name for place in self._others)
+        self._in_forward = parameters
+        self._trained = [(parameters[name], parameters[name].requires_grad, name) for name in names]
+        # They count what users write: gathers and updates write the slot, which has its own.
+        self._versions = [parameter._version for parameter, *_ in self._trained]
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter whose ``requires_grad`` is no longer what it was."""
+        for parameter, trained, name in self._trained:
+            if parameter.requires_grad is not trained:
+                return name
+        return None
+
+    def written(self) -> str | None:
+        """Return the name of a parameter that has been changed in place since this was asked last.
+        Gathers and updates write the slot and count no change (``Tensor.data``)."""
+        for position, (parameter, _, name) in enumerate(self._trained):
+            if parameter._version != self._versions[position]:
+                self._versions[position] = parameter._version
+                return name
+        return None
+
+    def let_wait(self, late: Mapping[str, nn.Parameter]) -> None:
+        """Let what is in ``late`` stand for parameters in forward passes from now on."""
+        self._in_forward = {
+            name: late.get(name, self._parameters[name]) for *_, name in self._trained
+        }
+
+    def hold_in_forward(self) -> None:
+        """Let the unit's modules hold the parameters themselves, or what stands for them."""
+        self._hold(self._in_forward)
+
+    def hold_parameters(self) -> None:
+        """Let the unit's modules hold the parameters themselves."""
+        self._hold(self._parameters)
+
+    def hold_placeholders(self) -> None:
+        """Let the unit's modules hold placeholders."""
+        self._hold(self._placeholders)
+
+    def _hold(self, chosen: Mapping[str, nn.Parameter]) -> None:
+        for held, leaf, name in self._direct:
+            present = held[leaf]
+            # Another tensor comes from the user: to put ours over it would undo that in silence.
+            if (
+                present is not self._placeholders[name]
+                and present is not self._in_forward[name]
+                and present is not self._parameters[name]
+            ):
+                raise ShardedParameterError(
+                    clean_name(name),
+                    got="another tensor in its place",
+                    expected="the parameter that shard() has found there",
+                    do="tie weights before shard(); change values by engine.load_state_dict or "
+                    "inside engine.gathered(modify=True); call a functional model there, too",
+                )
+            held[leaf] = chosen[name]
+        for place in self._others:
+            place.put(chosen[place.name])

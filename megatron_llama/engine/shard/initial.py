@@ -1,0 +1,205 @@
+"""The first values of a module's parameters and buffers.
+
+Rank 0's count, as in DDP; other ranks may have theirs on the meta device. What is on the meta
+device on rank 0 too has no values: ``initialize`` makes them unit by unit, or a state dict brings
+them. Until then a forward pass is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.engine.comm.object_collectives import (
+    all_gather_object,
+    broadcast_object,
+    raise_on_all_ranks,
+)
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.shard.names import ParameterNames, clean_name
+from megatron_llama.engine.shard.values import MASTER, ModuleValues, named
+from megatron_llama.errors import ConfigError, describe, listing
+
+Described = tuple[str, tuple[int, ...], str, bool]
+"""Name, shape, dtype, and whether it is trained."""
+
+
+def require_same_model(model: nn.Module, axis: Axis) -> None:
+    """Raise ConfigError on all ranks unless the parameters and buffers of each rank have the names,
+    shapes and dtypes of rank 0's, in the same order, and the same of them are trained.
+    Collective."""
+    own: list[Described] = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    ]
+    # Equal on all ranks as a rule: then a hash is all that travels.
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
+    if len(set(all_gather_object(digest, axis))) == 1:
+        return
+    first = broadcast_object(own, axis)
+    with raise_on_all_ranks(axis):
+        if own != first:
+            problems = list(_differences(own, first))
+            raise ConfigError(
+                listing("shard(model): the model differs from that of rank 0:", problems)
+            )
+
+
+def require_same_options(options: Mapping[str, object], axis: Axis) -> None:
+    """Raise ConfigError on all ranks, with the names, unless each rank has given the same options.
+    Collective."""
+    own = {name: str(value) for name, value in options.items()}
+    problems = []
+    by_rank = all_gather_object(own, axis)
+    for name in dict.fromkeys(name for given in by_rank for name in given):
+        values = [given.get(name, "nothing") for given in by_rank]
+        rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if rank is not None:
+            problems.append(
+                describe(
+                    name,
+                    got=f"{values[rank]} on rank {rank}",
+                    expected=f"{values[0]} as on rank 0",
+                    do="give all ranks the same",
+                )
+            )
+    if problems:
+        raise ConfigError(listing("shard:", problems))
+
+
+def _differences(own: list[Described], first: list[Described]) -> Iterator[str]:
+    do = "build the same model on all ranks"
+    mine = {described[0]: described for described in own}
+    theirs = {described[0]: described for described in first}
+    for name in mine | theirs:
+        if mine.get(name) != theirs.get(name):
+            got = _in_words(mine.get(name))
+            yield describe(clean_name(name), got=got, expected=_in_words(theirs.get(name)), do=do)
+    if mine == theirs:
+        yield f"got the parameters in another order; {do}"
+
+
+def _in_words(described: Described | None) -> str:
+    if described is None:
+        return "nothing"
+    _, shape, dtype, trained = described
+    return f"{dtype} of {shape}{', trained' if trained else ', not trained'}"
+
+
+def first_values(
+    engine: OverlappedDistributedOptimizer, model: nn.Module, names: ParameterNames
+) -> ModuleValues:
+    """Fill the shards of all ranks with the values that the parameters of ``model`` have on rank 0,
+    and the buffers with rank 0's; buffers move to the engine's device. Collective.
+
+    What is on the meta device on rank 0 has no values; such buffers get memory on the device."""
+    values = ModuleValues(engine, model, names)
+    without = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_meta
+    ]
+    # Rank 0 decides: other ranks may be on the meta device only because its values count.
+    values.uninitialized |= set(broadcast_object(without, engine.mesh.world))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name not in values.uninitialized:
+                for start, piece in values.broadcast(parameter):
+                    values.write(name, MASTER, piece, start)
+        # By buffer, so that one that is registered twice stays one.
+        places: dict[Tensor, Tensor] = {}
+        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+            if buffer not in places:
+                places[buffer] = place = _on_device(buffer, engine.mesh.device)
+                if name not in values.uninitialized:
+                    for start, piece in values.broadcast(buffer):
+                        place.view(-1)[start : start + len(piece)].copy_(piece)
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = places[buffer]
+    engine.publish()
+    return values
+
+
+def _on_device(buffer: Tensor, device: torch.device) -> Tensor:
+    """Return where the values of a buffer go: the buffer itself if it can be written there."""
+    if buffer.device == device and buffer.is_contiguous():
+        return buffer
+    return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def initialize(
+    values: ModuleValues,
+    units: Collection[nn.Module],
+    fn: Callable[[nn.Module], object] | None = None,
+) -> None:
+    """Give values to everything that has none: call ``fn`` for every module, in the order of
+    ``model.apply(fn)``, while the parameters of its unit are whole, in the dtype of the masters.
+    What rank 0 computes counts on all ranks; what has values keeps them. Collective.
+
+    Without ``fn`` a model of transformers uses its ``_init_weights``, and other modules use their
+    ``reset_parameters``. ``units`` are the modules that are gathered together: only one of them is
+    whole at a time. Raises ConfigError, on all ranks, for what ``fn`` has left without values."""
+    values.engine.settle()
+    fn = fn or _default_initialization(values.model)
+    wanted = frozenset(values.uninitialized)
+    for modules in _parts(values.model, units):
+        names = [n for n in values.aliases if any(m in modules for m, _ in values.places(n))]
+        buffers = [n for n, (module, _, _) in values.buffers().items() if module in modules]
+        # Most buffers are not parameters' neighbours but constants: what has values stays.
+        missing = wanted.intersection((*names, *buffers))
+        if missing:
+            with values.changing(names, wanted.intersection(buffers), missing), torch.no_grad():
+                for module in modules:
+                    fn(module)
+    values.engine.publish()
+    if values.uninitialized:
+        raise ConfigError(
+            "engine.initialize",
+            got=f"no values of {named(values.uninitialized)}",
+            expected="values of all parameters and buffers",
+            do="give engine.initialize a function that sets them, module by module",
+        )
+
+
+def _parts(root: nn.Module, units: Collection[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Yield the modules that are initialized together, in the order of ``apply``: a unit or a
+    module without units in it with all that is in it, and of other modules each for itself."""
+    if root in units or not any(below in units for below in root.modules()):
+        together: list[nn.Module] = []
+        root.apply(together.append)
+        yield together
+        return
+    for child in root.children():
+        yield from _parts(child, units)
+    yield [root]
+
+
+def _default_initialization(model: nn.Module) -> Callable[[nn.Module], object]:
+    """Return what ``initialize`` calls where the user gives nothing."""
+    initializers: dict[nn.Module, Callable[[nn.Module], object]] = {}
+    # Outer modules first, so that the innermost model of transformers counts: an encoder has
+    # initial values of its own.
+    for module in model.modules():
+        own = getattr(module, "_init_weights", None)
+        if callable(own):
+            initializers |= dict.fromkeys(module.modules(), own)
+
+    def initialize_module(module: nn.Module) -> None:
+        # nn.MultiheadAttention and nn.Transformer have it with an underscore.
+        names = ("reset_parameters", "_reset_parameters")
+        candidates = (getattr(module, name, None) for name in names)
+        if module in initializers:
+            initializers[module](module)
+        else:
+            reset = next((candidate for candidate in candidates if callable(candidate)), None)
+            if reset is not None:
+                reset()
+
+    return initialize_module

@@ -1,0 +1,119 @@
+"""Classes of modules whose calls go to the engine first.
+
+The model, its units and its root parts get a class of their own, derived from theirs, whose
+``__call__`` comes before everything else: before hooks that users add, sooner or later, before a
+compiled forward (``module.compile()``), and before what a library does in ``__call__``. So a unit
+is announced once for a call, no hook is inside of a compiled region, and a user's hooks see the
+parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
+
+Forward = Callable[..., Any]
+"""What a module's class did with a call."""
+Interceptor = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
+_INTERCEPTOR = "_megatron_llama_interceptor"
+_REQUIRE_NO_GRADIENT = "_megatron_llama_require_no_gradient"
+_STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+"""Where a module keeps the hooks of ``state.hook_state_dict``."""
+
+
+class Intercepted(nn.Module):
+    """A module whose calls go to the engine first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as an access to its weights."""
+        return self.__dict__[_INTERCEPTOR](super().__call__, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the module as it is without an engine. While parameters are sharded their
+        placeholders refuse it."""
+        # Of later protocols pickle demands that the class is the object's own.
+        reduced: Any = super().__reduce_ex__(1)
+        make, arguments, *rest = reduced
+        plain = type(self).__bases__[1]
+        arguments = tuple(plain if argument is type(self) else argument for argument in arguments)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {
+                name: _without_engine(value) if name in _STATE_HOOKS else value
+                for name, value in rest[0].items()
+                if name not in (_INTERCEPTOR, _REQUIRE_NO_GRADIENT)
+            }
+        return make, arguments, *rest
+
+
+class InterceptedModel(Intercepted):
+    """The model that was given to ``shard``."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert the buffers, where ``to`` and its like leave the parameters as they are. Raises
+        ShardedParameterError where they would change."""
+        # torch would convert placeholder by placeholder, and stop in the middle.
+        sharded = [p for p in self.parameters() if isinstance(p, Placeholder)]
+        if not sharded:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        probe = torch.empty(0, dtype=sharded[0].dtype, device=sharded[0].device)
+        converted = fn(probe)
+        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
+            raise ShardedParameterError(
+                "model",
+                got=f"a move to {converted.dtype} on {converted.device}",
+                expected=f"{probe.dtype} on {probe.device}, as in shard()",
+                do="move it before shard(), or give shard(dtype=)",
+            )
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: each step starts with the gradients of its own backward passes. Raises
+        TrainingError between a backward pass and its step, where ``engine.discard`` throws
+        gradients away."""
+        self.__dict__[_REQUIRE_NO_GRADIENT]("model.zero_grad")
+
+
+def _without_engine(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Return the hooks that are not of this room."""
+    room = __name__.rpartition(".")[0]
+    others = (
+        (number, hook)
+        for number, hook in hooks.items()
+        if not getattr(hook, "__module__", "").startswith(room)
+    )
+    return OrderedDict(others)
+
+
+@cache
+def _intercepted(base: type[nn.Module], mixin: type[Intercepted]) -> type[nn.Module]:
+    """Return the class of modules of class ``base`` whose calls go to the engine."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (mixin, base), names)
+
+
+def intercept(module: nn.Module, interceptor: Interceptor) -> None:
+    """Let calls of a module go to ``interceptor(forward, args, kwargs)``."""
+    # Past ``nn.Module.__setattr__``, and so past any that a user's class has.
+    object.__setattr__(module, _INTERCEPTOR, interceptor)
+    module.__class__ = _intercepted(type(module), Intercepted)  # type: ignore[arg-type]
+
+
+def intercept_model(
+    model: nn.Module, interceptor: Interceptor, *, require_no_gradient: Callable[[str], None]
+) -> None:
+    """Let calls of the model that was given to ``shard`` go to ``interceptor(forward, args,
+    kwargs)``. ``require_no_gradient(what)`` raises where gradients wait for a step."""
+    object.__setattr__(model, _INTERCEPTOR, interceptor)
+    object.__setattr__(model, _REQUIRE_NO_GRADIENT, require_no_gradient)
+    model.__class__ = _intercepted(type(model), InterceptedModel)  # type: ignore[arg-type]

@@ -1,0 +1,503 @@
+"""The forward passes and steps of a user's model, as the engine sees them.
+
+    forward     A call of a unit is an access: what it lacks is gathered, the next unit's weights
+                are prefetched, and the modules hold their parameters until the call ends.
+    backward    ``backward.py``
+    the step    All backward passes have ended. The first step is recorded: its accesses and
+                gradients are the plan of the next ones.
+
+A call inside a backward pass recomputes what torch.utils.checkpoint has not kept. It is an access
+only if another unit came in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from megatron_llama.engine.comm.object_collectives import all_gather_object
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
+from megatron_llama.engine.shard.accesses import Accesses, PassError, Unit, in_backward_pass
+from megatron_llama.engine.shard.backward import BackwardPasses, unannounced
+from megatron_llama.engine.shard.holders import Holders, UnitHolders
+from megatron_llama.engine.shard.intercept import Forward, Interceptor, intercept, intercept_model
+from megatron_llama.engine.shard.names import clean_name
+from megatron_llama.engine.shard.order import DISCARD, STEP, AccessOrder
+from megatron_llama.engine.shard.peers import OrderError, Peers
+from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
+from megatron_llama.engine.shard.saved_weights import checks_reads
+from megatron_llama.engine.shard.specs import ModuleUnit
+
+COMPILE_HINT = (
+    "shard() announces each call of a unit: compile units with module.compile(), or with "
+    "torch.compile before shard()"
+)
+"""What torch.compile says where a region with fullgraph=True has a sharded unit in it."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a unit."""
+
+    unit: Unit
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    recomputes: bool
+    """Whether it is inside a backward pass."""
+    outermost: bool
+    again: bool
+    """Whether it is inside another call of the same unit."""
+    position: int
+    """How many accesses of the plan had been made."""
+    begin: int
+    """Autograd gives this number, or a higher one, to what is computed in it."""
+    reads: AbstractContextManager[None]
+    """Checks in backward that saved weights are there, where that has to be found out."""
+
+
+class Passes:
+    """The passes of a model, and the steps that they make."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[ModuleUnit],
+        engine: OverlappedDistributedOptimizer,
+        holders: Holders,
+        order: AccessOrder,
+        peers: Peers,
+        *,
+        microbatches: int,
+        cast_to: torch.dtype | None,
+        find_unused: bool,
+        require_values: Callable[[], None],
+    ) -> None:
+        """``require_values`` raises while parameters have none."""
+        self._model = model
+        self._engine = engine
+        self._holders = holders
+        self._order = order
+        self._peers = peers
+        peers.end_waits = WeakMethod(engine.fail)
+        self._cast_to = cast_to
+        self._require_values = require_values
+        casts = cast_to is not None
+        self._accesses = Accesses(
+            model,
+            units,
+            engine,
+            holders,
+            order,
+            peers,
+            microbatches=microbatches,
+            casts=casts,
+            find_unused=find_unused,
+        )
+        self._step = self._accesses.step
+        self._backward = BackwardPasses(self._accesses)
+        if all(unit.module is not model for unit in units):
+            whole = Unit(
+                name="the model",
+                index=-1,
+                reads=(),
+                holders=UnitHolders((), {}, {}),
+                pooled=False,
+                inside=frozenset(),
+                slots=frozenset(),
+                casts=casts,
+            )
+            self._intercept(model, whole)
+        for unit, at_run_time in zip(units, self._accesses.units, strict=True):
+            self._intercept(unit.module, at_run_time)
+
+    def _intercept(self, module: nn.Module, unit: Unit) -> None:
+        # What happens here is not for the graph of a compiled region around the unit; what the
+        # unit computes may be.
+        hidden = partial(torch.compiler.disable, reason=COMPILE_HINT)
+        begin = hidden(self._begin)
+        finish = hidden(self._finish)
+        fail = hidden(self._fail)
+
+        def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = begin(unit, args, kwargs)
+            if call is None:
+                # Inside of ``gathered(modify=True)`` parameters have the dtype of the masters.
+                if unit.casts and next(self._model.parameters()).dtype == self._cast_to:
+                    args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+                return forward(*args, **kwargs)
+            try:
+                output = forward(*call.args, **call.kwargs)
+            except BaseException as error:
+                fail(call, error)
+                raise
+            finish(call, output)
+            return output
+
+        interceptor: Interceptor = hidden(called, recursive=False)
+        if module is self._model:
+            intercept_model(module, interceptor, require_no_gradient=self.require_no_gradient)
+        else:
+            intercept(module, interceptor)
+
+    # Between steps
+
+    @property
+    def microbatches(self) -> int:
+        """The backward passes of a step."""
+        return self._step.microbatches
+
+    @microbatches.setter
+    def microbatches(self, count: int) -> None:
+        """Set the number, between steps."""
+        self._step.microbatches = count
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no pass of a step has begun."""
+        return not self._step.begun
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the modules hold whole parameters, so that calls are none of the engine's
+        business."""
+        return self._accesses.suspended
+
+    @suspended.setter
+    def suspended(self, suspended: bool) -> None:
+        """Say that modules hold whole parameters from now on, or no longer."""
+        self._accesses.suspended = suspended
+
+    def values_changed(self) -> None:
+        """The parameters have other values: no backward pass may follow a forward pass that is
+        over."""
+        self._step.generation += 1
+
+    def require_usable(self) -> None:
+        """Raise PassError if no pass may run any more."""
+        self._accesses.require_usable()
+
+    def require_no_gradient(self, what: str) -> None:
+        """Raise PassError between a backward pass and its step: ``what`` would take its gradients
+        back, and they may be on their way already."""
+        if self._step.in_backward or self._step.backward_passes:
+            raise PassError(
+                what,
+                got="gradients that no step has used",
+                expected="a call before the first backward pass of a step",
+                do="call engine.step() first, or engine.discard() to throw them away",
+            )
+
+    def tell_peers(self, error: BaseException) -> None:
+        """This rank leaves with an error that ends its training."""
+        rank = self._peers.axis.rank
+        if not isinstance(error, OrderError):
+            self._peers.leave(
+                f"rank {rank}: got {type(error).__name__} ({error}), expected no error; see there"
+            )
+
+    def close(self) -> None:
+        """Let no pass run any more."""
+        self._note_broken_backward()
+        if self._step.broken is not None:
+            # Who closes its engine leaves in peace, but its peers may be waiting for this step.
+            with suppress(PassError, OrderError):
+                self._accesses.require_usable()
+        self._accesses.refusal = (
+            self._accesses.refusal or self._step.broken or "engine.close() before"
+        )
+        self._peers.close()
+        self._backward.close()
+
+    # Forward
+
+    def _begin(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """A unit is called. Returns None if the engine has nothing to do with that."""
+        accesses = self._accesses
+        if accesses.suspended:
+            return None
+        recomputes = in_backward_pass()
+        outermost = not accesses.active
+        if recomputes:
+            self._backward.enter()
+        elif outermost:
+            self._begin_forward()
+        if unit.casts:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        call = _Call(
+            unit,
+            args,
+            kwargs,
+            recomputes,
+            outermost,
+            unit in accesses.active,
+            self._order.position,
+            torch._C._autograd._get_sequence_nr(),
+            self._checked_reads(unit),
+        )
+        accesses.active.append(unit)
+        call.reads.__enter__()
+        try:
+            if unit.index >= 0 and not call.again:
+                if not recomputes:
+                    accesses.require_nested(unit)
+                    accesses.access_and_return(unit, backward=False)
+                    unit.holders.hold_in_forward()
+                elif not unit.pooled:
+                    accesses.access_and_return(unit, backward=True)
+                    accesses.held.append(unit)
+                    unit.holders.hold_parameters()
+                elif accesses.current is not unit:
+                    accesses.access(unit, backward=True)
+                    accesses.hold_in_backward(unit)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        return call
+
+    def _checked_reads(self, unit: Unit) -> AbstractContextManager[None]:
+        """Check what is read in backward where a slot may hold another unit."""
+        if not unit.slots or not torch.is_grad_enabled():
+            return nullcontext()
+
+        def require_announced() -> None:
+            if unit not in self._accesses.held:
+                raise self._accesses.refuse(unannounced(unit.name))
+
+        return checks_reads(unit.slots, require_announced)
+
+    def _leave(self, call: _Call) -> None:
+        call.reads.__exit__(None, None, None)
+        self._accesses.active.pop()
+        if not call.again and call.unit not in self._accesses.held:
+            call.unit.holders.hold_placeholders()
+
+    def _fail(self, call: _Call, error: BaseException) -> None:
+        """A call has ended with an error."""
+        self._leave(call)
+        if isinstance(error, PassError | ShardedParameterError):
+            self._accesses.refuse(error)
+        if call.outermost and self._accesses.listed and not call.recomputes:
+            self._break_off(call, error)
+
+    def _finish(self, call: _Call, output: Any) -> None:
+        """A call has ended."""
+        unit = call.unit
+        try:
+            if (name := unit.holders.changed()) is not None:
+                raise PassError(
+                    clean_name(name),
+                    got=f"requires_grad={self._holders.parameters[name].requires_grad}",
+                    expected="what it was in shard()",
+                    do="freeze parameters before shard()",
+                )
+            if (name := unit.holders.written()) is not None:
+                raise PassError(
+                    clean_name(name),
+                    got="a change in place inside of the model",
+                    expected="changes by engine.step() only: others are lost, or made on one rank",
+                    do="change weights inside engine.gathered(modify=True), between two steps (an "
+                    "embedding's max_norm as well)",
+                )
+            if torch.is_grad_enabled():
+                self._backward.watch_outputs(unit, output, call.begin)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        self._leave(call)
+
+    def _begin_forward(self) -> None:
+        """A call from outside of the model begins."""
+        self._note_broken_backward()
+        self._accesses.require_usable()
+        self._require_values()
+        self._accesses.listed = torch.is_grad_enabled()
+        if not self._accesses.listed:
+            if not self._step.begun:
+                self._engine.begin_evaluation(())
+        elif not self._step.begun:
+            self._accesses.begin_step()
+
+    def _break_off(self, call: _Call, error: BaseException) -> None:
+        """A forward pass of the step has ended with an error."""
+        self._order.break_off(call.position)
+        if self._order.plan is not None and self._peers.axis.size > 1:
+            # Nobody knows whether the peers have come to the same error: a pass that is repeated
+            # would gather what they do not gather again. They are told with the next call, unless
+            # that is ``discard``.
+            self._step.broken = self._step.broken or (
+                f"a forward pass of {call.unit.name} that ended with "
+                f"{type(error).__name__} ({error}) on rank {self._peers.axis.rank}"
+            )
+
+    def _note_broken_backward(self) -> None:
+        """Outside of autograd a backward pass that has not ended is one that raised an error."""
+        if self._step.in_backward:
+            self._step.broken = self._step.broken or "a backward pass that ended with an error"
+
+    def _let_layers_wait(self) -> None:
+        """From now on units begin their forward passes before those of their weights are there for
+        which linear layers have waited in the first step.
+
+        Such a layer finds a placeholder, which waits for its bucket and gives the parameter."""
+        buckets = self._engine.bucket_plan.buckets
+        for unit in self._accesses.units:
+            if not unit.pooled:
+                continue
+            names = {
+                bucket: [placed.spec.name for placed in buckets[bucket].placements]
+                for bucket, _ in unit.reads
+            }
+            unit.late = frozenset(
+                bucket for bucket in names if self._holders.waited_for_when_read(names[bucket])
+            )
+            unit.holders.let_wait(
+                {
+                    name: self._late(unit, bucket, name)
+                    for bucket in unit.late
+                    for name in names[bucket]
+                }
+            )
+
+    def _late(self, unit: Unit, bucket: int, name: str) -> Placeholder:
+        parameter = self._holders.parameters[name]
+
+        def resolve(placeholder: Placeholder) -> nn.Parameter | None:
+            if unit not in self._accesses.active and unit not in self._accesses.held:
+                return None
+            with self._peers.explained():
+                self._engine.parameters.wait_unsharded(bucket, clean_name(name))
+            return parameter
+
+        made = self._holders.placeholder(name, resolve)
+        if parameter.requires_grad:
+            self._backward.deliver_from(made, name)
+        return made
+
+    def _cast(self, value: Tensor) -> Tensor:
+        if value.is_floating_point() and value.dtype != self._cast_to:
+            return value.to(self._cast_to)
+        return value
+
+    # The step
+
+    def end_step(self, step: Callable[[], StepResult]) -> StepResult:
+        """Run the engine's step if the passes of one have been made. Raises PassError."""
+        self._note_broken_backward()
+        self._accesses.require_usable()
+        if self._step.backward_passes != self._step.microbatches or not self._step.begun:
+            raise self._accesses.refuse(
+                PassError(
+                    "engine.step()",
+                    got=f"{self._step.backward_passes} backward passes",
+                    expected=f"{self._step.microbatches}, as shard(microbatches=) says",
+                    do="call it after so many, set engine.microbatches before the step, or throw "
+                    "the passes away with engine.discard()",
+                )
+            )
+        if (following := self._order.expected) is not None:
+            raise self._accesses.refuse(
+                OrderError(
+                    "engine.step()",
+                    got="the end of the step",
+                    expected=f"{following} as in the first step",
+                    do="shard(static_order=False) for a model that takes another way each time",
+                )
+            )
+        self._order.agree(STEP)
+        if self._order.plan is None:
+            self._require_known()
+            self._require_gradients()
+        with self._peers.explained():
+            result = step()
+        counting = self._accesses.open_counting
+        if counting is not None and self._order.end_step(counting.rounds):
+            self._let_layers_wait()
+        self._forget_passes()
+        return result
+
+    def discard(self) -> None:
+        """Throw away the passes of the step under way, on all ranks. Collective."""
+        accesses = self._accesses
+        accesses.require_working()
+        if accesses.active or in_backward_pass():
+            raise PassError(
+                "engine.discard()",
+                got="a call inside of the model",
+                expected="one between its passes",
+                do="call it where engine.step() would be called",
+            )
+        self._order.agree(DISCARD)
+        made = (self._step.begun, self._order.position, self._engine.gradients.reduced_rounds)
+        with self._peers.explained():
+            by_rank = all_gather_object(made, self._peers.axis)
+        if any(begun for begun, _, _ in by_rank):
+            if not self._step.begun:
+                self._accesses.begin_step()
+            # Where a pass has ended with an error, others may have gone on to its end. What they
+            # have gathered is gathered here as well, so that all ranks go on from one state.
+            furthest = max(position for begun, position, _ in by_rank if begun)
+            for access in self._order.accesses_until(furthest):
+                self._engine.access(access.unit, access.backward)
+            reduced = [rounds if begun else () for begun, _, rounds in by_rank]
+            if any(sum(rounds) for rounds in reduced) and len(set(reduced)) > 1:
+                raise accesses.refuse(
+                    PassError(
+                        "engine.discard()",
+                        got="backward passes that have come to different ends on the ranks",
+                        expected="the same gradients on all ranks",
+                        do="make a new engine",
+                    )
+                )
+            with self._peers.explained():
+                self._engine.discard_step()
+        accesses.release_held()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        """The step is over: nothing of its passes may be used any more."""
+        self._step.begun = False
+        self._step.in_backward = False
+        self._step.broken = None
+        self._step.backward_passes = 0
+        self._step.generation += 1
+
+    def _require_known(self) -> None:
+        """Raise PassError for parameters that have come into the model after ``shard``."""
+        added = [
+            clean_name(name)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and not isinstance(parameter, Placeholder)
+        ]
+        if added:
+            raise PassError(
+                "engine.step()",
+                got=f"parameters that were added after shard(): {', '.join(added)}",
+                expected="those that shard() has found",
+                do="build the whole model before shard()",
+            )
+
+    def _require_gradients(self) -> None:
+        """Raise PassError on all ranks for parameters that got no gradient on some rank."""
+        counting = self._accesses.open_counting
+        if counting is not None and counting.allows_unused:
+            return
+        missing = self._engine.gradients.without_gradient()
+        by_rank = all_gather_object(missing, self._peers.axis)
+        if any(by_rank):
+            rank = next(rank for rank, names in enumerate(by_rank) if names)
+            unused = ", ".join(map(clean_name, by_rank[rank]))
+            raise PassError(
+                "engine.step()",
+                got=f"no gradient of {unused}"
+                + (f" on rank {rank}" if self._peers.axis.size > 1 else ""),
+                expected="one of every trainable parameter",
+                do="freeze what is not used, or shard(find_unused=True)",
+            )

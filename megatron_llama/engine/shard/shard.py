@@ -1,0 +1,219 @@
+"""``shard``: the engine around any module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_llama.engine.build import build_engine
+from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.engine.plan.buckets import strategy_named
+from megatron_llama.engine.shard.data_mesh import close_data_mesh, data_mesh
+from megatron_llama.engine.shard.engine import ModuleEngine
+from megatron_llama.engine.shard.holders import Holders
+from megatron_llama.engine.shard.initial import (
+    first_values,
+    require_same_model,
+    require_same_options,
+)
+from megatron_llama.engine.shard.linear import AttachedLinears
+from megatron_llama.engine.shard.model_checks import model_device, model_problems, unit_problems
+from megatron_llama.engine.shard.module_buckets import module_bucket_plan
+from megatron_llama.engine.shard.names import ParameterNames, parameter_names
+from megatron_llama.engine.shard.optimizer import AdamW, ParameterGroup, parameter_groups
+from megatron_llama.engine.shard.order import AccessOrder
+from megatron_llama.engine.shard.passes import Passes
+from megatron_llama.engine.shard.peers import Peers
+from megatron_llama.engine.shard.shard_options import ShardOptions
+from megatron_llama.engine.shard.specs import ModuleUnit, module_units, unit_predicate, unit_specs
+from megatron_llama.engine.shard.state import StateLayout, state_layout
+from megatron_llama.errors import ConfigError, listing
+
+TORCHS_DEFAULTS = AdamW()
+
+
+def shard(
+    model: nn.Module,
+    *,
+    units: Iterable[type[nn.Module]] | Callable[[nn.Module], bool] = (),
+    strategy: str = "optim_grads_params",
+    optimizer: AdamW | torch.optim.Optimizer = TORCHS_DEFAULTS,
+    clip: float = 0.0,
+    microbatches: int = 1,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    param_slots: int | str = 2,
+    grad_slots: int = 2,
+    shard_size: int = 0,
+    bucket_size: int = 40_000_000,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    optimizer_offload: str = "none",
+    reduction: str = "mean",
+    static_order: bool = True,
+    find_unused: bool = False,
+    **offload_options: Any,
+) -> ModuleEngine:
+    """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
+
+    The module is called as before, and holds placeholders for its parameters while nothing runs.
+    Every ``microbatches`` backward passes are a step:
+
+    ```python
+    # torchrun --nproc-per-node 2 shard.py
+    import megatron_llama as ml
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+
+    text = torch.tensor(list(open("data/docs.jsonl", "rb").read()))
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    blocks = nn.TransformerEncoder(block, 2)
+    model = nn.Sequential(nn.Embedding(256, 32), blocks, nn.Linear(32, 256))
+    engine = ml.shard(
+        model,
+        units=[nn.TransformerEncoderLayer],
+        optimizer=ml.AdamW(lr=3e-3, groups=[ml.group("*.bias", lr=1e-3)]),
+        clip=1.0,
+        microbatches=2,
+    )
+    first = 8192 * torch.distributed.get_rank()  # each rank has samples of its own
+    with engine:
+        for step in range(4):
+            for start in (first + 2048 * step, first + 2048 * step + 1024):
+                words = text[start : start + 1025]
+                logits = model(words[:-1].view(16, 64))
+                (cross_entropy(logits.flatten(0, 1), words[1:]) / 2).backward()
+            result = engine.step()
+        print(float(result.grad_norm), float(result.skipped))
+        with engine.gathered():
+            print(model[2].weight.norm())
+    ```
+
+    ``units`` are module classes, or a predicate of a module: what is gathered together. What is in
+    no unit is gathered by itself. ``strategy`` is what each rank has a share of: ``no_shard``
+    (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1), ``optim_grads`` (gradients as well;
+    ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3, FSDP).
+    ``optimizer`` is ``ml.AdamW``, or a torch.optim.AdamW of the model's parameters. ``clip`` is the
+    largest global L2 norm of the gradient; 0: no clipping.
+    ``mesh`` is a DeviceMesh (with two dims: replicas and shards), a process group, or None: all
+    processes, as torchrun has started them, or this one alone.
+    ``param_slots`` and ``grad_slots`` are the numbers of units whose whole parameters and gradients
+    a rank holds at a time; ``param_slots="all"`` gathers each unit once in a step.
+    ``shard_size`` shards within so many neighbours and repeats the shards across (hybrid sharding).
+    ``bucket_size`` is the number of elements of one message where messages are not made by unit.
+    ``dtype`` is that of parameters and computation, by default the parameters' own; with bf16
+    masters are fp32. Floating inputs of the model and its units are cast to it, as FSDP2 does.
+    ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire.
+    ``optimizer_offload`` keeps optimizer state and masters in the host's memory: ``exact``, or
+    ``zenflow`` (an approximation); further keywords are the offload options of docs/options.md.
+    ``reduction`` says what the gradient of several ranks is: their ``mean`` as in DDP, or ``sum``.
+    ``static_order=False`` is for a model that uses its units in another order each time: ranks then
+    agree before each unit, and less is prefetched. ``find_unused=True`` trains parameters that got
+    no gradient with a gradient of zero, so that weight decay and moments go on, unlike in DDP;
+    without it they are an error.
+
+    Rank 0's values of parameters and buffers count. Raises ConfigError with all that is wrong."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
+    is_unit = unit_predicate(units)
+    names = parameter_names(model)
+    options = ShardOptions(
+        strategy=strategy,
+        clip=clip,
+        microbatches=microbatches,
+        param_slots=param_slots,
+        grad_slots=grad_slots,
+        shard_size=shard_size,
+        bucket_size=bucket_size,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        optimizer_offload=optimizer_offload,
+        reduction=reduction,
+        static_order=static_order,
+        find_unused=find_unused,
+        offload_options=offload_options,
+    )
+    device = model_device(model, mesh)
+    # All problems at once: a job of many processes takes minutes to start again.
+    problems = [*options.problems(), *model_problems(model, names, dtype, device, mesh)]
+    module_parts = [] if problems else module_units(model, names, is_unit)
+    if module_parts and units:
+        problems += unit_problems(model, module_parts)
+    if problems:
+        raise ConfigError(listing("shard:", problems))
+    groups = parameter_groups(optimizer, names)
+    unit_names = [part.name for part in module_parts if not part.is_root_part]
+    # Ranks with other options would make other groups, and wait for each other: they compare first.
+    data = data_mesh(
+        mesh,
+        shard_size if strategy_named(strategy).sharded else 1,
+        device,
+        before_sharding=partial(_require_same, model, options.agreed(unit_names, groups)),
+    )
+    try:
+        engine = _build(options, model, names, module_parts, groups, data, state_layout(data, mesh))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            engine.optimizer.take_over(optimizer)
+        return engine
+    except BaseException:
+        close_data_mesh(data)
+        raise
+
+
+def _build(
+    options: ShardOptions,
+    model: nn.Module,
+    names: ParameterNames,
+    units: list[ModuleUnit],
+    groups: Sequence[ParameterGroup],
+    mesh: Mesh,
+    layout: StateLayout,
+) -> ModuleEngine:
+    """Build the engine, and let the module hold placeholders."""
+    compute_dtype = options.dtype or next(model.parameters()).dtype
+    engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size)
+    bucket_plan = module_bucket_plan(
+        unit_specs(model, units, groups), engine_options, shards=mesh.dp_shard.size
+    )
+    # Parameters get their handles while the engine is built, and these say why a wait ended.
+    peers = Peers(mesh)
+    holders = Holders(model, names, peers.explained)
+    engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
+    values = first_values(engine, model, names)
+    # Before the classes of modules change: it looks for what is exactly an nn.Linear.
+    linears = AttachedLinears(model)
+    order = AccessOrder(
+        [unit.name for unit in units],
+        [bucket_plan.label(bucket.index) for bucket in bucket_plan.buckets],
+        peers,
+        static=options.static_order,
+    )
+    passes = Passes(
+        model,
+        units,
+        engine,
+        holders,
+        order,
+        peers,
+        microbatches=options.microbatches,
+        cast_to=options.dtype,
+        find_unused=options.find_unused,
+        require_values=values.require_initialized,
+    )
+    # Last: everything before reads the values of the module's own parameters.
+    holders.uninstall()
+    return ModuleEngine(
+        model, units, engine, values, passes, groups, layout, clip=options.clip, linears=linears
+    )
+
+
+def _require_same(model: nn.Module, options: Mapping[str, object], axis: Axis) -> None:
+    """Raise ConfigError on all ranks unless they shard the same model in the same way."""
+    require_same_model(model, axis)
+    require_same_options(options, axis)

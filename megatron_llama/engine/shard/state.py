@@ -1,0 +1,489 @@
+"""State dicts of a sharded module, in the form of torch.distributed.checkpoint.state_dict.
+
+    {"model": {name: value},
+     "optimizer": {"state": {name: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}}
+
+Parameters and moments are DTensors that are cut along the first dim, as FSDP2's are; numbers,
+buffers and everything of a single process are plain tensors. So torch.distributed.checkpoint saves
+what comes from here and FSDP2 or one process loads it, and the reverse. Weights are the fp32
+masters. A shared parameter is in the model's part under all its names, in the optimizer's under the
+first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
+from megatron_llama.engine.rules.update_rule import bias_corrections
+from megatron_llama.engine.shard.data_mesh import new_group
+from megatron_llama.engine.shard.names import clean_name
+from megatron_llama.engine.shard.placeholders import ShardedParameterError
+from megatron_llama.engine.shard.values import MASTER, MOMENTS, ModuleValues, forget
+from megatron_llama.errors import CheckpointError, describe, listing
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+NO_FACTORS: Mapping[str, Tensor] = MappingProxyType({})
+OPTIONS = ("betas", "eps", "weight_decay")
+"""Options of a group that the update rules have from the beginning. The learning rate is taken from
+a loaded state; these have to agree with it."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How state dicts cut what is sharded."""
+
+    device_mesh: DeviceMesh | None
+    """The user's processes; None for a single one. Its groups are not the engine's, so that nobody
+    waits for the other's messages."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The first dim is cut over the last dim of the mesh, and repeated over the other."""
+        assert self.device_mesh is not None
+        return (*[Replicate()] * (self.device_mesh.ndim - 1), Shard(0))
+
+    def cut(self, whole: Tensor, device: torch.device) -> Tensor:
+        """Return this rank's part of a parameter in memory of its own on ``device``, as a DTensor
+        where there are several ranks."""
+        mesh = self.device_mesh
+        # A number cannot be cut, and torch has it whole on every rank as well.
+        if mesh is None or whole.dim() == 0:
+            return whole.to(device, copy=True)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        chunks = whole.chunk(mesh.size(mesh.ndim - 1), dim=0)
+        index = coordinate[-1]
+        local = chunks[index] if index < len(chunks) else whole[:0]
+        return DTensor.from_local(
+            local.to(device, copy=True),
+            mesh,
+            self.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+
+def state_layout(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> StateLayout:
+    """Return the layout for the processes that the user chose: the user's DeviceMesh, or one over
+    the user's group, with two dims (replicas and shards) under hybrid sharding. Collective."""
+    if mesh.dp.size == 1:
+        return StateLayout(None)
+    hybrid = mesh.dp_replica.size > 1 and mesh.dp_shard.size > 1
+    if isinstance(given, DeviceMesh) and given.ndim == 1 + hybrid:
+        return StateLayout(given)
+    kind = mesh.device.type
+    if hybrid:
+        groups = [
+            new_group(f"state dicts over {axis.name}", axis.ranks)
+            for axis in (mesh.dp_replica, mesh.dp_shard)
+        ]
+        ranks = torch.tensor(mesh.dp.ranks).view(-1, mesh.dp_shard.size)
+        names = ("replicate", "shard")
+        return StateLayout(DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names))
+    group = dist.group.WORLD if given is None else given
+    if isinstance(group, DeviceMesh):
+        group = new_group("state dicts over dp", mesh.dp.ranks)
+    assert group is not None
+    return StateLayout(DeviceMesh.from_group(group, kind))
+
+
+def sharded_parameters(
+    values: ModuleValues,
+    layout: StateLayout,
+    what: str = MASTER,
+    factors: Mapping[str, Tensor] = NO_FACTORS,
+) -> dict[str, Tensor]:
+    """Return one tensor of every parameter: ``master``, or a moment of the trained ones, times the
+    factors [columns] of those parameters that have some.
+
+    Bucket by bucket, so that beside the result one whole bucket is in the memory of the device.
+    Collective. Weights without values are NaN. Parts that an update rule keeps on the host stay
+    there."""
+    cut: dict[str, Tensor] = {}
+    for bucket in range(len(values.plan.buckets)):
+        tensors = values.tensors(bucket)
+        if what in tensors:
+            whole = values.gather(bucket, what)
+            for placed, value in values.parameters(bucket, whole):
+                if what == MASTER and placed.spec.name in values.uninitialized:
+                    forget(value)
+                if placed.spec.name in factors:
+                    factor = factors[placed.spec.name].to(value.device, value.dtype)
+                    value.view(-1, len(factor)).mul_(factor)
+                cut[placed.spec.name] = layout.cut(value, tensors[what].device)
+            # Before the next gather: both are of this bucket's memory.
+            del whole, value
+    return {name: cut[name] for name in values.aliases if name in cut}
+
+
+def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], None]:
+    """Let ``model.state_dict()`` have the parameters of ``sharded_parameters``, which are in the
+    module while torch collects them. It is collective from now on. Inside of ``gathered`` it has
+    the whole parameters, and is not; outside of it ``model.load_state_dict`` raises
+    ShardedParameterError. Returns a function that takes the hooks back."""
+    installed = ExitStack()
+
+    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        installed.close()  # an exception may have come between the hooks
+        if values.are_whole:
+            return
+        values.engine.settle()
+        parameters = {
+            name: nn.Parameter(value, requires_grad=False)
+            for name, value in sharded_parameters(values, layout).items()
+        }
+        installed.enter_context(values.installed(parameters))
+
+    def after(module: nn.Module, state: object, prefix: str, metadata: object) -> None:
+        installed.close()
+
+    def before_load(module: nn.Module, *arguments: object) -> None:
+        # torch would collect an error for each parameter.
+        if not values.are_whole:
+            raise ShardedParameterError(
+                "model.load_state_dict",
+                got="a model whose parameters are sharded",
+                expected="a call of the engine",
+                do='call engine.load_state_dict({"model": state}), or this one inside of '
+                "engine.gathered(modify=True)",
+            )
+
+    model: Any = values.model  # torch's registrations of hooks have no types
+    handles = (
+        model.register_state_dict_pre_hook(before),
+        model.register_state_dict_post_hook(after),
+        model.register_load_state_dict_pre_hook(before_load),
+    )
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def state_dict(
+    values: ModuleValues, layout: StateLayout, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the state of model and optimizer between two steps, as the module describes it; all
+    are copies. ``groups`` are those of the facade, with ``param_names``. Needs ``hook_state_dict``.
+    Collective."""
+    # torch hands out the buffers themselves, which the next forward pass changes.
+    model = {
+        clean_name(name): value
+        if isinstance(value, DTensor) or not isinstance(value, Tensor)
+        else value.clone()
+        for name, value in values.model.state_dict().items()
+    }
+    return {MODEL: model, OPTIMIZER: optimizer_state(values, layout, groups)}
+
+
+def optimizer_state(
+    values: ModuleValues, layout: StateLayout, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the optimizer's part of ``state_dict``. Collective."""
+    values.engine.settle()
+    factors = _recounted(values, groups)
+    # One after the other: beside the result a rank holds one whole bucket.
+    moments = {w: sharded_parameters(values, layout, w, f) for w, f in factors.items()}
+    steps = {
+        bucket: values.engine.rules.by_bucket[bucket].state(bucket)["step"]
+        for bucket in values.engine.gradients.trainable
+    }
+    state = {
+        clean_name(name): {
+            "step": steps[values.bucket_of[name]].detach().clone().cpu(),
+            **{what: moments[what][name] for what in MOMENTS},
+        }
+        for name in moments[MOMENTS[0]]
+    }
+    return {"state": state, "param_groups": saved_groups(groups)}
+
+
+def _recounted(
+    values: ModuleValues, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Tensor]]:
+    """Return factors [columns] of the moments, by moment and parameter, where an update rule counts
+    the updates of single columns (ZenFlow): with them a moment means the same to a rule that
+    corrects all of it by the number of steps."""
+    engine = values.engine
+    factors: dict[str, dict[str, Tensor]] = {what: {} for what in MOMENTS}
+    for column in column_state(engine):
+        name = column.spec.name
+        step = engine.rules.by_bucket[values.bucket_of[name]].state(values.bucket_of[name])["step"]
+        beta1, beta2 = groups[column.spec.group]["betas"]
+        options = UpdateOptions(adam_beta1=beta1, adam_beta2=beta2)
+        # Without any update the moments are zero.
+        was = bias_corrections(column.updates.clamp(min=1), options, torch.float64)
+        will_be = bias_corrections(step.clamp(min=1), options, torch.float64)
+        for what, power, before, after in zip(MOMENTS, (1, 2), was, will_be, strict=True):
+            factors[what][name] = (after / before) ** power
+    return factors
+
+
+def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups as torch.optim.AdamW saves them, with names for its numbers. They have all
+    of torch's options: what loads them into torch asks for each."""
+    defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))]).defaults
+    return [
+        {
+            "params": list(group["param_names"]),
+            **defaults,
+            **{
+                name: value
+                for name, value in group.items()
+                if name not in ("params", "param_names")
+            },
+        }
+        for group in groups
+    ]
+
+
+def load_state_dict(
+    values: ModuleValues,
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+) -> None:
+    """Take over a state of the form of this module, or its ``model`` or its ``optimizer`` alone.
+    Collective, between two steps.
+
+    Values are DTensors, of whatever mesh and placements, or plain tensors, which every rank then
+    has whole. ``groups`` get the learning rates. Raises CheckpointError on all ranks, with
+    everything that is missing, unexpected, of another shape or of other options, before anything is
+    changed. Without ``strict`` what is missing stays as it is, and what is unexpected is left
+    out."""
+    values.engine.settle()
+    loading = _Loading(values, groups, strict)
+    with raise_on_all_ranks(values.engine.mesh.world):
+        # Everything before anything: half of a state would be a model that nobody has trained.
+        loading.check(state)
+        if loading.problems:
+            raise CheckpointError(listing("engine.load_state_dict:", loading.problems))
+    with torch.no_grad():
+        loading.load()
+    values.engine.publish()
+
+
+class _Loading:
+    """One state that is taken over: first everything is checked, then everything is written."""
+
+    def __init__(
+        self, values: ModuleValues, groups: Sequence[dict[str, Any]], strict: bool
+    ) -> None:
+        self.values = values
+        self.groups = groups
+        self.strict = strict
+        self.problems: list[str] = []
+        self._parameters: list[tuple[str, str, Tensor]] = []
+        """(parameter, which of its tensors, value)."""
+        self._buffers: list[tuple[str, Tensor, Tensor]] = []
+        """(name, buffer, value)."""
+        self._extra: list[tuple[nn.Module, Any]] = []
+        self._steps: dict[int, float] = {}
+        """By bucket."""
+        self._rates: list[tuple[dict[str, Any], float]] = []
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Find what is to be written, and all problems."""
+        parts = (MODEL, OPTIMIZER)
+        if not isinstance(state, Mapping) or not state or any(key not in parts for key in state):
+            keys = list(state)[:3] if isinstance(state, Mapping) else type(state).__name__
+            self._problem(
+                "state", keys, '{"model": ..., "optimizer": ...}', "give it in this form, or a part"
+            )
+            return
+        if MODEL in state:
+            self._check_model({clean_name(name): value for name, value in state[MODEL].items()})
+        if OPTIMIZER in state:
+            self._check_state(state[OPTIMIZER].get("state", {}))
+            self._check_groups(state[OPTIMIZER].get("param_groups", ()))
+
+    def load(self) -> None:
+        """Write everything. Collective: values are made whole one after the other."""
+        values = self.values
+        for name, what, value in self._parameters:
+            values.write(name, what, _whole(value).reshape(-1))
+            if what == MASTER:
+                values.uninitialized.discard(name)
+        for name, buffer, value in self._buffers:
+            buffer.copy_(_whole(value))
+            values.uninitialized.discard(name)
+        for module, value in self._extra:
+            module.set_extra_state(value)
+        for bucket, step in self._steps.items():
+            values.engine.rules.by_bucket[bucket].state(bucket)["step"].fill_(step)
+        if self._steps:
+            # A rule that counts the updates of single columns takes the steps for all of them, and
+            # selects columns anew.
+            for column in column_state(values.engine):
+                column.updates.fill_(self._steps[values.bucket_of[column.spec.name]])
+                column.selected.zero_()
+            progress = rule_progress(values.engine)
+            if progress is not None:
+                progress.zero_()
+            resume_rules(values.engine, int(max(self._steps.values())))
+        for group, lr in self._rates:
+            group["lr"] = lr
+
+    def _problem(self, where: str, got: object, expected: object, do: str) -> None:
+        self.problems.append(describe(where, got=got, expected=expected, do=do))
+
+    def _check_model(self, given: dict[str, Any]) -> None:
+        values = self.values
+        left = dict(given)
+        for name, aliases in values.aliases.items():
+            # As torch does where the names of a shared parameter have different values: the last
+            # one counts. Files often have one of them only.
+            candidates = [left.pop(alias) for alias in map(clean_name, aliases) if alias in left]
+            if candidates:
+                shape = values.shape(name)
+                if self._fits(clean_name(name), candidates[-1], shape):
+                    self._parameters.append((name, MASTER, candidates[-1]))
+            else:
+                self._missing(clean_name(name))
+        names = {id(buffer): name for name, (_, _, buffer) in values.buffers().items()}
+        for alias, buffer in _persistent_buffers(values.model):
+            if alias not in left:
+                self._missing(alias)
+            elif self._fits(alias, value := left.pop(alias), tuple(buffer.shape)):
+                self._buffers.append((names[id(buffer)], buffer, value))
+        for alias, module in _with_extra_state(values.model):
+            if alias in left:
+                self._extra.append((module, left.pop(alias)))
+            else:
+                self._missing(alias)
+        self._unexpected(left)
+
+    def _check_state(self, given: Mapping[str, Mapping[str, Any]]) -> None:
+        values = self.values
+        left = {clean_name(str(name)): dict(state) for name, state in given.items()}
+        steps: dict[int, dict[float, str]] = {}
+        for bucket in values.engine.gradients.trainable:
+            for placed in values.plan.buckets[bucket].placements:
+                name = placed.spec.name
+                aliases = [
+                    alias for alias in map(clean_name, values.aliases[name]) if alias in left
+                ]
+                if not aliases:
+                    self._missing(f"optimizer state of {clean_name(name)}")
+                    continue
+                own = left.pop(aliases[0])
+                for what in MOMENTS:
+                    where = f"{what} of {aliases[0]}"
+                    if what not in own:
+                        self._missing(where)
+                    elif self._fits(where, value := own.pop(what), placed.spec.shape):
+                        self._parameters.append((name, what, value))
+                if "step" in own:
+                    steps.setdefault(bucket, {})[float(own.pop("step"))] = aliases[0]
+                else:
+                    self._missing(f"step of {aliases[0]}")
+                self._unexpected({f"{what} of {aliases[0]}": None for what in own})
+        self._unexpected({f"optimizer state of {name}": None for name in left})
+        for bucket, counts in steps.items():
+            if len(counts) > 1:
+                listed = ", ".join(f"{count:g} of {name}" for count, name in counts.items())
+                self._problem(
+                    "optimizer",
+                    f"other step counts in one bucket: {listed}",
+                    "one count: parameters of a bucket are updated together",
+                    'load {"model": ...} alone',
+                )
+            self._steps[bucket] = next(iter(counts))
+
+    def _check_groups(self, given: Sequence[Mapping[str, Any]]) -> None:
+        group_of = {clean_name(str(n)): group for group in given for n in group.get("params", ())}
+        for group in self.groups:
+            rates: dict[float, str] = {}
+            for name in group["param_names"]:
+                saved = group_of.get(name)
+                if saved is None:
+                    if given:
+                        self._missing(f"{name} in the groups of the optimizer")
+                    continue
+                rates[float(saved["lr"])] = name
+                for option in OPTIONS:
+                    got, expected = _plain(saved.get(option)), _plain(group[option])
+                    if option in saved and got != expected:
+                        self._problem(
+                            f"{option} of {name}",
+                            got,
+                            f"{expected}, as shard(optimizer=) says",
+                            "give shard the same, or leave param_groups out of the state",
+                        )
+            if len(rates) > 1:
+                lrs = ", ".join(f"{lr:g} of {name}" for lr, name in rates.items())
+                self._problem(
+                    "lr",
+                    f"other rates in one group: {lrs}",
+                    "one rate",
+                    "give shard groups like those of the state, or leave its param_groups out",
+                )
+            self._rates += [(group, lr) for lr in rates]
+
+    def _fits(self, where: str, value: Any, shape: tuple[int, ...]) -> bool:
+        if not isinstance(value, Tensor):
+            self._problem(where, type(value).__name__, "a tensor or DTensor", "convert it")
+            return False
+        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+            self._problem(where, "a DTensor of other ranks", "one of this rank", "load it here")
+            return False
+        if tuple(value.shape) != shape:
+            self._problem(where, tuple(value.shape), shape, "load the state of this model")
+            return False
+        return True
+
+    def _missing(self, what: str) -> None:
+        if self.strict:
+            self._problem(what, "nothing", "a value", "add it, or load with strict=False")
+
+    def _unexpected(self, left: Mapping[str, Any]) -> None:
+        if self.strict:
+            for name in left:
+                do = "take it out, or load with strict=False"
+                self._problem(name, "a value", "nothing: the engine has no such thing", do)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return all of a value. Collective for a DTensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as numbers."""
+    if isinstance(value, list | tuple):
+        return tuple(map(float, value))
+    return value if value is None else float(value)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a state dict has, under all names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), buffer
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that keep something of their own in a state dict, and its key."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield clean_name(f"{prefix}._extra_state" if prefix else "_extra_state"), module

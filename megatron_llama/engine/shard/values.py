@@ -1,0 +1,278 @@
+"""Whole values of a sharded module: its parameters in and out of this rank's shards, its buffers,
+and which of both have no values yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_llama.engine.comm.collectives import all_gather
+from megatron_llama.engine.comm.object_collectives import broadcast_object, raise_on_all_ranks
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.plan.buckets import PlacedParam
+from megatron_llama.engine.shard.holders import attributes_of
+from megatron_llama.engine.shard.names import ParameterNames, clean_name
+from megatron_llama.errors import ConfigError, TrainingError, counted, describe, listing
+
+BROADCAST_NUMEL = 2**24
+"""Most elements of one broadcast: what a rank without the values needs as a buffer."""
+LISTED = 5
+"""Most names that a message lists."""
+MASTER = "master"
+"""The weight itself, among the tensors of a shard; the others are the update rule's state."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The state of every trained parameter, by its name in the engine and in torch.optim."""
+
+
+class ModuleValues:
+    """The parameters and buffers of a module whose parameters an engine has.
+
+    It is made while the module still has its own parameters. All names are those that
+    ``named_parameters`` and ``named_buffers`` give at that time, which the engine uses too."""
+
+    def __init__(
+        self, engine: OverlappedDistributedOptimizer, model: nn.Module, names: ParameterNames
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.plan = engine.bucket_plan
+        self.aliases = {every[0]: every for every in names.values()}
+        """All names of each parameter: a shared one has several."""
+        self.uninitialized: set[str] = set()
+        """Names of parameters and buffers that have no values."""
+        self.bucket_of = {
+            placed.spec.name: bucket.index
+            for bucket in self.plan.buckets
+            for placed in bucket.placements
+        }
+        """The bucket of each parameter."""
+        # One for each parameter at most, because a shard is contiguous.
+        self._segments = {
+            segment.spec.name: segment
+            for bucket in self.plan.buckets
+            for segment in self.plan.segments(bucket.index, engine.mesh.dp_shard.rank)
+        }
+        self._shapes = {
+            placed.spec.name: placed.spec.shape
+            for bucket in self.plan.buckets
+            for placed in bucket.placements
+        }
+        self._attributes = attributes_of(names)
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.are_whole = False
+        """Whether the module has whole parameters at the moment."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        return self._shapes[name]
+
+    def require_initialized(self) -> None:
+        """Raise TrainingError while something has no values."""
+        if self.uninitialized:
+            raise TrainingError(
+                describe(
+                    "model",
+                    got=f"no values of {named(self.uninitialized)} (on the meta device in shard())",
+                    expected="values before the first forward pass",
+                    do="call engine.initialize() or engine.load_state_dict(...), "
+                    "or set them inside engine.gathered(modify=True)",
+                )
+            )
+
+    # Parameters in the shards. Nobody else may read or write these meanwhile: call
+    # ``engine.settle()`` first. What is written counts after ``engine.publish()``.
+
+    def tensors(self, bucket: int) -> dict[str, Tensor]:
+        """Return the master and the moments of a bucket, live: flat tensors of one shard, wherever
+        the update rule keeps them. A frozen bucket has no moments."""
+        tensors = {MASTER: self.engine.masters[bucket]}
+        if self.plan.buckets[bucket].kind.trainable:
+            state = self.engine.rules.by_bucket[bucket].state(bucket)
+            tensors |= {name: state[name] for name in MOMENTS}
+        return tensors
+
+    def write(self, name: str, what: str, values: Tensor, start: int = 0) -> None:
+        """Copy ``values``, elements of the flattened parameter from ``start`` on, to where they
+        lie in this rank's shard; what lies in other shards is left out."""
+        segment = self._segments.get(name)
+        if segment is None:
+            return
+        low = max(segment.in_param, start)
+        high = min(segment.in_param + segment.length, start + values.numel())
+        if low < high:
+            shard = self.tensors(self.bucket_of[name])[what]
+            at = segment.in_shard + low - segment.in_param
+            shard[at : at + high - low].copy_(values[low - start : high - start])
+
+    def gather(self, bucket: int, what: str = MASTER) -> Tensor:
+        """Return the whole bucket, flat, on the device, in the dtype of the shard. Collective over
+        the ranks that share the bucket."""
+        shard = self.tensors(bucket)[what].to(self.engine.mesh.device)
+        whole = torch.empty(self.plan.buckets[bucket].numel, dtype=shard.dtype, device=shard.device)
+        all_gather(whole, shard, self.engine.mesh.dp_gather).wait()
+        return whole
+
+    def parameters(self, bucket: int, whole: Tensor) -> Iterator[tuple[PlacedParam, Tensor]]:
+        """Yield each parameter of a whole bucket as a view of its shape."""
+        for placed in self.plan.buckets[bucket].placements:
+            yield placed, whole[placed.start : placed.stop].view(placed.spec.shape)
+
+    def broadcast(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield rank 0's values of a tensor as (first element, flat piece on the device). On other
+        ranks the tensor only says shape and dtype. Collective, piece by piece."""
+        axis = self.engine.mesh.dp
+        device = self.engine.mesh.device
+        flat = tensor.detach().reshape(-1)
+        for start in range(0, tensor.numel(), BROADCAST_NUMEL):
+            if axis.rank == 0:
+                values = flat[start : start + BROADCAST_NUMEL].to(device)
+            else:
+                stop = min(start + BROADCAST_NUMEL, tensor.numel())
+                values = torch.empty(stop - start, dtype=tensor.dtype, device=device)
+            if axis.size > 1:
+                # As bytes: gloo does not know every dtype. And ``.data``: autograd would take the
+                # broadcast for a change of the parameter.
+                dist.broadcast(values.data.view(torch.uint8), group=axis.communicator, group_src=0)
+            yield start, values
+
+    # Parameters and buffers in the module
+
+    def places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
+        """Yield (module, attribute) of every name of a parameter."""
+        # A tied weight is in several modules, and all of them have to get the same tensor.
+        for alias in self.aliases[name]:
+            owner, _, leaf = alias.rpartition(".")
+            yield self._modules[owner], leaf
+
+    def buffers(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
+        """Return (module, attribute, buffer) by name, each buffer once."""
+        buffers = {}
+        for name, buffer in self.model.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            buffers[name] = (self._modules[owner], leaf, buffer)
+        return buffers
+
+    def whole(
+        self, names: Iterable[str], dtype: torch.dtype | None = None
+    ) -> dict[str, nn.Parameter]:
+        """Return whole parameters in memory of their own, in the dtype of the masters or in
+        ``dtype``. Those without values are filled as by ``forget``. Collective.
+
+        They require no gradient: what a backward pass left in their ``.grad`` would be lost."""
+        wanted = set(names)
+        parameters: dict[str, nn.Parameter] = {}
+        with torch.no_grad():
+            for bucket in sorted({self.bucket_of[name] for name in wanted}):
+                for placed, view in self.parameters(bucket, self.gather(bucket)):
+                    if placed.spec.name in wanted:
+                        value = view.to(dtype or view.dtype, copy=True)
+                        parameter = nn.Parameter(value, requires_grad=False)
+                        vars(parameter).update(self._attributes[placed.spec.name])
+                        parameters[placed.spec.name] = parameter
+                # Before the next gather: it is of this bucket's memory.
+                del view
+        for name in wanted & self.uninitialized:
+            forget(parameters[name])
+        return {name: parameters[name] for name in self.aliases if name in wanted}
+
+    @contextmanager
+    def installed(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Put these parameters into the module for a while, each under all of its names, and then
+        put back what was there."""
+        before = [
+            (*place, place[0]._parameters[place[1]]) for n in parameters for place in self.places(n)
+        ]
+        try:
+            for name, parameter in parameters.items():
+                for module, leaf in self.places(name):
+                    module._parameters[leaf] = parameter
+            yield
+        finally:
+            for module, leaf, old in before:
+                module._parameters[leaf] = old
+
+    @contextmanager
+    def changing(
+        self, names: Collection[str], buffers: Collection[str], keep: Collection[str]
+    ) -> Iterator[None]:
+        """Have these parameters whole in the module, in the dtype of the masters. At the end the
+        shards get rank 0's values of those parameters that are among ``keep``, and all ranks get
+        rank 0's values of those buffers. Collective.
+
+        Afterwards ``uninitialized`` has no longer what rank 0 has given values. If the block
+        raises, nothing is changed. Raises ConfigError, on all ranks, where a tensor of another
+        shape has been put into the module."""
+        parameters = self.whole(names)
+        places = {name: place for name, place in self.buffers().items() if name in buffers}
+        versions: dict[str, int] = {}
+        for name in self.uninitialized.intersection(names, keep):
+            versions[name] = parameters[name]._version
+        for name in self.uninitialized.intersection(places, keep):
+            versions[name] = forget(places[name][2])
+        with self.installed(parameters):
+            yield
+            # Not what was put in: somebody may have put another tensor into its place.
+            now = {name: getattr(*next(self.places(name))) for name in parameters}
+        now |= {name: getattr(module, leaf) for name, (module, leaf, _) in places.items()}
+        own: dict[str, Tensor] = {
+            **parameters,
+            **{name: place[2] for name, place in places.items()},
+        }
+        for module, leaf, buffer in places.values():
+            module._buffers[leaf] = buffer
+        with raise_on_all_ranks(self.engine.mesh.world):
+            problems = [
+                describe(
+                    clean_name(name),
+                    got=f"a value of {shape}",
+                    expected=f"{tuple(tensor.shape)}",
+                    do="keep the shape",
+                )
+                for name, tensor in own.items()
+                if (shape := tuple(getattr(now[name], "shape", ()))) != tensor.shape
+            ]
+            if problems:
+                raise ConfigError(listing("parameters that were changed:", problems))
+        unset_names = [name for name, version in versions.items() if unset(now[name], version)]
+        # Only rank 0's values count, so only it knows what has none.
+        unset_names = broadcast_object(unset_names, self.engine.mesh.world)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if name not in keep or name in unset_names:
+                    continue
+                for start, piece in self.broadcast(now[name].to(tensor.dtype)):
+                    if name in parameters:
+                        self.write(name, MASTER, piece, start)
+                    else:
+                        tensor.view(-1)[start : start + len(piece)].copy_(piece)
+                self.uninitialized.discard(name)
+
+
+def named(names: Iterable[str]) -> str:
+    """Return the first names as a message lists them, and how many there are."""
+    shown = sorted(map(clean_name, names))
+    more = len(shown) - LISTED
+    return ", ".join(shown[:LISTED]) + (f" and {counted(more, 'other')}" if more > 0 else "")
+
+
+def unset(tensor: Tensor, version: int) -> bool:
+    """Whether ``forget`` has filled a tensor and nobody has given it values since. ``version`` is
+    the tensor's autograd version at that time."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        # Not the version: a write through ``.data`` does not change it.
+        return bool(tensor.isnan().any())
+    return tensor._version == version
+
+
+def forget(tensor: Tensor) -> int:
+    """Fill a tensor so that ``unset`` recognises it. Returns its version."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.zero_()
+    return tensor._version

@@ -1,0 +1,329 @@
+"""Which process this is, as the launcher says in the environment. What the environment says by
+halves, or what two launchers say, is refused: such processes would wait for each other until the
+timeout, or train side by side without knowing of each other, into one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from megatron_llama.config.fields import shown
+from megatron_llama.config.limits import LARGEST_RANKS
+from megatron_llama.errors import ClusterError, ConfigError, describe
+from megatron_llama.launch.processes import (
+    Process,
+    first_environment,
+    parent_of,
+    process_of,
+    program_of,
+)
+
+LARGEST_PORT = 65535
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+LARGEST_STEP = 0xFFFFFFF0
+"""Slurm numbers the steps that srun starts from 0. Larger numbers are the batch script itself, the
+shell of salloc, and what Slurm runs beside them."""
+_OF_ONE_RANK = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK")
+"""What torchrun gives to a rank, and the rank to what it starts, and torchrun does not have."""
+_SLURM = "slurmstepd"
+MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PALS_RANKID", "PALS_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+)
+"""Rank and number of processes as mpirun (Open MPI, MVAPICH, MPICH and Intel), Cray's and IBM's
+launchers say them."""
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED_WORKSPACES = (":4096:8", ":16:8")
+"""With which cuBLAS takes its sums in one order. It reads the variable when it is first used."""
+_ALGORITHM = "NCCL_ALGO"
+_WITHOUT_SHARP = "^NVLS,NVLSTree"
+_SHARP = frozenset({"nvls", "nvlstree"})
+"""NVLink SHARP adds in the switch, in the order in which parts arrive: within a machine, and
+between machines."""
+
+
+def fix_sums(environ: MutableMapping[str, str] | None = None) -> None:
+    """Have cuBLAS and NCCL take their sums in a fixed order, for --deterministic-mode. Called
+    before the device is used. Raises ConfigError where the environment asks for something else."""
+    env = os.environ if environ is None else environ
+    workspace = env.setdefault(_WORKSPACE, _FIXED_WORKSPACES[0])
+    if workspace not in _FIXED_WORKSPACES:
+        raise ConfigError(
+            describe(
+                "--deterministic-mode",
+                got=f"{_WORKSPACE}={workspace}",
+                expected=" or ".join(_FIXED_WORKSPACES),
+                do=f"unset {_WORKSPACE}",
+            )
+        )
+    algorithm = env.setdefault(_ALGORITHM, _WITHOUT_SHARP)
+    named = set(re.split("[,;:]", algorithm.lower().removeprefix("^")))
+    excludes = algorithm.startswith("^")
+    if not (named >= _SHARP if excludes else named.isdisjoint(_SHARP)):
+        raise ConfigError(
+            describe(
+                "--deterministic-mode",
+                got=f"{_ALGORITHM}={algorithm}",
+                expected=f"algorithms without NVLS, such as {_WITHOUT_SHARP}, Ring or Tree",
+                do=f"unset {_ALGORITHM}",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is, as the launcher (torchrun or Slurm) says."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str = "localhost"
+    master_port: int = 29500
+    local_world_size: int = 0
+    """Processes on this machine; 0 means unknown."""
+    machine: int = 0
+    """Number of this machine in the job: 0 for that of rank 0. If the launcher does not count
+    machines, all others are 1."""
+    joined: bool = False
+    """Whether the program has made the process group of all ranks itself, and keeps it."""
+
+    @property
+    def may_span_machines(self) -> bool:
+        """Whether the job has several machines, or may have."""
+        return self.world_size > 1 and self.local_world_size != self.world_size
+
+
+def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
+    """Read torchrun's variables, else Slurm's, else assume a single process. Raises ClusterError.
+
+    Only RANK, WORLD_SIZE and MASTER_ADDR together mean torchrun: a WORLD_SIZE alone, which some
+    clusters set, does not win over Slurm.
+    """
+    env = os.environ if environ is None else environ
+    in_step = _in_slurm_step(env)
+    if all(name in env for name in TORCHRUN):
+        if in_step:
+            _refuse_two_launchers(env)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    elif in_step:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
+    else:
+        _refuse_half_a_launcher(env)
+        return Place(0, 1, 0)
+    rank = _integer(env, names[0])
+    world_size = _integer(env, names[1], high=LARGEST_RANKS)
+    if not 0 <= rank < world_size:
+        raise ClusterError(
+            f"{names[0]}, {names[1]}",
+            got=f"{rank}, {world_size}",
+            expected="a rank from 0 to one less than the number of processes",
+            do="start with torchrun or srun",
+        )
+    local_rank = _integer(env, names[2], low=0, high=LARGEST_RANKS) if names[2] in env else rank
+    machine = (
+        _integer(env, names[3], low=0, high=LARGEST_RANKS)
+        if names[3] in env
+        else int(rank != local_rank)
+    )
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
+    if "MASTER_PORT" in env:
+        port = _integer(env, "MASTER_PORT", low=0, high=LARGEST_PORT)
+    else:  # the same on all ranks of a job, and another one for the next job on these machines
+        job = _integer(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 9500
+        port = 20000 + job % 20000
+    if "LOCAL_WORLD_SIZE" in env:
+        local_size = _integer(env, "LOCAL_WORLD_SIZE", low=0, high=LARGEST_RANKS)
+    else:
+        local_size = _slurm_tasks_here(env) if names[0] == "SLURM_PROCID" else 0
+    host = env.get("MASTER_ADDR") or first_host(nodes)
+    return Place(rank, world_size, local_rank, host, port, local_size, machine)
+
+
+def hide_accelerators() -> None:
+    """Have this process find no GPU. Called before it looks for one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def launched_rank() -> str:
+    """The rank of this process, as its launcher says it, before anything of it is checked."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+
+
+def is_launched() -> bool:
+    """Whether torchrun or srun has started this process, and ends it when another one has ended."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def launching_processes(environ: Mapping[str, str] | None = None) -> tuple[Process, ...]:
+    """The processes on which this one depends: its parents up to the launcher, which is the last.
+    None if no launcher owns this process, or where /proc is missing."""
+    env = os.environ if environ is None else environ
+    parent = process_of(os.getppid())
+    if parent is None:
+        return ()
+    # What a rank starts by itself may lack these, and is a run of its own.
+    if "TORCHELASTIC_RUN_ID" not in env or not all(name in env for name in TORCHRUN):
+        owned = _in_slurm_step(env) and program_of(parent.pid) == _SLURM
+        return (parent,) if owned else ()
+    own = {name: env.get(name) for name in _OF_ONE_RANK}
+    chain = [parent]
+    # A script that has started this process was started with the same variables.
+    while all(first_environment(chain[-1].pid).get(name) == own[name] for name in own):
+        parent = process_of(parent_of(chain[-1].pid))
+        if parent is None:
+            break
+        chain.append(parent)
+    return tuple(chain)
+
+
+def job_name() -> str:
+    """The job as its launcher calls it, for people; empty for a process that none has started."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if "SLURM_JOB_ID" in os.environ:
+        return f"Slurm job {os.environ['SLURM_JOB_ID']}"
+    return f"torchrun's {run}" if run != "none" else ""  # none: its default
+
+
+def start_of_processes() -> list[str]:
+    """What the processes that a launcher has started at once on this machine have in common, and
+    no others. A process that no launcher has started shares it with none."""
+    launched = "RANK" in os.environ or "SLURM_PROCID" in os.environ
+    starter = os.getppid() if launched else os.getpid()
+    names = (
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+        *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    )
+    return [str(starter), *(os.environ.get(name, "") for name in names)]
+
+
+def tell_torchrun(message: str) -> None:
+    """Write an error where torchrun looks for it, as torch's ``record`` does. The last lines of
+    its own report then say what was wrong, and not how a traceback could be had."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun has started this process. A batch script, and the shell of salloc, see most of
+    Slurm's variables too; Slurm gives them no number of a step, or one beyond LARGEST_STEP."""
+    if "SLURM_PROCID" not in env or "SLURM_NTASKS" not in env or "SLURM_STEP_ID" not in env:
+        return False
+    return 0 <= _integer(env, "SLURM_STEP_ID") < LARGEST_STEP
+
+
+def _refuse_two_launchers(env: Mapping[str, str]) -> None:
+    """Raise ClusterError if srun has started several torchruns on this machine, or processes that
+    disagree with srun about who they are."""
+    tasks = _slurm_tasks_here(env)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env
+    agreed = (env["RANK"], env["WORLD_SIZE"]) == (env["SLURM_PROCID"], env["SLURM_NTASKS"])
+    if tasks < 2 or (agreed and not by_torchrun):
+        return
+    error = ClusterError(
+        "the launcher",
+        got=f"RANK={env['RANK']} of {env['WORLD_SIZE']} "
+        f"{'from torchrun' if by_torchrun else 'in the environment'}, in one of {tasks} tasks that "
+        "srun started on this machine",
+        expected="one launcher that counts the processes",
+        do="start `srun --ntasks-per-node=1 torchrun ...`, or `srun python -m megatron_llama ...` "
+        f"without {', '.join(TORCHRUN)}; for separate runs side by side unset SLURM_STEP_ID",
+    )
+    error.everywhere = by_torchrun  # each torchrun has a rank 0, which says it once
+    raise error
+
+
+def _refuse_half_a_launcher(env: Mapping[str, str]) -> None:
+    """Raise ClusterError if the environment says that there are other processes, but not how to
+    find them."""
+    alone = env.get("RANK", "0") == "0" and env.get("WORLD_SIZE") == "1"
+    stray = [name for name in ("RANK", "LOCAL_RANK") if name in env]
+    if stray and not alone:
+        found = " ".join(f"{name}={env[name]}" for name in (*stray, *TORCHRUN[1:]) if name in env)
+        missing = [name for name in TORCHRUN if name not in env]
+        raise ClusterError(
+            "environment",
+            got=f"{found} without {', '.join(missing)}",
+            expected="all three, or none of them for a single process",
+            do=f"start with torchrun or srun, set {', '.join(missing)}, or unset "
+            f"{', '.join(stray)}",
+        )
+    for rank, size in MPI:
+        if rank in env and size in env and _integer(env, size) > 1:
+            raise ClusterError(
+                "the launcher",
+                got=f"{size}={env[size]}: processes that an MPI launcher started",
+                expected="torchrun or srun",
+                do=f"start with one of them, or set RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK "
+                "MASTER_ADDR MASTER_PORT for each process",
+            )
+    tasks = _slurm_job_tasks(env)
+    if tasks > 1:
+        raise ClusterError(
+            "the launcher",
+            got=f"a Slurm job of {tasks} tasks, and a process that srun has not started",
+            expected="one process for each task",
+            do="start `srun python -m megatron_llama ...`; for a single process, unset "
+            "SLURM_NTASKS and SLURM_NTASKS_PER_NODE",
+        )
+
+
+def _slurm_job_tasks(env: Mapping[str, str]) -> int:
+    """The number of tasks that the job was asked for; 1 outside of a job. Where only
+    --ntasks-per-node was given, some versions of Slurm do not multiply."""
+    if "SLURM_JOB_ID" not in env:
+        return 1
+    if "SLURM_NTASKS" in env:
+        return _integer(env, "SLURM_NTASKS")
+    nodes = _integer(env, "SLURM_NNODES") if "SLURM_NNODES" in env else 1
+    return nodes * _integer(env, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in env else 1
+
+
+def _slurm_tasks_here(env: Mapping[str, str]) -> int:
+    """The number of this step's tasks on this machine; 0 means unknown."""
+    counts = env.get("SLURM_STEP_TASKS_PER_NODE", "")  # 8(x3),2 means 8, 8, 8, 2
+    machine = _integer(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    counted = 0
+    for tasks, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", counts):
+        counted += int(times or 1)
+        if machine < counted:
+            return int(tasks)
+    return _integer(env, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in env else 0
+
+
+def _integer(
+    env: Mapping[str, str], name: str, *, low: int | None = None, high: int | None = None
+) -> int:
+    """Return the integer that a variable says. Raises ClusterError for anything else, and for one
+    below ``low`` or above ``high``."""
+    try:
+        value = int(env[name])
+    except ValueError:
+        value = None
+    if value is None or (low is not None and value < low) or (high is not None and value > high):
+        least = "" if low is None else f" of at least {low}"
+        most = "" if high is None or value is None or value <= high else f" of at most {high:,}"
+        raise ClusterError(
+            f"environment variable {name}",
+            got=shown(env[name]),
+            expected=f"an integer{most or least}",
+            do="unset it",
+        )
+    return value
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of a Slurm node list: ``gpu[03-07,9],login`` gives ``gpu03``."""
+    first_entry = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    assert first_entry is not None  # the pattern matches the empty string
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first_entry[0])

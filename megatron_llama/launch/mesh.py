@@ -1,0 +1,280 @@
+"""The grid of processes, which is a pure function of the rank, and the process groups of its axes.
+
+Rank order, outermost to innermost: pp, dp, cp, tp. Tensor-parallel ranks are neighbours, so they
+share a machine. Groups are made by ``torch.distributed.new_group`` and not by ``DeviceMesh``,
+because the two directions of the pipeline, and on a device gathers and reductions, need a
+communicator each over the same ranks.
+
+On a device a group of an axis is NCCL's alone. Values of the host (errors, paths, numbers for the
+log) go along the axis of all ranks only, whose group has gloo besides, with connections that gloo
+makes when two ranks first talk: to its two neighbours for most collectives, to log2 of the ranks
+for a broadcast, to all from rank 0. A gloo group for each axis would hold a socket for each pair of
+its ranks in every process.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.groups import use_once
+from megatron_llama.engine.comm.recorder import Recorder
+from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.errors import ClusterError
+from megatron_llama.launch.join import backend_timeout, join, world_axis
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.params import has_tied_head, kv_copies, partition_of
+from megatron_llama.pipeline.plan.run_engine import shard_count
+from megatron_llama.schedule import Op, StagePlacement, connection_order
+
+if TYPE_CHECKING:
+    from megatron_llama.launch.watch import Watch
+
+
+_STREAM_GROUPS = MappingProxyType(
+    {
+        "tp": "tp",
+        "kv": "tp",
+        "cp": "cp",
+        "dp": "dp",
+        "dp_shard": "dp",
+        "dp_replica": "dp",
+        "dp_gather": "dp",
+        "pp": "pp",
+        "pp_backward": "pp",
+        "pp_return": "pp",
+        "pp_backward_return": "pp",
+    }
+)
+"""The value of ``--high-priority-stream-groups`` that means an axis. Tied embeddings have none:
+their gradients are added once in a step, when nothing is left to compute."""
+
+
+def init_mesh(config: Config, place: Place, watch: Watch | None = None) -> Mesh:
+    """Join the process group, if there is more than one process, and build the mesh. Call
+    ``close_mesh`` at the end. ``watch`` is that of this process, if the others are to be watched.
+    Collective."""
+    world, device = join(config.parallel, place, watch)
+    return build_mesh(
+        config,
+        rank=place.rank,
+        world_size=place.world_size,
+        device=device,
+        recorder=world.recorder,
+        world=world,
+    )
+
+
+def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[str]:
+    """Warn of what is slow in this layout on machines of ``local_world_size`` processes (0 means
+    unknown)."""
+    tp = parallel.tensor_model_parallel_size
+    if local_world_size and tp > 1 and local_world_size % tp:
+        return [
+            f"tensor parallel size {tp} does not divide the {local_world_size} processes of a "
+            "machine: its traffic leaves the machine"
+        ]
+    return []
+
+
+def build_mesh(
+    config: Config,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    recorder: Recorder | None = None,
+    world: Axis | None = None,
+) -> Mesh:
+    """Build the mesh of a process group that has been joined, with communicators for what the
+    configuration uses only. Each of them is used once, so that nothing waits for one to be made
+    later. ``recorder`` is a new one unless this process has one, ``world`` is the default group
+    unless the ranks have met in another. Collective. Raises ClusterError if the layout does not
+    divide ``world_size``."""
+    parallel = config.parallel
+    model = config.model
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    if world_size % (tp * cp * pp):
+        want = f"a multiple of tensor x context x pipeline parallel size ({tp} x {cp} x {pp})"
+        raise ClusterError(
+            "number of processes", got=world_size, expected=want, do="change one of the four"
+        )
+    grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
+    recorder = recorder or Recorder()
+    builder = _AxisBuilder(rank, recorder, backend_timeout(parallel), device, parallel)
+
+    data_lines = grid.lines(1, 2)
+    shards = shard_count(parallel, len(data_lines[0]))
+    shard_lines = [line[i : i + shards] for line in data_lines for i in range(0, len(line), shards)]
+    replica_lines = [line[i::shards] for line in data_lines for i in range(shards)]
+    dp = builder.build("dp", data_lines)
+    dp_shard = dp if shards == dp.size else builder.build("dp_shard", shard_lines)
+
+    tp_lines = grid.lines(3)
+    copies = kv_copies(model, tp) if model.num_key_value_heads else 1
+    kv_lines = []
+    if copies < tp:
+        kv_lines = [line[i : i + copies] for line in tp_lines for i in range(0, tp, copies)]
+    tp_axis = builder.build("tp", tp_lines)
+    kv = builder.build("kv", kv_lines)
+    cp_axis = builder.build("cp", grid.lines(2))
+
+    dp_replica = dp if shards == 1 else builder.build("dp_replica", replica_lines)
+    if devices.one_connection_per_peer(device):
+        dp_gather = replace(dp_shard, name="dp_gather")
+    else:
+        dp_gather = builder.build("dp_gather", shard_lines)
+
+    pp_lines = grid.lines(0)
+    partition = partition_of(config)
+    virtual = partition.stages > pp
+    tied = has_tied_head(model) and not partition.first_and_last_share_rank
+    mesh = Mesh(
+        world=world
+        or world_axis(rank, world_size, recorder, dist.group.WORLD if world_size > 1 else None),
+        tp=tp_axis,
+        kv=kv,
+        cp=cp_axis,
+        dp=dp,
+        dp_shard=dp_shard,
+        dp_replica=dp_replica,
+        dp_gather=dp_gather,
+        pp=builder.build("pp", pp_lines),
+        pp_backward=builder.build("pp_backward", pp_lines),
+        pp_return=builder.build("pp_return", pp_lines) if virtual else None,
+        pp_backward_return=builder.build("pp_backward_return", pp_lines) if virtual else None,
+        embedding=builder.build(
+            "embedding", [(line[0], line[-1]) for line in pp_lines] if tied else []
+        ),
+        device=device,
+        recorder=recorder,
+    )
+    ring = parallel.cp_comm_type == "ring"
+    _make_communicators(mesh, partition.placement, ring=ring)
+    return mesh
+
+
+def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) -> None:
+    """Use every communicator of this rank once: an all-reduce along each axis, a step of the ring,
+    and a message from each pipeline rank to each neighbour that it sends to. Collective.
+
+    NCCL makes a communicator at its first use, and the host waits there until all its ranks have
+    come (``schedule/connections.py``). Inside a schedule two ranks may come to their first
+    uses in different orders, and would wait forever. Here all ranks come in one order."""
+    if mesh.world.size == 1:
+        return
+    sent = torch.zeros(1, device=mesh.device)
+    received = torch.zeros(1, device=mesh.device)
+    axes = (
+        mesh.world,
+        mesh.tp,
+        mesh.kv,
+        mesh.cp,
+        mesh.dp,
+        mesh.dp_shard,
+        mesh.dp_replica,
+        mesh.dp_gather,
+        mesh.embedding,
+    )
+    use_once(axes, mesh.device)
+    if ring and mesh.cp.size > 1:
+        # The messages of a batch go over the axis' own communicator, which connects the neighbours
+        # at the first of them.
+        after = (mesh.cp.rank + 1) % mesh.cp.size
+        before = (mesh.cp.rank - 1) % mesh.cp.size
+        step = [
+            dist.P2POp(dist.isend, sent, group=mesh.cp.group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=mesh.cp.group, group_peer=before),
+        ]
+        with mesh.recorder.waiting("the ranks of the ring"):
+            for work in dist.batch_isend_irecv(step):
+                work.wait()
+    for op, sender, receiver in connection_order(placement):
+        if mesh.pp.rank not in (sender, receiver):
+            continue
+        link = mesh.link(sender, receiver, backward=op is Op.SEND_BACKWARD)
+        peer = receiver if mesh.pp.rank == sender else sender
+        with mesh.recorder.waiting(f"rank {link.ranks[peer]} on {link.name}"):
+            if mesh.pp.rank == sender:
+                message = dist.isend(sent, group=link.group, group_dst=peer)
+            else:
+                message = dist.irecv(received, group=link.group, group_src=peer)
+            assert message is not None
+            message.wait()
+    # What cannot be connected fails here, and not in the first step.
+    with mesh.recorder.waiting("the first messages of all communicators"):
+        devices.synchronize(mesh.device)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    def lines(self, *dims: int) -> list[tuple[int, ...]]:
+        """All lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last one
+        innermost."""
+        shape = (self.pp, self.dp, self.cp, self.tp)
+        ranks = torch.arange(math.prod(shape)).view(shape)
+        size = math.prod(shape[dim] for dim in dims)
+        lines = ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size)
+        return [tuple(line) for line in lines.tolist()]
+
+
+@dataclass(frozen=True)
+class _AxisBuilder:
+    rank: int
+    recorder: Recorder
+    timeout: timedelta
+    device: torch.device
+    parallel: ParallelConfig
+
+    def build(self, name: str, lines: list[tuple[int, ...]]) -> Axis:
+        """Create the group of every line, and return the axis of the line to which this rank
+        belongs."""
+        # torch.distributed demands that every rank creates every group, in the same order.
+        mine = Axis(name, 0, (self.rank,), None, self.recorder)
+        for line in lines:
+            if len(line) == 1:
+                continue
+            with self.recorder.waiting(f"the ranks of {name}"):
+                group = dist.new_group(
+                    list(line),
+                    timeout=self.timeout,
+                    backend=devices.axis_backend(self.device),
+                    pg_options=self._options(name),
+                    group_desc=name,
+                )
+            if self.rank in line:
+                mine = Axis(name, line.index(self.rank), line, group, self.recorder)
+        return mine
+
+    def _options(self, name: str) -> object:
+        """What NCCL is told of the communicators of an axis; on a host None."""
+        if devices.is_host(self.device):
+            return None
+        group = _STREAM_GROUPS.get(name)
+        # A kernel of a stream with high priority starts before waiting ones of others, so the
+        # computation in the compute stream does not hold up a message that others wait for.
+        options = dist.ProcessGroupNCCL.Options(
+            is_high_priority_stream=group in self.parallel.high_priority_stream_groups
+        )
+        # torch warns of options whose timeout is another than the group's.
+        options._timeout = self.timeout
+        if group == "pp" and self.parallel.nccl_pp_max_ctas:
+            # A message of the pipeline has a whole pass to arrive in, and its kernel takes
+            # multiprocessors away from that pass for as long as it waits for its peer.
+            options.config.max_ctas = self.parallel.nccl_pp_max_ctas
+        return options

@@ -1,0 +1,209 @@
+"""Which network interface the processes of several machines use to reach each other.
+
+Left alone, gloo listens on the address of the machine's own name, which many systems resolve to
+127.0.0.1 or 127.0.1.1. That works on one machine, and on two the processes wait for each other
+until a timeout. The interface by which a process reaches the job's store is known to lead to the
+others, so that is the one to listen on.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import json
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from megatron_llama.errors import ClusterError, describe
+from megatron_llama.launch.launcher import Place
+
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Whether gloo connects two ranks when they first talk, and not all ranks when a group is made."""
+RESOLVE_SECONDS = 20.0
+"""How long a name may be unknown: a cluster may publish the name of a machine after it has
+started."""
+POLL_SECONDS = 0.5
+READ_SECONDS = 15.0
+"""How long rank 0 stays for ranks that have not yet read why all of them leave."""
+LOOPBACK = "lo"
+
+
+def require_master(place: Place) -> None:
+    """Raise ClusterError if MASTER_ADDR cannot be the address of the first machine: its name is
+    unknown, or it leads from another machine back to that machine itself."""
+    where = f"MASTER_ADDR on rank {place.rank}"
+    deadline = time.monotonic() + RESOLVE_SECONDS
+    while True:
+        try:
+            found = _resolved(place.master_addr)
+            break
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    where,
+                    got=f"{place.master_addr}, a name that {socket.gethostname()} cannot resolve "
+                    f"({error.strerror})",
+                    expected="a name or an address of the machine of rank 0",
+                    do="give an address",
+                ) from None
+            time.sleep(POLL_SECONDS)
+    if place.machine > 0 and all(map(_is_loopback, found)):
+        raise ClusterError(
+            where,
+            got=f"{place.master_addr}, which is {found[0]}: {socket.gethostname()} itself and not "
+            "the machine of rank 0",
+            expected="an address of that machine",
+            do="start torchrun with --master-addr ADDRESS, or with --rdzv-endpoint and "
+            "--local-addr, each machine's own address; or set MASTER_ADDR",
+        )
+
+
+def choose_interface(store: Store, place: Place, given: Mapping[str, str]) -> str | None:
+    """Return the name of the interface that leads to the other machines, or None where the
+    backends find their way: on one machine, or if ``given`` (the environment) names it.
+
+    Collective. ``store`` is the part of this attempt. Raises ClusterError, on every rank, if the
+    backend of some rank would listen where no other machine can reach it."""
+    if not place.may_span_machines:
+        return None
+    own = _source_towards(place.master_addr, place.master_port)
+    everybody = _exchange(store, place, "source", None if _is_loopback(own) else own)
+    if len(set(everybody)) == 1:
+        return None  # one machine
+    if _is_loopback(own):  # the machine of rank 0, whose name leads to itself: as others come to it
+        other = next(address for address in everybody if address is not None)
+        own = _source_towards(other, place.master_port)
+    name = interface_of(own)
+    problem = _problem(place, own, name, given)
+    problems = [text for text in _exchange(store, place, "problem", problem) if text is not None]
+    if problems:
+        _stay_for_readers(store, place)
+        error = ClusterError(problems[0])
+        error.everywhere = True
+        raise error
+    return None if GLOO in given or name == LOOPBACK else name
+
+
+def _problem(place: Place, own: str, name: str | None, given: Mapping[str, str]) -> str | None:
+    """Say why the other machines could not reach this process; None if they can."""
+    host = socket.gethostname()
+    where = f"the network of rank {place.rank} on {host}"
+    names = [name for _, name in socket.if_nameindex()]
+    expected = f"an interface that reaches the other machines, as {name or own} does"
+    do = f"set {GLOO} (and {NCCL}) on that machine to one of {', '.join(names)}"
+    if GLOO in given:
+        wrong = [one for one in given[GLOO].split(",") if one not in names or one == LOOPBACK]
+        got = f"{GLOO}={given[GLOO]}"
+        return describe(where, got=got, expected=expected, do=do) if wrong else None
+    if name not in (None, LOOPBACK):
+        return None
+    # The address belongs to no interface that could be named, so gloo asks for the machine's name.
+    try:
+        found = _resolved(host)
+    except socket.gaierror:
+        got = f"the name {host}, which cannot be resolved"
+        return describe(where, got=got, expected=expected, do=do)
+    if any(map(_is_loopback, found)):
+        got = f"the name {host}, which is {', '.join(found)} there"
+        return describe(where, got=got, expected=expected, do=do)
+    return None
+
+
+def _exchange(store: Store, place: Place, what: str, value: str | None) -> list[str | None]:
+    """The value of every rank, in rank order. Collective."""
+    keys = [f"{what}/{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], json.dumps(value))
+    return [json.loads(text) for text in store.multi_get(keys)]
+
+
+def _stay_for_readers(store: Store, place: Place) -> None:
+    """Say that this rank has read what was exchanged. Rank 0 returns when all ranks have, or after
+    READ_SECONDS: it may host the store, and to those who still read its end would look like a
+    broken connection."""
+    with suppress(DistError):  # a rank is gone, or so slow that rank 0 has left without it
+        store.set(_has_read(place.rank), "")
+        if place.rank == 0:
+            everybody = [_has_read(rank) for rank in range(place.world_size)]
+            store.wait(everybody, timedelta(seconds=READ_SECONDS))
+
+
+def _has_read(rank: int) -> str:
+    return f"read/{rank}"
+
+
+def _source_towards(host: str, port: int) -> str:
+    """This machine's address on the way to ``host``. Nothing is sent."""
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_DGRAM
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:  # no route for this family of addresses
+                problem = error
+                continue
+            return str(probe.getsockname()[0])
+    raise ClusterError(
+        f"the way to {host}",
+        got=str(problem),
+        expected="a network that leads to it",
+        do="look at `ip route` on this machine",
+    )
+
+
+def _resolved(host: str) -> list[str]:
+    """The addresses of a name. Raises socket.gaierror."""
+    return list(dict.fromkeys(str(one[4][0]) for one in socket.getaddrinfo(host, None)))
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has this address; None if there is none, or if the system
+    does not say (only Linux does)."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    table = _ipv4_interfaces if wanted.version == 4 else _ipv6_interfaces
+    return table().get(wanted.packed)
+
+
+def _ipv6_interfaces() -> dict[bytes, str]:
+    listing = Path("/proc/net/if_inet6")
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    return {bytes.fromhex(line.split()[0]): line.split()[-1] for line in lines}
+
+
+def _ipv4_interfaces() -> dict[bytes, str]:
+    """The kernel's list of IPv4 addresses (man 7 netdevice, SIOCGIFCONF)."""
+    ask_for_addresses = 0x8912
+    entry = struct.calcsize("16s24x")
+    room = array.array("B", bytes(entry * 1024))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("iP", len(room), room.buffer_info()[0])
+        try:
+            answer = fcntl.ioctl(probe.fileno(), ask_for_addresses, request)
+        except OSError:
+            return {}
+    used, _ = struct.unpack("iP", answer)
+    content = room.tobytes()[:used]
+    # An entry is a name of 16 bytes, padded with zeros, and a socket address: family, port,
+    # address. A second address of an interface may be named like eth0:1.
+    return {
+        content[start + 20 : start + 24]: content[start : start + 16]
+        .split(b"\0")[0]
+        .decode()
+        .partition(":")[0]
+        for start in range(0, used, entry)
+    }

@@ -1,1 +1,0 @@
-"""The parts of a run that the training loop calls."""

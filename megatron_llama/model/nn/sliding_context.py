@@ -1,0 +1,239 @@
+"""Context parallelism of layers with a window: keys and values that no window reaches are neither
+computed nor sent.
+
+The tokens that a rank's queries see of other ranks' chunks (``zigzag.tails``) come in one message
+from each of these ranks, whichever algorithm other layers use: a ring would pass the same tokens on
+from neighbour to neighbour, and stop when the window ends. Messages are hidden under computation:
+forward starts with the rank's own chunks, and backward ends with one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_llama.engine.comm.collectives import Pending
+from megatron_llama.engine.comm.p2p import exchange_with
+from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.tensors import at_least_fp32
+from megatron_llama.model.nn.attention import AttentionBackend, ScoreRule, merge
+from megatron_llama.model.nn.sliding import DocumentIds, attend, attend_backward
+from megatron_llama.model.plan.zigzag import Tail, reached, tails, zigzag_chunks
+
+
+def sliding_context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cp: Axis,
+    rule: ScoreRule,
+    document_ids: Tensor | None = None,
+    backend: AttentionBackend = "auto",
+) -> Tensor:
+    """Compute ``context.context_attention`` with a window shorter than the sequence: [s / cp, b, n
+    * d]. Collective over ``cp``."""
+    sequence = _Sequence(cp, query.shape[0] // 2, rule, document_ids, backend)
+    out: Tensor = _SlidingContext.apply(  # type: ignore[no-untyped-call]
+        query, key, value, sequence
+    )
+    return out.flatten(2)
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """How the sequence is spread over ranks, which token sees which, and what computes."""
+
+    cp: Axis
+    chunk: int
+    """Tokens per chunk."""
+    rule: ScoreRule
+    document_ids: Tensor | None
+    """int [s, b] of the whole sequence."""
+    backend: AttentionBackend
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The chunks of this rank."""
+        return zigzag_chunks(self.cp.rank, self.cp.size)
+
+    def tails(self, source: int, target: int) -> tuple[Tail, ...]:
+        """Return what rank ``source`` sends to rank ``target``."""
+        if source == target:
+            return ()
+        return tails(source, target, self.cp.size, self.chunk, self.rule.window)
+
+    def end_of_tail(self, tail: Tail) -> slice:
+        """Return the tokens of a tail of one of this rank's chunks, among this rank's tokens."""
+        stop = (self.own.index(tail.chunk) + 1) * self.chunk
+        return slice(stop - tail.tokens, stop)
+
+    def arguments(self, piece: _Piece) -> dict[str, Any]:
+        """Return what ``attend`` has to know of a piece."""
+        ids = None
+        if self.document_ids is not None:
+            first = piece.query_chunk * self.chunk
+            last = (piece.key_chunk + 1) * self.chunk
+            ids = DocumentIds(
+                self.document_ids[first : first + piece.tokens],
+                self.document_ids[last - piece.tokens : last],
+            )
+        between = (piece.query_chunk - piece.key_chunk - 1) * self.chunk
+        offset = 0 if piece.query_chunk == piece.key_chunk else between + piece.tokens
+        return {"rule": self.rule, "offset": offset, "ids": ids, "backend": self.backend}
+
+    def pieces(self, key_chunk: int) -> Iterator[_Piece]:
+        """Yield this rank's pieces with the keys of a chunk of its own or of others."""
+        for place, chunk in enumerate(self.own):
+            tokens = reached(key_chunk, chunk, self.chunk, self.rule.window)
+            if chunk == key_chunk:
+                tokens = self.chunk
+            if tokens:
+                yield _Piece(chunk, key_chunk, place * self.chunk, tokens)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The first tokens of one of the rank's chunks as queries, and as many tokens, the last ones,
+    of a chunk as keys. With one chunk for both these are all."""
+
+    query_chunk: int
+    key_chunk: int
+    first_row: int
+    """Where the queries begin among the rank's tokens."""
+    tokens: int
+
+    @property
+    def rows(self) -> slice:
+        """The queries among the rank's tokens."""
+        return slice(self.first_row, self.first_row + self.tokens)
+
+
+class _Tails:
+    """Exchanges the keys and values that windows reach, [2, tokens, b, n_kv, d] of each rank, and
+    later their gradients in the other direction."""
+
+    def __init__(self, sequence: _Sequence, key_value: Tensor) -> None:
+        self.sequence = sequence
+        rank = sequence.cp.rank
+        peers = range(sequence.cp.size)
+        self.sent = {peer: sequence.tails(rank, peer) for peer in peers}
+        self.received = {peer: sequence.tails(peer, rank) for peer in peers}
+        outgoing = {
+            peer: torch.cat([key_value[:, sequence.end_of_tail(tail)] for tail in sent], dim=1)
+            for peer, sent in self.sent.items()
+            if sent
+        }
+        self.buffers = {
+            peer: _room(key_value, received, key_value.dtype)
+            for peer, received in self.received.items()
+            if received
+        }
+        self.pending = exchange_with(outgoing, self.buffers, sequence.cp)
+
+    def chunks(self, buffers: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield each chunk of which this rank has received a tail, and this tail's part of
+        ``buffers``."""
+        for peer, buffer in buffers.items():
+            sizes = [tail.tokens for tail in self.received[peer]]
+            parts = torch.split(buffer, sizes, dim=1)
+            yield from zip((tail.chunk for tail in self.received[peer]), parts, strict=True)
+
+    def send_back(self, grads: Mapping[int, Tensor], like: Tensor) -> tuple[Pending, Any]:
+        """Start to send the gradients of what was received. Return what arrives instead, for
+        ``add``."""
+        buffers = {peer: _room(like, sent, like.dtype) for peer, sent in self.sent.items() if sent}
+        return exchange_with(grads, buffers, self.sequence.cp), buffers
+
+    def add(self, buffers: Mapping[int, Tensor], own_grad: Tensor) -> None:
+        """Add the gradients from all ranks, in the order of these, to those of this rank's keys and
+        values."""
+        for peer in sorted(buffers):
+            sizes = [tail.tokens for tail in self.sent[peer]]
+            parts = torch.split(buffers[peer], sizes, dim=1)
+            for tail, part in zip(self.sent[peer], parts, strict=True):
+                own_grad[:, self.sequence.end_of_tail(tail)] += part
+
+
+def _room(like: Tensor, message: tuple[Tail, ...], dtype: torch.dtype) -> Tensor:
+    tokens = sum(tail.tokens for tail in message)
+    return like.new_empty((2, tokens, *like.shape[2:]), dtype=dtype)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """View [s, b, n, d] as kernels take it: [b, n, s, d]."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+class _SlidingContext(torch.autograd.Function):
+    """Saves what the rank owns: the others' keys and values are sent again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequence: _Sequence) -> Tensor:
+        key_value = torch.stack((key, value))
+        q = _heads_first(query)
+        # Pieces are merged in fp32 and rounded once, behind the last one.
+        wide = at_least_fp32(query.dtype)
+        out = torch.zeros_like(query, dtype=wide)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+
+        def attend_to(chunk: int, keys_and_values: Tensor) -> None:
+            for piece in sequence.pieces(chunk):
+                k, v = (_heads_first(part[-piece.tokens :]) for part in keys_and_values)
+                rows = piece.rows
+                part = attend(q[:, :, rows], k, v, **sequence.arguments(piece))
+                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
+
+        others = _Tails(sequence, key_value)
+        for chunk, own in zip(sequence.own, key_value.chunk(2, dim=1), strict=True):
+            attend_to(chunk, own)
+        others.pending.wait()
+        for chunk, tail in others.chunks(others.buffers):
+            attend_to(chunk, tail)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key_value, out, lse)
+        ctx.sequence = sequence
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key_value, out, lse = ctx.saved_tensors
+        sequence: _Sequence = ctx.sequence
+        query_grad = torch.zeros_like(query, dtype=lse.dtype)
+        own_grad = torch.zeros_like(key_value, dtype=lse.dtype)
+        heads = [_heads_first(part) for part in (grad.contiguous(), query, out)]
+
+        def add_grads_of(chunk: int, keys_and_values: Tensor, total: Tensor) -> None:
+            for piece in sequence.pieces(chunk):
+                rows = piece.rows
+                g, q, o = (part[:, :, rows] for part in heads)
+                k, v = (_heads_first(part[-piece.tokens :]) for part in keys_and_values)
+                row_lse = lse[:, :, rows]
+                dq, dk, dv = attend_backward(g, q, k, v, o, row_lse, **sequence.arguments(piece))
+                _heads_first(query_grad)[:, :, rows].add_(dq)
+                for sums, part in zip(total, (dk, dv), strict=True):
+                    _heads_first(sums[-piece.tokens :]).add_(part)
+
+        others = _Tails(sequence, key_value)
+        (first, second), values = sequence.own, key_value.chunk(2, dim=1)
+        totals = own_grad.chunk(2, dim=1)
+        add_grads_of(first, values[0], totals[0])
+        others.pending.wait()
+        grads = {
+            peer: torch.zeros_like(buffer, dtype=lse.dtype)
+            for peer, buffer in others.buffers.items()
+        }
+        received = zip(others.chunks(others.buffers), others.chunks(grads), strict=True)
+        for (chunk, tail), (_, tail_grad) in received:
+            add_grads_of(chunk, tail, tail_grad)
+        pending, buffers = others.send_back(grads, own_grad)
+        # One own chunk was left for the time in which the gradients are sent.
+        add_grads_of(second, values[1], totals[1])
+        pending.wait()
+        others.add(buffers, own_grad)
+        key_grad, value_grad = own_grad.to(key_value.dtype)
+        return query_grad.to(query.dtype), key_grad, value_grad, None

@@ -1,0 +1,103 @@
+"""What a run makes of the table of parameters (``params.py``): low-rank additions, what is frozen,
+Muon's matrices, and the group of each parameter.
+
+Every feature has its own module, a function from units to units. Their order is here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_llama.config.schema import Config, LoraConfig
+from megatron_llama.engine.options import MUON
+from megatron_llama.engine.plan.muon import with_muon
+from megatron_llama.engine.plan.specs import UnitSpec
+from megatron_llama.model.plan.freeze import is_frozen, with_frozen
+from megatron_llama.model.plan.lora import NO_LORA, adapter_shapes, with_adapters
+from megatron_llama.model.plan.param_groups import ParamGroups, with_groups
+from megatron_llama.model.plan.params import (
+    EMBEDDING,
+    hf_shapes,
+    partition_of,
+    stage_units,
+    whole_model,
+)
+
+
+def trained_units(
+    units: Iterable[UnitSpec],
+    *,
+    freeze: Sequence[str] = (),
+    lora: LoraConfig = NO_LORA,
+    muon: bool = False,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+) -> tuple[UnitSpec, ...]:
+    """The units of a stage as a run trains them, in forward order. ``freeze`` holds patterns of
+    HuggingFace names. ``muon``: whether Muon updates the matrices of blocks."""
+    adapted = (with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units)
+    frozen = (with_frozen(unit, freeze) for unit in adapted)
+    # Last: Muon leaves out low-rank additions, and has nothing to do with what is frozen.
+    return tuple(with_muon(unit) if muon else unit for unit in frozen)
+
+
+def whole_model_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:
+    """The units of the whole model in one stage, as the first of ``tp`` ranks trains them."""
+    model = config.model
+    return trained_units(
+        stage_units(model, whole_model(model), 0, tp=tp),
+        freeze=config.optimizer.freeze,
+        lora=config.lora,
+        muon=config.optimizer.optimizer == MUON,
+        tp=tp,
+    )
+
+
+def rank_units(
+    config: Config, *, rank: int = 0, tp_rank: int = 0
+) -> tuple[tuple[UnitSpec, ...], ...]:
+    """The units of every stage of one pipeline rank of a resolved configuration."""
+    partition = partition_of(config)
+    tp = config.parallel.tensor_model_parallel_size
+    sequence_parallel = config.parallel.sequence_parallel
+    groups = param_groups(config)
+    stages = []
+    for stage in partition.stages_of(rank):
+        units = trained_units(
+            stage_units(
+                config.model,
+                partition,
+                stage,
+                tp=tp,
+                tp_rank=tp_rank,
+                sequence_parallel=sequence_parallel,
+            ),
+            freeze=config.optimizer.freeze,
+            lora=config.lora,
+            muon=config.optimizer.optimizer == MUON,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+        )
+        stages.append(tuple(with_groups(unit, groups) for unit in units))
+    return tuple(stages)
+
+
+def param_groups(config: Config) -> ParamGroups:
+    """The groups of all parameters of a resolved configuration."""
+    if not config.optimizer.param_group:
+        return ParamGroups(config.optimizer, ())
+    model = config.model
+    return ParamGroups(config.optimizer, [*hf_shapes(model), *adapter_shapes(model, config.lora)])
+
+
+def logged_group(config: Config) -> int:
+    """The group whose learning rate is that of a log line: number 0, or the first in the model if
+    ``--param-group`` says something of everything that is trained."""
+    groups = param_groups(config)
+    trained = [spec for unit in whole_model_units(config) for spec in unit.params if spec.trainable]
+    return min((groups.number(spec.slices[0].name) for spec in trained), default=0)
+
+
+def trains_embedding(config: Config) -> bool:
+    """Return whether the embedding is trained: not frozen, nor beside low-rank additions."""
+    return not config.lora.lora_rank and not is_frozen(EMBEDDING, config.optimizer.freeze)

@@ -1,0 +1,108 @@
+"""The engine of a run: the options that it obeys, and the buckets of each rank.
+
+Here alone a trainer's configuration becomes ``EngineOptions``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.engine.options import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    EngineOptions,
+    LossScaling,
+    UpdateOptions,
+)
+from megatron_llama.engine.plan.buckets import AUTO, BucketPlan, stage_bucket_plan, strategy_named
+from megatron_llama.model.plan.run_params import param_groups, rank_units
+
+
+def by_unit(parallel: ParallelConfig) -> bool:
+    """Whether parameters are gathered before each access, or ``auto`` may still decide so."""
+    name = parallel.data_parallel_sharding_strategy
+    return name == AUTO or strategy_named(name).by_unit
+
+
+def parameter_slots(parallel: ParallelConfig) -> int | None:
+    """Returns the number of block-sized parameter slots of a resolved configuration; None: one for
+    each bucket.
+
+    With pipeline stages the default is None: each of m microbatches would gather everything twice,
+    in a pipeline that waits."""
+    chosen = parallel.param_slots
+    stages = parallel.pipeline_model_parallel_size
+    if (
+        not strategy_named(parallel.data_parallel_sharding_strategy).by_unit
+        or chosen == "all"
+        or (chosen == "default" and stages > 1)
+    ):
+        return None
+    return 2 if chosen == "default" else int(chosen)
+
+
+def engine_options(config: Config) -> EngineOptions:
+    """What a configuration makes the engine obey. ``auto`` has been decided."""
+    parallel = config.parallel
+    training = config.training
+    return EngineOptions(
+        strategy=parallel.data_parallel_sharding_strategy,
+        param_slots=parameter_slots(parallel),
+        grad_slots=parallel.grad_slots,
+        bucket_size=parallel.reduce_bucket_size,
+        dtype=compute_dtype_name(training),
+        reduces_in_bf16=parallel.grad_reduce_in_bf16,
+        chunk_bytes=parallel.exchange_chunk_bytes,
+        prefetch_bytes=parallel.prefetch_bytes,
+        clip=config.optimizer.clip_grad,
+        rule=config.optimizer.optimizer,
+        groups=tuple(map(update_options, param_groups(config).configs)),
+        loss_scaling=loss_scaling(training),
+        offload=config.offload,
+        zenflow=config.zenflow,
+    )
+
+
+def compute_dtype_name(training: TrainingConfig) -> str:
+    """The dtype of parameters and activations."""
+    if training.fp64:
+        return FP64
+    if training.fp16:
+        return FP16
+    return BF16 if training.bf16 else FP32
+
+
+def update_options(optimizer: OptimizerConfig) -> UpdateOptions:
+    """The numbers of one group of parameters, by the options of the same names."""
+    names = (number.name for number in fields(UpdateOptions))
+    return UpdateOptions(**{name: getattr(optimizer, name) for name in names})
+
+
+def loss_scaling(training: TrainingConfig) -> LossScaling | None:
+    """How the loss scale follows overflows; None without --fp16."""
+    names = (number.name for number in fields(LossScaling))
+    return (
+        LossScaling(**{name: getattr(training, name) for name in names}) if training.fp16 else None
+    )
+
+
+def shard_count(parallel: ParallelConfig, dp: int) -> int:
+    """Returns into how many shards a bucket is cut. ``dp`` counts the data-parallel ranks,
+    context-parallel ones included."""
+    name = parallel.data_parallel_sharding_strategy
+    # Process groups are made before ``auto`` is decided, by the memory of all processes; it always
+    # shards.
+    if name != AUTO and not strategy_named(name).sharded:
+        return 1
+    return parallel.data_parallel_shard_size or dp
+
+
+def rank_bucket_plan(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0) -> BucketPlan:
+    """Returns the bucket plan of one pipeline rank (all its stages) on one tensor-parallel rank,
+    for a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones
+    included."""
+    units = [unit for stage in rank_units(config, rank=rank, tp_rank=tp_rank) for unit in stage]
+    return stage_bucket_plan(units, engine_options(config), shards=shard_count(config.parallel, dp))

@@ -1,0 +1,148 @@
+"""What one step sends over the data-parallel axes, and what attention sends between
+context-parallel ranks, counted from the plans that the run executes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from megatron_llama.config.schema import Config
+from megatron_llama.engine.options import MUON
+from megatron_llama.engine.plan.buckets import BucketPlan, strategy_named
+from megatron_llama.engine.plan.muon import muon_plan
+from megatron_llama.engine.plan.prefetch import PrefetchPlan, prefetch_plan_of
+from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.model.plan.itemsize import compute_itemsize, reduce_itemsize
+from megatron_llama.model.plan.params import kv_copies
+from megatron_llama.model.plan.windows import context_tokens
+from megatron_llama.model.windows import window_of
+from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
+from megatron_llama.pipeline.plan.stage_accesses import rank_weight_accesses
+from megatron_llama.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Messages and bytes of one rank in one of many equal steps. Bytes are those of whole buckets,
+    as the recorder of a run counts them; ``sent`` is what leaves the rank."""
+
+    gathers: int
+    gather_bytes: int
+    reductions: int
+    """Reduce-scatters, or all-reduces where nothing is sharded."""
+    reduction_bytes: int
+    replica_bytes: int
+    """Bytes of the shards that are all-reduced over replicas."""
+    shards: int
+    replicas: int
+    matrix_bytes: float = 0.0
+    """With Muon, what a rank sends to the owners of matrices and back, on average over the ranks
+    that share buckets."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave the rank: the least with which these collectives are possible."""
+        sharded = 1 - 1 / self.shards
+        repeated = 2 * (1 - 1 / self.replicas)
+        return (
+            (self.gather_bytes + self.reduction_bytes) * sharded
+            + self.replica_bytes * repeated
+            + self.matrix_bytes
+        )
+
+
+def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) -> StepTraffic:
+    """Count what a step of one pipeline rank sends. ``config`` is resolved, with every ``auto``
+    decided; ``dp``: data-parallel ranks, context-parallel ones included."""
+    parallel = config.parallel
+    bucket_plan = rank_bucket_plan(config, dp=dp, rank=rank)
+    shards = bucket_plan.shards
+    replicas = dp // shards
+    itemsize = compute_itemsize(config)
+    wire = reduce_itemsize(config)
+    every_microbatch = strategy_named(
+        parallel.data_parallel_sharding_strategy
+    ).reduce_every_microbatch
+    rounds = schedule.microbatches if every_microbatch else 1
+    trained = [bucket for bucket in bucket_plan.buckets if bucket.kind.trainable]
+    elements = sum(bucket.numel for bucket in trained)
+    frozen = {bucket.index for bucket in bucket_plan.buckets if not bucket.kind.trainable}
+    accesses = rank_weight_accesses(config, schedule.ranks[rank], rank=rank)
+    prefetch = prefetch_plan_of(bucket_plan, itemsize, parallel.prefetch_bytes)
+    counts = count_gathers(prefetch, accesses, frozen)
+    gathered = sum(bucket_plan.buckets[bucket].numel * count for bucket, count in counts.items())
+    return StepTraffic(
+        gathers=sum(counts.values()) if shards > 1 else 0,
+        gather_bytes=gathered * itemsize if shards > 1 else 0,
+        reductions=len(trained) * rounds,
+        reduction_bytes=elements * rounds * wire if shards > 1 else 0,
+        replica_bytes=elements // shards * wire if replicas > 1 else 0,
+        shards=shards,
+        replicas=replicas,
+        matrix_bytes=_matrix_bytes(config, bucket_plan),
+    )
+
+
+def _matrix_bytes(config: Config, bucket_plan: BucketPlan) -> float:
+    if config.optimizer.optimizer != MUON:
+        return 0.0
+    plan = muon_plan(bucket_plan, tp=config.parallel.tensor_model_parallel_size)
+    shards = bucket_plan.shards
+    return sum(plan.sent(rank, 0)[0] for rank in range(shards)) / shards
+
+
+@dataclass(frozen=True)
+class ContextTraffic:
+    """Bytes that leave a context-parallel rank for one microbatch and some blocks."""
+
+    key_values: int
+    """Keys and values: so much in each forward pass, and again in backward."""
+    gradients: int
+    """Their gradients, in at least fp32."""
+
+
+def context_traffic(config: Config, layers: Sequence[int], *, rank: int) -> ContextTraffic:
+    """Count what ``rank`` of the context-parallel ranks sends in these layers, with windows or
+    without. A block that is computed again sends keys and values once more."""
+    model = config.model
+    training = config.training
+    size = config.parallel.context_parallel_size
+    tp = config.parallel.tensor_model_parallel_size
+    heads = model.num_key_value_heads * kv_copies(model, tp) // tp
+    elements = 2 * training.micro_batch_size * heads * model.head_dim
+    counts = [
+        context_tokens(window_of(model, layer), training.seq_length, size, rank) for layer in layers
+    ]
+    itemsize = compute_itemsize(config)
+    return ContextTraffic(
+        key_values=elements * itemsize * sum(sent for sent, _ in counts),
+        gradients=elements * max(4, itemsize) * sum(received for _, received in counts),
+    )
+
+
+def count_gathers(
+    prefetch: PrefetchPlan,
+    accesses: Sequence[WeightAccess],
+    frozen: Container[int] = (),
+    steps: int = 2,
+) -> Counter[int]:
+    """Returns how often each bucket is gathered in the last of ``steps``. From the second step on
+    all are equal.
+
+    A step is: begin, every access, an update of all buckets but the ``frozen`` ones, ``try_gather``
+    in forward order. This walks ``prefetch``, so give it one of its own."""
+    accesses = tuple(accesses)
+    order = dict.fromkeys(
+        bucket for access in accesses for bucket in prefetch.unit_buckets[access.unit]
+    )
+    trained = [bucket for bucket in order if bucket not in frozen]
+    count: Counter[int] = Counter()
+    for _ in range(steps):
+        count = Counter(prefetch.begin(accesses))
+        for access in accesses:
+            count.update(prefetch.advance(access))
+        for bucket in trained:
+            prefetch.invalidate(bucket)
+        count.update(bucket for bucket in trained if prefetch.try_gather(bucket))
+    return count

@@ -1,0 +1,228 @@
+"""Training, from options to the state in which the run ends."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+
+from megatron_llama.checkpoint.background import in_background
+from megatron_llama.checkpoint.lease import Lease, leasing
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
+from megatron_llama.config.sections import config_sections
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.errors import ConfigError
+from megatron_llama.launch.join import join, this_place
+from megatron_llama.launch.launcher import Place, fix_sums
+from megatron_llama.launch.mesh import build_mesh, placement_warnings
+from megatron_llama.launch.orphan import ending_with_launcher
+from megatron_llama.model.llama import score_rule
+from megatron_llama.model.nn.attention import attention_warnings
+from megatron_llama.model.nn.sliding import sliding_warnings
+from megatron_llama.pipeline.build import compute_dtype
+from megatron_llama.train.api.common.options import Options, read_options
+from megatron_llama.train.api.common.watched import watched
+from megatron_llama.train.run.build import open_run
+from megatron_llama.train.run.callbacks import Callback
+from megatron_llama.train.run.loop import train as run_steps
+from megatron_llama.train.run.result import TrainResult
+from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, TEXT, ready_of
+from megatron_llama.train.setup.draft import Decider, Draft
+from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.inputs import Ready
+from megatron_llama.train.setup.layout import AutoParallelConfig
+from megatron_llama.train.setup.processes import launched_processes
+
+SECTIONS = (*config_sections(), AutoParallelConfig)
+"""The options of a run."""
+
+
+def train(
+    config: Options = None, callbacks: Sequence[Callback] = (), **options: object
+) -> TrainResult:
+    """Train a model on an indexed dataset, as ``python -m megatron_llama pretrain`` does: in one
+    process, or in all processes that torchrun or srun has started, each of which calls this. Where
+    the program has made a process group already, its processes are used and the group is left as
+    it was. Collective. It may be called again in the same process.
+
+    ``config`` is a Config, a mapping of options, or the path of a YAML file; keyword ``options``
+    win over it. Names and values are those of docs/options.md, with underscores; ``model`` names a
+    preset. ``callbacks`` are called on every rank, at the moments that their methods describe. Rank
+    0 prints the log, and the options of section ``log`` change what it prints.
+
+    The weights come from ``load``, from ``init_from_hf`` or from the seed. SIGTERM and SIGINT stop
+    the run after the current step, with everything saved, while it runs in the main thread.
+
+    ```python
+    import megatron_llama as ml
+
+    result = ml.train(
+        data_path="data/docs",  # data/docs.bin and data/docs.idx, which preprocess has written
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        seq_length=64,
+        global_batch_size=8,
+        train_iters=20,
+        lr=3e-3,
+        save="runs/small",
+    )
+    print(result.loss, result.checkpoint)
+    ```
+
+    In several processes the program is the same, and every rank gets the result:
+
+    ```python
+    # torchrun --nproc-per-node 2 train.py
+    import megatron_llama as ml
+
+    options = {
+        "data_path": "data/docs",
+        "seq_length": 64,
+        "global_batch_size": 8,
+        "train_iters": 30,
+        "lr": 3e-3,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    }
+    # The model's shape is that of the checkpoint. One of another layout goes on in this one.
+    result = ml.train(options, load="runs/small", save="runs/small")
+    assert result.iteration == 30
+    ```
+
+    Raises ConfigError with everything that is wrong with the options, DataError, CheckpointError,
+    ClusterError, and TrainingError for a run that cannot go on; all of these are UserErrors. What a
+    callback raises on one rank is raised there; the other ranks raise a ClusterError."""
+    parsed = read_options(config, options, SECTIONS)
+    return run_and_leave(lambda: run_training(parsed, TEXT, callbacks=callbacks))
+
+
+def run_and_leave(run: Callable[[], TrainResult]) -> TrainResult:
+    """Return what ``run`` returns, or raise what it raises, with nothing left of its process group
+    in either case: a program may go on."""
+    handled = sys.exception()
+    try:
+        return run()
+    except BaseException as error:
+        # Its frames hold the groups of the run for as long as somebody keeps the error, and a group
+        # of gloo has open connections, on which the other ranks would wait, until nobody holds it.
+        each: BaseException | None = error
+        while each is not None and each is not handled:
+            traceback.clear_frames(each.__traceback__)
+            each = each.__cause__ or each.__context__
+        raise
+    finally:
+        # Reference cycles would keep what the process group held, and its threads.
+        gc.collect()
+
+
+def run_training(
+    parsed: Parsed,
+    reads: Sequence[Decider],
+    *,
+    callbacks: Sequence[Callback] = (),
+    needs_data: bool = True,
+    place: Place | None = None,
+    complete: Callable[[Ready, Mesh], Ready] | None = None,
+) -> TrainResult:
+    """Train on what the deciders ``reads`` say that the run reads, and on what ``complete`` adds to
+    it, which may need a model for that. ``needs_data``: it reads --data-path. ``place``: which
+    process this is, if it is not for the environment to say. Collective. Raises UserError."""
+    if parsed.get(TrainingConfig).deterministic_mode:
+        fix_sums()
+    place = place or this_place()
+    options = parsed.get(CheckpointConfig)
+    forks = options.async_save and options.save is not None
+    if forks and place.joined and place.world_size > 1:
+        raise ConfigError(
+            "--async-save",
+            got="a process group that the program has made",
+            expected="one that train() makes, whose store the writing processes can reach",
+            do="leave --async-save out, or let train() make the group",
+        )
+    # --async-save forks a process here, before the process group and its threads exist: a fork
+    # copies no thread, and locks that one holds would stay locked.
+    # The lease outlives that process, which may be publishing a checkpoint.
+    with (
+        ending_with_launcher(place.rank) as follower,
+        leasing(options.save, steal=options.steal_save) as lease,
+        in_background(place, wanted=forks) as background,
+    ):
+        follower.begin()
+        deciders = (*CONFIGURATION, *reads, *SAMPLES, *OUTPUTS)
+        with set_up(parsed, place, deciders, lease, needs_data=needs_data) as (draft, mesh):
+            ready = ready_of(draft)
+            if complete is not None:
+                ready = complete(ready, mesh)
+            with open_run(
+                ready, mesh, background=background, lease=lease, callbacks=callbacks
+            ) as built:
+                return run_steps(built)
+
+
+@contextmanager
+def set_up(
+    parsed: Parsed,
+    place: Place,
+    deciders: Sequence[Decider],
+    lease: Lease | None = None,
+    *,
+    needs_data: bool = True,
+) -> Iterator[tuple[Draft, Mesh]]:
+    """A section with everything that the deciders decide, and the mesh for it; rank 0 prints what
+    was decided. Inside, the death of a rank becomes an error that names it. ``lease``, if given, is
+    taken. Collective. Raises UserError."""
+    parallel = _joinable(parsed.get(ParallelConfig))
+    timeout = 60 * parallel.distributed_timeout_minutes
+    fixed = parsed.get(TrainingConfig).deterministic_mode
+    with devices.deterministic(wanted=fixed), watched(place, timeout) as watch:
+        world, device = join(parallel, place, watch)
+        if lease is not None:
+            # Before it is looked up what the run goes on from: another one may have been saving.
+            lease.take(world)
+            for line in lease.notes:
+                print(f" {line}", flush=True)
+        processes = launched_processes(place, world)
+        draft = decide(Draft(parsed, processes, needs_data), deciders)
+        config = draft.config
+        mesh = build_mesh(
+            config,
+            rank=place.rank,
+            world_size=place.world_size,
+            device=device,
+            recorder=world.recorder,
+            world=world,
+        )
+        if mesh.rank == 0:
+            warnings = (*draft.warnings, *_slow_choices(config, mesh, place))
+            for line in (*draft.notes, *(f"warning: {text}" for text in warnings)):
+                print(f" {line}", flush=True)
+        yield draft, mesh
+
+
+def _joinable(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the options with which the processes can meet. A timeout that cannot be one is refused
+    with all other problems, when they have met."""
+    minutes = parallel.distributed_timeout_minutes
+    return parallel if 0 < minutes < inf else ParallelConfig()
+
+
+def _slow_choices(config: Config, mesh: Mesh, place: Place) -> Iterator[str]:
+    """Warn of what runs, and would run faster otherwise."""
+    model = config.model
+    yield from placement_warnings(config.parallel, place.local_world_size)
+    yield from attention_warnings(
+        mesh.device,
+        compute_dtype(config),
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.head_dim,
+        config.training.attention_backend,
+    )
+    rules = {score_rule(model, layer) for layer in range(model.num_hidden_layers)}
+    yield from sliding_warnings(mesh.device, compute_dtype(config), model.head_dim, rules)

@@ -1,0 +1,398 @@
+"""``--dry-run``: what a run does up to its first step, in one process and on no device, and what
+can be known of its steps from the plans that it executes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_llama.config.blend import read_blend
+from megatron_llama.config.parse import Parsed, flag
+from megatron_llama.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+)
+from megatron_llama.config.world import dp_size
+from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
+from megatron_llama.engine.plan.memory import sized
+from megatron_llama.errors import ConfigError, listing
+from megatron_llama.model.plan.chunks import GRANULARITIES
+from megatron_llama.model.plan.lora import adapter_shapes, trained_beside_adapters
+from megatron_llama.model.plan.params import hf_shapes, padded_vocab_size, parameter_count
+from megatron_llama.model.presets import LLAMA_VOCABULARY
+from megatron_llama.schedule import Schedule
+from megatron_llama.train.commands.common.configs import DryRunConfig
+from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, ready_of
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
+from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.processes import imagined_processes
+
+SHOWN_ACTIONS = 40
+
+
+class ExampleFiles(NamedTuple):
+    """The files of a run that reads no --data-path."""
+
+    option: str
+    """The option that has to name some."""
+    paths: tuple[tuple[str, str], ...]
+    """Each with the option that names it."""
+
+
+NamedFiles = Callable[[Parsed], ExampleFiles]
+"""Finds out which files the options of a run name."""
+
+
+def dry_run(
+    parsed: Parsed,
+    reads: Sequence[Decider],
+    checks: Sequence[Decider] = (),
+    *,
+    examples: NamedFiles | None = None,
+) -> None:
+    """Decide what a run decides up to its first step, and print its plan. ``reads`` are the
+    deciders of what the run reads, ``checks`` those of what else it will do with its samples;
+    ``examples`` are the files that it reads instead of --data-path.
+
+    Raises UserError if the run would. Files, memory and devices that this machine lacks are
+    warnings; in strict mode they are errors, as they are for the run."""
+    from megatron_llama.launch.launcher import place_from_environment
+    from megatron_llama.train.setup.build import read_first_step
+
+    options = parsed.get(DryRunConfig)
+    launch = parsed.get(LaunchConfig)
+    world_size = (
+        options.world_size
+        or launch.nodes * launch.gpus_per_node
+        or place_from_environment().world_size
+    )
+    strict = options.dry_run == "strict"
+    absent = [] if strict else list(_absent(parsed, examples))
+    missing = [text for _, text in absent]
+    given = _without({name for name, _ in absent}, parsed, missing)
+    processes = imagined_processes(world_size, launch.gpus_per_node, are_here=strict)
+    samples = () if absent else (*reads, *SAMPLES, *checks)
+    draft = decide(
+        Draft(given, processes, needs_data=examples is None and strict, missing=tuple(missing)),
+        (*CONFIGURATION, *samples, *OUTPUTS, _refuse_small_host),
+    )
+    plan = MemoryPlan(draft.config, world_size)
+    if not absent:
+        data_size = dp_size(draft.config, world_size)
+        read_first_step(ready_of(draft), range(data_size), data_size)
+    print("\n".join([*draft.notes, *_report(plan, world_size)]))
+    lacking = list(_lacking(plan, world_size))
+    for line in (*draft.warnings, *draft.missing, *lacking):
+        print(f"warning: {line}")
+    if strict and lacking:
+        raise ConfigError(
+            listing("--dry-run=strict: this machine cannot run it as it is:", lacking)
+        )
+    print(f"valid for {world_size} process{'es' if world_size > 1 else ''}")
+
+
+def _memory_here(world: int) -> int:
+    """Bytes of memory for each of ``world`` processes on this machine."""
+    from megatron_llama.engine.comm import device as devices
+
+    device = devices.accelerator(0)
+    return devices.memory_bytes(device) // (world if devices.is_host(device) else 1)
+
+
+def _absent(parsed: Parsed, examples: NamedFiles | None) -> Iterator[tuple[str, str]]:
+    """Yield the options that name files which are not on this machine, and what to say of each."""
+    from megatron_llama.data.words import is_stream
+    from megatron_llama.train.setup.start import AUTO
+
+    data = parsed.get(DataConfig)
+    checkpoint = parsed.get(CheckpointConfig)
+    paths = [("tokenizer_model", data.tokenizer_model)]
+    # A folder that is to be written as well may be missing: a fresh start.
+    if checkpoint.load not in (AUTO, checkpoint.save) and "://" not in (checkpoint.load or ""):
+        paths.append(("load", checkpoint.load))
+    if parsed.get(ModelConfig).preset is not None:  # which has the shapes
+        paths.append(("init_from_hf", checkpoint.init_from_hf))
+    if examples is None:
+        prefixes = read_blend(data.data_path).prefixes
+        paths += [
+            ("data_path", prefix + suffix)
+            for prefix in prefixes
+            if "://" not in prefix and not is_stream(prefix)
+            for suffix in (".bin", ".idx")
+        ]
+        if not data.data_path:
+            yield "data_path", "--data-path is not given: the run itself needs one"
+    else:
+        option, named = examples(parsed)
+        paths += named
+        if all(name != option for name, _ in named):
+            yield option, f"{flag(option)} is not given: the run itself needs it"
+    for name, path in paths:
+        if path is not None and not Path(path).exists():
+            yield name, f"{flag(name)}: {path} is not on this machine"
+
+
+def _without(absent: set[str], parsed: Parsed, warnings: list[str]) -> Parsed:
+    """Leave out the options whose files are absent, so that the rest can be planned. Where nobody
+    knows the vocabulary then, one is assumed, with a warning."""
+    from megatron_llama.train.setup.vocabulary import find_vocabulary
+
+    if not absent:
+        return parsed
+    model = parsed.get(ModelConfig)
+    data = parsed.get(DataConfig)
+    checkpoint = parsed.get(CheckpointConfig)
+    if "tokenizer_model" in absent:
+        data = replace(data, tokenizer_model=None)
+    if "init_from_hf" in absent:
+        checkpoint = replace(checkpoint, init_from_hf=None)
+    if "load" in absent:
+        checkpoint = replace(checkpoint, load=None, finetune=False, load_optim=True)
+    sources = dict(parsed.sources)
+    elsewhere = (model.vocab_size, model.preset, checkpoint.load, checkpoint.init_from_hf)
+    if (
+        not any(elsewhere)
+        and not find_vocabulary(Config(data=data, checkpoint=checkpoint), None).size
+    ):
+        model = replace(model, vocab_size=LLAMA_VOCABULARY)
+        sources["vocab_size"] = "--dry-run"
+        warnings.append(
+            "--vocab-size: the tokenizer is not on this machine; planned with a vocabulary of "
+            f"{LLAMA_VOCABULARY}"
+        )
+    changed = {ModelConfig: model, DataConfig: data, CheckpointConfig: checkpoint}
+    return replace(parsed, instances={**parsed.instances, **changed}, sources=sources)
+
+
+@refuses(needs=Need.MACHINE, by=By.RANK_0)
+def _refuse_small_host(draft: Draft) -> None:
+    """Raise what the engine of a run on this machine would raise."""
+    from megatron_llama.engine.comm import device as devices
+    from megatron_llama.engine.offload.build import require_memory
+    from megatron_llama.engine.offload.worker import rank_cores
+
+    world = draft.processes.count
+    plan = MemoryPlan(draft.config, world)
+    device = devices.accelerator(0)
+    on_cpu = devices.is_host(device)
+    if on_cpu and world > 1 and (problem := plan.chunk_problem()) is not None:
+        raise ConfigError(problem)
+    offloads = [
+        (offload, rank)
+        for rank in range(len(plan.bucket_plans))
+        if (offload := plan.offload(rank)) is not None
+    ]
+    if offloads:
+        rank_cores(plan.config.offload.offload_cores, 0, 1)
+        # Without a device all ranks are on this machine, else as many as it has devices.
+        ranks = world if on_cpu else min(world, max(1, devices.accelerator_count()))
+        needed = [
+            offload.held + (sum(plan.state_by_component(rank).values()) if on_cpu else 0)
+            for offload, rank in offloads
+        ]
+        require_memory(sum(needed) * ranks // len(needed), ranks, offloads[0][0])
+
+
+def _lacking(plan: MemoryPlan, world: int) -> Iterator[str]:
+    """Yield which devices and how much memory this machine lacks for the run."""
+    from megatron_llama.engine.comm import device as devices
+
+    config = plan.config
+    device = devices.accelerator(0)
+    count = devices.accelerator_count()
+    if count < world and not (devices.is_host(device) and world <= (os.cpu_count() or 1)):
+        yield (
+            f"devices: {world} processes, this machine has {count} GPUs and {os.cpu_count()} cores"
+        )
+    needed = plan.needed(config.parallel.recompute_granularity, plan.recompute_layers())
+    here = _memory_here(world)
+    if needed > here:
+        share = (
+            f"{sized(here)} for each of {world}"
+            if devices.is_host(device) and world > 1
+            else sized(here)
+        )
+        yield (
+            f"memory: {sized(needed)} per process for parameters, gradients, optimizer state and "
+            f"activations, this machine has {share}"
+        )
+
+
+def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
+    config = plan.config
+    model = config.model
+    parallel = config.parallel
+    training = config.training
+    dp = dp_size(config, world)
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    microbatches = plan.schedule.microbatches
+    padded = padded_vocab_size(model, tp)
+    tensors = len(hf_shapes(model))
+    yield (
+        f"parameters      {parameter_count(model):,} in {tensors} tensors; vocabulary "
+        f"{model.vocab_size:,}, padded to {padded:,}"
+    )
+    if config.lora.lora_rank:
+        whole = trained_beside_adapters(model)
+        shapes = adapter_shapes(model, config.lora) | whole
+        trained = [math.prod(shape) for shape in shapes.values()]
+        yield (
+            f"  trained       {sum(trained):,} in {len(trained)} tensors: low-rank additions, "
+            f"rank {config.lora.lora_rank}{''.join(f', and {name}' for name in whole)}"
+        )
+    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.train_iters:,} steps"
+    sequence = ", sequence parallel" if parallel.sequence_parallel else ""
+    yield (
+        f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x "
+        f"dp {dp}{sequence}"
+    )
+    yield (
+        f"batch           {training.global_batch_size} samples = {microbatches} "
+        f"microbatches x {training.micro_batch_size} x dp {dp}; "
+        f"{training.global_batch_size * training.seq_length:,} tokens a step, {length}"
+    )
+    if training.rampup_batch_size:
+        start, increment, samples = training.rampup_batch_size
+        full = training.global_batch_size
+        yield (
+            f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} "
+            f"over {samples:,} samples"
+        )
+        # Memory never falls with the number of microbatches, so what is said below of the full size
+        # holds for all steps.
+        small = replace(training, global_batch_size=start, rampup_batch_size=())
+        first = MemoryPlan(replace(config, training=small), world)
+        granularity = parallel.recompute_granularity
+        blocks = plan.recompute_layers()
+        least, most = (sized(one.needed(granularity, blocks)) for one in (first, plan))
+        yield (
+            f"  first steps   {first.schedule.microbatches} microbatches; "
+            f"the process that needs most has {least}, at full size {most}"
+        )
+    for rank in range(pp):
+        yield from _rank_report(plan, rank)
+    if dp * parallel.context_parallel_size > 1:
+        yield from _choices(plan, world)
+    yield from _schedule_report(plan.schedule)
+
+
+def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
+    """Yield what one pipeline rank holds, sends and keeps."""
+    config = plan.config
+    partition = plan.partition
+    bucket_plan = plan.bucket_plans[rank]
+    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    stages = partition.stages_of(rank)
+    held = [
+        f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+        for layers in (partition.layers[stage] for stage in stages)
+        if layers
+    ]
+    held += ["embedding"] * (0 in stages) + ["head"] * (partition.stages - 1 in stages)
+    yield (
+        f"pp rank {rank:<8}{', '.join(held)}: {bucket_plan.numel:,} elements per process, "
+        "padding included"
+    )
+    traffic = plan.traffic(rank)
+    verb = "reduce-scatters" if strategy.sharded else "all-reduces"
+    gathers = f", {traffic.gathers} all-gathers" if strategy.sharded else ""
+    replicas = (
+        f" and {traffic.replicas} replicas" if strategy.sharded and traffic.replicas > 1 else ""
+    )
+    largest = max(bucket.numel for bucket in bucket_plan.buckets)
+    yield (
+        f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, "
+        f"each in {bucket_plan.shards} shards{replicas}; "
+        f"a step makes {traffic.reductions} {verb}{gathers} and sends {sized(round(traffic.sent))}"
+    )
+    staging = plan.staging(rank)
+    sizes = plan.state_by_component(rank) | {"gradients on their way": staging}
+    # All scalars together are less than the last digit of the sum.
+    parts = ", ".join(
+        f"{name} {sized(size)}" for name, size in sizes.items() if size and name != "scalars"
+    )
+    buffers = plan.host_buffers(rank)
+    instead = "instead of those on their way" if staging else "of receive buffers"
+    host = f"; on a CPU also {sized(buffers)} {instead}" if buffers else ""
+    yield f"  state         {sized(plan.state(rank))} per process: {parts}{host}"
+    offload = plan.offload(rank)
+    if offload is not None:
+        sizes = {
+            "weights and moments": offload.state,
+            "gradients": offload.gradients,
+            "on their way": offload.staging,
+            "to undo": offload.undo,
+        }
+        parts = ", ".join(f"{name} {sized(size)}" for name, size in sizes.items() if size)
+        trained = sum(bucket.kind.trainable for bucket in bucket_plan.buckets)
+        yield (
+            f"  offload       {config.offload.optimizer_offload}, {len(offload.buckets)} of "
+            f"{trained} buckets: {sized(offload.held)} of host memory per process: {parts}"
+        )
+        yield (
+            f"                a step copies {sized(offload.to_host)} to the host and "
+            f"{sized(offload.to_device)} to the device"
+        )
+    granularity = config.parallel.recompute_granularity
+    layers = plan.recompute_layers()
+    each = ", ".join(
+        f"{name} {sized(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
+    )
+    yield f"  activations   of a microbatch, by --recompute-granularity: {each}"
+    some = (
+        ""
+        if granularity == "none" or layers >= plan.largest_stage
+        else f" on {layers} blocks of each stage"
+    )
+    peak = plan.activations(rank, granularity, layers)
+    yield (
+        f"  peak          {sized(peak)} of activations with {plan.in_flight(rank):g} "
+        f"microbatches in flight, {granularity}{some}; "
+        f"with the state {sized(plan.state(rank) + peak)}"
+    )
+
+
+def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
+    """Yield what other ways to shard would cost the process that needs most."""
+    yield "sharding        per process, by --data-parallel-sharding-strategy (--param-slots):"
+    for name, slots in (
+        *((name, "default") for name in ("no_shard", *BY_TRAFFIC[:-1])),
+        (BY_TRAFFIC[-1], "2"),
+        (BY_TRAFFIC[-1], "all"),
+    ):
+        parallel = replace(
+            plan.config.parallel,
+            data_parallel_sharding_strategy=name,  # type: ignore[arg-type]
+            param_slots=slots,
+        )
+        if name == NO_SHARD:
+            parallel = replace(parallel, data_parallel_shard_size=0)
+        other = MemoryPlan(replace(plan.config, parallel=parallel), world)
+        ranks = range(len(other.bucket_plans))
+        state = max(other.state(rank) for rank in ranks)
+        sent = max(other.traffic(rank).sent for rank in ranks)
+        label = name + (f" ({slots})" if slots != "default" else "")
+        yield f"  {label:<26}state {sized(state):>12}, sent in a step {sized(round(sent)):>12}"
+
+
+def _schedule_report(schedule: Schedule) -> Iterator[str]:
+    stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
+    yield (
+        f"schedule        {schedule.name}, {stages}, {schedule.microbatches} microbatches "
+        "(validated)"
+    )
+    for rank, actions in enumerate(schedule.ranks):
+        passes = [
+            f"{action.op.letter}{action.microbatch}" for action in actions if action.op.letter
+        ]
+        tail = f" ... ({len(passes)} passes)" if len(passes) > SHOWN_ACTIONS else ""
+        yield f"  pp rank {rank:<6}{' '.join(passes[:SHOWN_ACTIONS])}{tail}"

@@ -1,0 +1,63 @@
+"""``pretrain``: train on the command line's options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from signal import Signals
+from typing import TYPE_CHECKING
+
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.sections import config_sections
+from megatron_llama.train.commands.common.configs import DryRunConfig
+from megatron_llama.train.setup.layout import AutoParallelConfig
+
+if TYPE_CHECKING:
+    from megatron_llama.train.commands.common.dry_run import NamedFiles
+    from megatron_llama.train.setup.draft import Decider
+
+SECTIONS = (*config_sections(), AutoParallelConfig, DryRunConfig)
+
+
+def pretrain(parsed: Parsed) -> int:
+    """Train from random weights, a HuggingFace folder or a checkpoint. Returns the exit status."""
+    from megatron_llama.train.setup.deciders import TEXT
+
+    return run(parsed, TEXT)
+
+
+def run(parsed: Parsed, reads: Sequence[Decider], *, examples: NamedFiles | None = None) -> int:
+    """Train on what the deciders ``reads`` say, or only check that with --dry-run. ``examples``:
+    the files that it reads instead of --data-path. Returns the exit status."""
+    if parsed.get(DryRunConfig).dry_run != "no":
+        return plan_only(parsed, reads, examples=examples)
+    from megatron_llama.train.api.train import run_training
+
+    result = run_training(parsed, reads, needs_data=examples is None)
+    return exit_status(result.stopped_by, result.config.training)
+
+
+def plan_only(
+    parsed: Parsed,
+    reads: Sequence[Decider],
+    checks: Sequence[Decider] = (),
+    *,
+    examples: NamedFiles | None = None,
+) -> int:
+    """Check and plan a run that would train on what ``reads`` say and do what ``checks`` look at,
+    with the files of ``examples`` or of --data-path. Returns the exit status."""
+    from megatron_llama.launch.launcher import fix_sums
+    from megatron_llama.train.commands.common.dry_run import dry_run
+
+    if parsed.get(TrainingConfig).deterministic_mode:
+        fix_sums()
+    dry_run(parsed, reads, checks, examples=examples)
+    return 0
+
+
+def exit_status(stopped_by: Signals | None, training: TrainingConfig) -> int:
+    """The exit status of a run that came to an orderly end: as a shell has it where a signal ended
+    a process, so that nothing which follows the run takes it for done."""
+    if stopped_by is None or training.exit_zero_on_signal:
+        return 0
+    return 128 + stopped_by

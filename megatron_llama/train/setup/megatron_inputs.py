@@ -1,0 +1,49 @@
+"""The samples of --megatron-data-order."""
+
+from __future__ import annotations
+
+from megatron_llama.config.batch_ramp import run_samples
+from megatron_llama.config.blend import Blend
+from megatron_llama.config.schema import Config
+from megatron_llama.data.loader import Samples, StreamSamples
+from megatron_llama.data.megatron_order import (
+    MegatronBlend,
+    MegatronStream,
+    samples_of_blend,
+    samples_of_parts,
+)
+from megatron_llama.data.tokenizer.base import Tokenizer
+from megatron_llama.errors import DataError
+from megatron_llama.train.setup.inputs import open_stream
+
+
+def megatron_samples(
+    config: Config,
+    blend: Blend,
+    part: int,
+    *,
+    eod: int | None,
+    tokenizer: Tokenizer | None,
+    share: tuple[int, int],
+) -> Samples:
+    """Open the samples of a part, TRAINING, for the whole length of the run. Raises DataError, also
+    where Megatron's order ends before the run."""
+    training = config.training
+    wanted = run_samples(training)
+    parts = []
+    for prefix, samples in zip(blend.prefixes, samples_of_parts(blend, wanted), strict=True):
+        stream = open_stream(config, prefix, part, tokenizer=tokenizer, share=share)
+        ordered = MegatronStream(stream, seed=training.seed, num_samples=samples)
+        parts.append(StreamSamples(ordered, config.data, eod))
+    if len(parts) == 1 and blend.shares is None:
+        return parts[0]
+    sizes = [len(part) for part in parts]
+    found = MegatronBlend(parts, blend.shares or sizes, samples_of_blend(blend, wanted, sizes))
+    if len(found) < wanted:
+        raise DataError(
+            "--megatron-data-order",
+            got=f"{len(found):,} samples: Megatron reads datasets without weights once",
+            expected=f"{wanted:,}, those of --train-iters",
+            do="give each dataset of --data-path its weight, or train for fewer iterations",
+        )
+    return found

@@ -1,0 +1,203 @@
+"""Each family computes transformers' logits, and trains in every layout what one process trains and what transformers trains with torch's
+own AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.load import load_stages, rank_specs
+from torch import Tensor
+
+from tests.harness import Cluster
+from tests.model.families.twins import FIXED, SIZES, TWINS, DrawnWeights, FamilyLayout, family_layouts, reference
+from tests.parallel.cases import (
+    LOSS_BOUND,
+    NORM_BOUND,
+    STEPS,
+    STRATEGIES,
+    Record,
+    Reference,
+    deviation,
+    merged,
+    record,
+    token_ids,
+    train,
+    trainer,
+)
+from tests.parallel.test_head import with_chunks
+from tests.parallel.test_lora import train_peft
+
+References = Callable[[FamilyLayout], Reference]
+FAMILIES = pytest.mark.parametrize("family", TWINS)
+LENGTH, BATCH = 160, 2
+FEWER_STEPS = 6
+"""With --all every layout makes twenty steps."""
+CHUNK = 300
+"""Logits at once, far fewer than those of a microbatch."""
+
+
+def logits_of(place: Place, family: str, sequence_parallel: bool) -> Tensor:
+    """[s, b, padded_vocab / tp] of a one-stage model."""
+    parallel = ParallelConfig(tensor_model_parallel_size=place.world_size, sequence_parallel=sequence_parallel)
+    config = Config(model=TWINS[family].ours, parallel=parallel)
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    [stage] = build_stages(config, mesh).values()
+    load_stages([stage], rank_specs(config, mesh), DrawnWeights(config.model), dtype=torch.float32, device=mesh.device)
+    with torch.no_grad():
+        return stage(prompt().t(), stage.positions(LENGTH, mesh.device))
+
+
+def prompt() -> Tensor:
+    """[b, s] ids of English text."""
+    return token_ids(LENGTH * BATCH).view(BATCH, LENGTH)
+
+
+@FAMILIES
+def test_logits_are_those_of_transformers(cluster: Cluster, family: str) -> None:
+    with torch.no_grad():
+        expected = TWINS[family].hf_model()(prompt()).logits.transpose(0, 1)
+    assert expected.std() > 0.3, "logits that are all alike would prove nothing"
+    for tp, sequence_parallel in ((1, False), (2, True), (4, False)):
+        found = torch.cat(cluster.run(tp, logits_of, family, sequence_parallel), dim=-1)[..., : SIZES["vocab_size"]]
+        assert float((found - expected).abs().max()) < 1e-4, (tp, sequence_parallel)
+
+
+@pytest.mark.parametrize("family", TWINS)
+def test_the_layouts_of_a_family_meet_every_axis(family: str) -> None:
+    own = family_layouts(family)
+    assert len({layout.name for layout in own}) >= 16
+    for axis in ("tp", "cp", "pp", "dp", "virtual", "sp"):
+        assert sum(getattr(layout, axis) > 1 or getattr(layout, axis) is True for layout in own) >= 2, axis
+    assert {layout.strategy for layout in own} == set(STRATEGIES)
+    assert {"interleaved", "zb-h1", "zb-v"} <= {layout.schedule for layout in own}
+
+
+@pytest.fixture(scope="module")
+def references(cluster: Cluster) -> References:
+    """Each once."""
+    known: dict[FamilyLayout, Reference] = {}
+
+    def look_up(layout: FamilyLayout) -> Reference:
+        if layout.reference not in known:
+            known[layout.reference] = reference(cluster, layout)
+        return known[layout.reference]
+
+    return look_up
+
+
+SHORT = [FIXED[3].name, FIXED[5].name]
+
+
+def some_layouts() -> list[Any]:
+    """Of each family two short ones and every fourth of all, each family beginning at another one. All 18 by 8:
+    ``tools/parity.py --families``."""
+    chosen = []
+    for number, family in enumerate(TWINS):
+        for index, layout in enumerate(family_layouts(family)):
+            if layout.name.removeprefix(f"{family} ") in SHORT:
+                chosen.append(pytest.param(layout, id=layout.name))
+            elif (index + number) % 4 == 0:
+                chosen.append(pytest.param(layout, id=layout.name, marks=pytest.mark.long))
+    return chosen
+
+
+@pytest.mark.parametrize("layout", some_layouts())
+def test_training_is_that_of_transformers(
+    references: References, cluster: Cluster, layout: FamilyLayout, request: pytest.FixtureRequest
+) -> None:
+    layout = replace(layout, steps=STEPS if request.config.getoption("--all") else FEWER_STEPS)
+    compare(references, cluster, layout)
+
+
+def compare(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
+    """Losses and norms with one process and with transformers, trained weights with one process."""
+    records = cluster.run(layout.world_size, train, layout)
+    expected = references(layout)
+    row = expected.row(layout.name, records[0])
+    assert row.holds, row
+    assert all(one.losses == records[0].losses and one.norms == records[0].norms for one in records)
+    trained, alone = merged(records), merged([expected.single])
+    assert trained.keys() == alone.keys()
+    for name, weight in trained.items():
+        # Adam turns a gradient that is all rounding noise into full steps, so single elements may differ, tensors may not.
+        assert float((weight - alone[name]).norm() / alone[name].norm()) < 1e-4, name
+    for one in records:
+        assert len({records[rank].parameters for rank in one.dp_line}) == 1
+
+
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Phi-3's projections: each has one addition, whatever it stacks."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FamilyLayout(family="llama", tp=2, sp=True, pp=2, microbatches=4, schedule="zb-h1", lora=4),
+        FamilyLayout(family="qwen2", tp=4, dp=2, lora=4, recompute="selective"),
+        FamilyLayout(family="phi3", tp=2, sp=True, dp=2, lora=4, targets=FUSED, strategy="optim_grads_params"),
+        FamilyLayout(family="llama", tp=4, sp=True, freeze=("*.weight",)),
+        FamilyLayout(family="olmo2", tp=2, sp=True, cp=2, lora=4),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_biases_next_to_low_rank_additions_and_alone(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
+    """Additions leave them frozen; and they may be all that is trained."""
+    layout = replace(layout, steps=FEWER_STEPS)
+    compare(references, cluster, layout)
+    start = layout.weights()
+    changed = set()
+    for name, weight in merged([references(layout).single]).items():
+        initial = torch.empty_like(weight)
+        start(Rectangle(name, tuple(weight.shape), (0,) * weight.dim(), tuple(weight.shape), 0), initial)
+        changed |= set() if torch.equal(initial, weight) else {name}
+    assert {name for name in changed if ("lora_" if layout.lora else ".bias") not in name} == set() != changed
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FamilyLayout(family="gemma3", documents=True, tp=2, cp=2, sp=True),
+        pytest.param(FamilyLayout(family="mistral", documents=True, cp=4), marks=pytest.mark.long),
+        pytest.param(FamilyLayout(family="phi3", documents=True, cp=2, pp=2, microbatches=2), marks=pytest.mark.long),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_documents_in_windows(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
+    """With positions of their own."""
+    compare(references, cluster, replace(layout, steps=FEWER_STEPS))
+
+
+@pytest.mark.parametrize(("family", "targets"), [("phi3", FUSED), ("olmo2", ("q_proj", "v_proj", "up_proj"))])
+def test_additions_train_as_with_peft(references: References, family: str, targets: tuple[str, ...]) -> None:
+    """Also to projections that stack several of ours, and in front of a norm of queries."""
+    layout = FamilyLayout(family=family, lora=4, targets=targets, steps=FEWER_STEPS)
+    theirs = train_peft(layout, TWINS[family].hf_model())
+    ours = references(layout).single
+    assert deviation(ours.losses, theirs.losses) < LOSS_BOUND and deviation(ours.norms, theirs.norms) < NORM_BOUND
+    assert ours.losses[0] != ours.losses[-1]
+
+
+def in_chunks(place: Place, layout: FamilyLayout) -> Record:
+    """Training with few logits at a time."""
+    run = trainer(place, layout)
+    with_chunks(run, CHUNK)
+    return record(run, [run.step(index) for index in range(layout.steps)])
+
+
+@pytest.mark.parametrize(
+    "layout", [FamilyLayout(family="gemma3"), FamilyLayout(family="gemma3", tp=2, sp=True)], ids=lambda layout: layout.name
+)
+def test_capped_logits_in_chunks_are_those_at_once(cluster: Cluster, layout: FamilyLayout, references: References) -> None:
+    layout = replace(layout, steps=FEWER_STEPS)
+    [chunked, *_] = cluster.run(layout.world_size, in_chunks, layout)
+    row = references(layout).row(layout.name, chunked)
+    assert row.holds, row

@@ -1,0 +1,194 @@
+"""One small model of each family, as transformers' own config class makes it and as we say it, with weights that hide nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers
+from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.model.hf import model_config_from_hf
+from megatron_llama.model.plan.params import hf_shapes
+from megatron_llama.prove.materials import DrawnWeights
+
+from tests.harness import Cluster
+from tests.parallel.cases import STEPS, STRATEGIES, Layout, Record, Reference, train, train_twin
+from tests.parallel.draw import draw
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A model of a family."""
+
+    config_class: str
+    """Of transformers; the name of the model's class follows."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of transformers' config beside the sizes."""
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model in transformers."""
+        return self.config_class.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+
+    def hf_config(self, **options: Any) -> Any:
+        """What transformers' own class makes of the sizes."""
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return getattr(transformers, self.config_class)(**(SIZES | tokens | dict(self.options) | options))
+
+    @cached_property
+    def ours(self) -> ModelConfig:
+        """The model as we read it."""
+        return model_config_from_hf(self.hf_config(architectures=[self.architecture]).to_dict(), where=self.config_class)
+
+    def hf_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> torch.nn.Module:
+        """transformers' model with the weights of ``DrawnWeights``."""
+        config = self.hf_config(attn_implementation="eager" if self.ours.attn_logit_softcapping else "sdpa", **options)
+        twin: torch.nn.Module = getattr(transformers, self.architecture)(config).to(dtype)
+        weights = {}
+        for tensor, shape in hf_shapes(self.ours).items():
+            values = torch.empty(shape, dtype=dtype)
+            DrawnWeights(self.ours)(Rectangle(tensor, shape, (0,) * len(shape), shape, 0), values)
+            weights[tensor] = values
+        missing, unexpected = twin.load_state_dict(weights, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"} and self.ours.tie_word_embeddings >= bool(missing), (
+            missing,
+            unexpected,
+        )
+        return twin
+
+
+def _rotary(rope_type: str = "default", theta: float = 10000.0, **numbers: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": theta, **numbers}
+
+
+WINDOW = 9
+"""Far fewer positions than a sample has."""
+LONGROPE: dict[str, Any] = {
+    "short_factor": [1.0 + 0.1 * pair for pair in range(4)],
+    "long_factor": [2.0 + 0.7 * pair for pair in range(4)],
+    "original_max_position_embeddings": 20,
+}
+"""Of half of each head; training samples are longer than the original context."""
+TWINS = {
+    "llama": Twin("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": Twin("MistralConfig", {"sliding_window": WINDOW, "head_dim": 24}),
+    "qwen2": Twin(
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "tie_word_embeddings": True}
+    ),
+    "qwen3": Twin("Qwen3Config", {"head_dim": 24, "rope_parameters": _rotary("yarn", factor=4.0, original_max_position_embeddings=64)}),
+    "phi3": Twin(
+        "Phi3Config",
+        {
+            "sliding_window": WINDOW,
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": LONGROPE["original_max_position_embeddings"],
+            "rope_parameters": _rotary("longrope", **LONGROPE, partial_rotary_factor=0.5),
+        },
+    ),
+    "gemma2": Twin(
+        "Gemma2Config",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "gemma3": Twin(
+        "Gemma3TextConfig",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "final_logit_softcapping": 4.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {"full_attention": _rotary("linear", 1e6, factor=8.0), "sliding_attention": _rotary()},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": Twin("Olmo2Config", {"attention_bias": True, "head_dim": 24}),
+}
+
+
+@dataclass(frozen=True)
+class FamilyLayout(Layout):
+    """A layout of a family's model."""
+
+    family: str = "llama"
+
+    @property
+    def model(self) -> ModelConfig:
+        """The family's."""
+        return replace(TWINS[self.family].ours, pad_token_id=self.pad)
+
+    @property
+    def reference(self) -> FamilyLayout:
+        """See Layout."""
+        kept = ("family", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets")
+        return FamilyLayout(**{name: getattr(self, name) for name in kept})
+
+    @property
+    def name(self) -> str:
+        """See Layout."""
+        return f"{self.family} {super().name}"
+
+    def config(self) -> Config:
+        """See Layout."""
+        return replace(super().config(), model=self.model)
+
+    def weights(self) -> DrawnWeights:
+        """See Layout."""
+        return DrawnWeights(self.model)
+
+
+FIXED = [
+    *(Layout(tp=2, dp=2, sp=True, strategy=strategy, microbatches=2) for strategy in STRATEGIES),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", recompute="selective"),
+    Layout(tp=4, pp=2, sp=True, microbatches=4, schedule="zb-h1", recompute="full"),
+    Layout(tp=2, cp=2),
+]
+"""The four strategies, virtual stages, and more ranks than key/value heads."""
+DRAWN = 10
+
+
+def family_layouts(family: str) -> list[FamilyLayout]:
+    """The fixed ones, and others of the random layouts for each family."""
+    pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
+    chosen = FIXED + random.Random(family).sample(pool, DRAWN)
+    plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
+    return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
+
+
+def reference(cluster: Cluster, layout: FamilyLayout) -> Reference:
+    """Train what a layout is compared with: one process in fp32 and in fp64, and transformers."""
+    alone = layout.reference
+    single, exact = (cluster.run(1, train, run)[0] for run in (alone, replace(alone, fp64=True)))
+    return Reference(single, exact, _train_hf(alone))
+
+
+def _train_hf(alone: FamilyLayout) -> Record | None:
+    """None for what transformers has no counterpart of."""
+    if alone.documents or alone.lora or alone.freeze:
+        return None
+    return train_twin(TWINS[alone.family].hf_model(pad_token_id=alone.pad), alone)

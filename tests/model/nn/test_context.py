@@ -1,0 +1,452 @@
+"""Context parallelism: every rank's part of output and gradients is that of one process, in any dtype, with both algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron_llama.engine.comm.p2p import exchange
+from megatron_llama.engine.comm.recorder import Recorder, Traffic
+from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.errors import ConfigError
+from megatron_llama.launch.launcher import Place
+from megatron_llama.model.nn import attention, sliding
+from megatron_llama.model.nn.attention import ScoreRule
+from megatron_llama.model.nn.context import causal_document_mask, context_attention, local_sequence
+from megatron_llama.model.plan.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.harness import Cluster
+from tests.model.nn.cudnn import on_hopper
+from tests.model.nn.spmd import numbers, replicated, weighted_total
+from tests.model.nn.test_sliding import Flash, LargestMask
+from tests.nccl_transport import installed
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SIZES = pytest.mark.parametrize("size", [2, 4])
+COMMS = pytest.mark.parametrize("comm", ["all_gather", "ring"])
+CHUNK, B, N, D = 6, 3, 4, 8
+
+
+def context_axis(place: Place) -> Axis:
+    """All ranks are context-parallel, with a recorder of their own."""
+    group = dist.group.WORLD if place.world_size > 1 else None
+    return Axis("cp", place.rank, tuple(range(place.world_size)), group, Recorder())
+
+
+def inputs(length: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key, value and the gradient of the output, of the whole sequence, the same on every rank."""
+    shapes = ((N, D), (kv_heads, D), (kv_heads, D), (N * D,))
+    return [numbers(length, B, *shape, seed=seed).detach().to(dtype) for seed, shape in enumerate(shapes)]
+
+
+def documents(length: int) -> Tensor:
+    """Ids [s, b]: one document; documents so short that most pairs of chunks share none; documents of odd lengths with returning ids."""
+    places = torch.arange(length)
+    return torch.stack([torch.zeros_like(places), places // 2, (places + 5) // 11 % 2], dim=1)
+
+
+def expected(leaves: list[Tensor], document_ids: Tensor | None) -> list[Tensor]:
+    """Output and gradients of torch's unfused attention in fp64, in the whole sequence's order."""
+    query, key, value = (leaf.double().requires_grad_() for leaf in leaves[:3])
+    mask = None if document_ids is None else causal_document_mask(document_ids)
+    with sdpa_kernel(SDPBackend.MATH):
+        heads = (leaf.permute(1, 2, 0, 3) for leaf in (query, key, value))
+        out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    out = out.permute(2, 0, 1, 3).flatten(2)
+    return [out.detach(), *torch.autograd.grad(out, (query, key, value), leaves[3].double())]
+
+
+def check_against_one_process(place: Place, comm: Any, dtype: torch.dtype, with_documents: bool) -> None:
+    cp = context_axis(place)
+    length = 2 * cp.size * CHUNK
+    ids = documents(length) if with_documents else None
+    for kv_heads in (N, 2, 1):
+        leaves = inputs(length, kv_heads, dtype)
+        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
+        out = context_attention(*local, cp=cp, comm=comm, document_ids=ids)
+        found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
+        for name, ours, whole in zip(("out", "query", "key", "value"), found, expected(leaves, ids), strict=True):
+            theirs = local_sequence(whole, cp)
+            assert ours.shape == theirs.shape and ours.dtype is dtype
+            error = ((ours.double() - theirs).abs().max() / whole.abs().max()).item()
+            assert error < TOLERANCE[dtype], f"{name} with {kv_heads} kv heads: {error}"  # false for NaN
+
+
+def in_windows(leaves: list[Tensor], rule: ScoreRule, document_ids: Tensor | None) -> list[Tensor]:
+    """Output and gradients in fp64, score by score."""
+    query, key, value = (leaf.double().requires_grad_() for leaf in leaves[:3])
+    q, k, v = (leaf.permute(1, 2, 0, 3) for leaf in (query, key, value))
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
+    if rule.softcap:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    places = torch.arange(len(query))
+    seen = places <= places.unsqueeze(-1)
+    if rule.window:
+        seen = seen & (places > places.unsqueeze(-1) - rule.window)
+    if document_ids is not None:
+        seen = seen & causal_document_mask(document_ids)
+    out = (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+    return [out.detach(), *torch.autograd.grad(out, (query, key, value), leaves[3].double())]
+
+
+def check_windows(place: Place, comm: Any, dtype: torch.dtype, with_documents: bool, *, only_windows: bool = False) -> None:
+    """Windows within a chunk, to its edge, one beyond, over several chunks, and as long as the sequence; and capped scores."""
+    cp = context_axis(place)
+    length = 2 * cp.size * CHUNK
+    ids = documents(length) if with_documents else None
+    leaves = inputs(length, 2, dtype)
+    rules = [ScoreRule(window=window) for window in (1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 3, length - 1)]
+    others = [ScoreRule(window=length), ScoreRule(0.7, CHUNK + 3, 1.5), ScoreRule(0.7, 0, 1.5)]
+    for rule in rules if only_windows else rules + others:
+        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
+        out = context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=rule)
+        found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
+        for name, ours, whole in zip(("out", "query", "key", "value"), found, in_windows(leaves, rule, ids), strict=True):
+            theirs = local_sequence(whole, cp)
+            assert ours.shape == theirs.shape and ours.dtype is dtype
+            error = ((ours.double() - theirs).abs().max() / max(1.0, whole.abs().max().item())).item()
+            assert error < 2 * TOLERANCE[dtype], f"{name} with {rule}: {error}"
+
+
+def window_traffic(place: Place, window: int, dtype: torch.dtype) -> list[dict[tuple[str, str], Traffic]]:
+    """What forward sent, and what forward and backward sent together."""
+    cp = context_axis(place)
+    *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(2 * cp.size * CHUNK, 2, dtype))
+    out = context_attention(*local, cp=cp, rule=ScoreRule(window=window))
+    forward = {key: Traffic(one.calls, one.bytes) for key, one in cp.recorder.traffic.items()}
+    out.backward(upstream)
+    return [forward, cp.recorder.traffic]
+
+
+def window_scores(place: Place, window: int) -> int:
+    """Scores that forward computes."""
+    cp = context_axis(place)
+    local = [local_sequence(leaf, cp) for leaf in inputs(2 * cp.size * CHUNK, 2, torch.float32)[:3]]
+    with Scores() as counted:
+        context_attention(*local, cp=cp, rule=ScoreRule(window=window))
+    return counted.forward
+
+
+def check_gradients(place: Place, comm: Any, with_documents: bool) -> None:
+    """Finite differences of one number that depends on every rank's output, by inputs that every rank holds whole."""
+    cp = context_axis(place)
+    length = 2 * cp.size
+    ids = documents(length)[:, 1:] if with_documents else None
+    whole = (numbers(length, 2, 2, 3, seed=1), numbers(length, 2, 1, 3, seed=2), numbers(length, 2, 1, 3, seed=3))
+
+    def function(*leaves: Tensor) -> Tensor:
+        local = (local_sequence(replicated(leaf), cp) for leaf in leaves)
+        return weighted_total(context_attention(*local, cp=cp, comm=comm, document_ids=ids), cp, split=True)
+
+    assert gradcheck(function, whole)
+
+
+def check_strided_gradient(place: Place, comm: Any) -> None:
+    """The sum of the output has a gradient whose strides are all zero."""
+    cp = context_axis(place)
+    leaves = inputs(2 * cp.size * CHUNK, 2, torch.float64)
+    leaves[3] = torch.ones_like(leaves[3])
+    local = [local_sequence(leaf, cp).requires_grad_() for leaf in leaves[:3]]
+    found = torch.autograd.grad(context_attention(*local, cp=cp, comm=comm).sum(), local)
+    for ours, whole in zip(found, expected(leaves, None)[1:], strict=True):
+        torch.testing.assert_close(ours, local_sequence(whole, cp), rtol=1e-12, atol=1e-12)
+
+
+def traffic(place: Place, comm: Any, dtype: torch.dtype) -> list[dict[tuple[str, str], Traffic]]:
+    """What forward sent, and what forward and backward sent together."""
+    cp = context_axis(place)
+    *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(2 * cp.size * CHUNK, 2, dtype))
+    out = context_attention(*local, cp=cp, comm=comm)
+    forward = {key: Traffic(one.calls, one.bytes) for key, one in cp.recorder.traffic.items()}
+    out.backward(upstream)
+    return [forward, cp.recorder.traffic]
+
+
+def check_cudnn(place: Place, comm: Any) -> None:
+    """Every piece, forward and backward, is computed by cuDNN, and their merge is what one process computes in fp64."""
+    with on_hopper() as cudnn:
+        check_against_one_process(place, comm, torch.bfloat16, False)
+    assert cudnn.forward == cudnn.backward > 0
+
+
+class Scores(TorchDispatchMode):
+    """Counts the scores that the attention kernels are asked for, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward, self.backward = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.forward += self.count(*args[:2], causal=args[4] if len(args) > 4 else False)
+        elif func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.backward += self.count(*args[1:3], causal=args[7])
+        return func(*args, **(kwargs or {}))
+
+    def count(self, query: Tensor, key: Tensor, causal: bool) -> int:
+        queries, keys = query.shape[2], key.shape[2]
+        return query.shape[0] * query.shape[1] * (queries * (queries + 1) // 2 if causal else queries * keys)
+
+
+def scores(place: Place, comm: Any, with_documents: bool) -> tuple[int, int]:
+    cp = context_axis(place)
+    length = 2 * cp.size * CHUNK
+    ids = documents(length) if with_documents else None
+    *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(length, 2, torch.float32))
+    with Scores() as counter:
+        context_attention(*local, cp=cp, comm=comm, document_ids=ids).backward(upstream)
+    return counter.forward, counter.backward
+
+
+def check_exchange(place: Place) -> None:
+    """Around the ring until every rank has seen every number, more steps than the ring has ranks."""
+    cp = context_axis(place)
+    current = torch.full((3,), float(cp.rank))
+    for step in range(1, 2 * cp.size + 1):
+        following = torch.empty(3)
+        exchange(current, following, cp, to=(cp.rank + 1) % cp.size, source=(cp.rank - 1) % cp.size).wait()
+        current = following
+        assert torch.equal(current, torch.full((3,), float((cp.rank - step) % cp.size)))
+    steps = 2 * cp.size
+    assert cp.recorder.traffic == {("cp", "send"): Traffic(steps, 12 * steps), ("cp", "receive"): Traffic(steps, 12 * steps)}
+
+
+@SIZES
+@COMMS
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_ranks_compute_what_one_process_computes(cluster: Cluster, size: int, comm: str, dtype: torch.dtype, with_documents: bool) -> None:
+    cluster.run(size, check_against_one_process, comm, dtype, with_documents)
+
+
+def check_long_documents(place: Place, comm: Any, dtype: torch.dtype) -> int:
+    """Every sequence is taken for one whose masks would be too large, and cut into blocks shorter than a chunk. Return the largest mask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_llama.model.nn.context.LONGEST_MASKED", 2)
+        patch.setattr(sliding, "BLOCK", 4)
+        check_against_one_process(place, comm, dtype, True)
+        check_windows(place, comm, dtype, True)
+        cp = context_axis(place)
+        length = 2 * cp.size * CHUNK
+        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(length, 2, dtype))
+        with LargestMask() as mask:
+            context_attention(*local, cp=cp, comm=comm, document_ids=documents(length)).backward(upstream)
+    return mask.elements
+
+
+@pytest.mark.parametrize(
+    ("size", "comm", "dtype"), [(2, "ring", torch.float64), (4, "all_gather", torch.bfloat16), (4, "ring", torch.float32)], ids=str
+)
+def test_long_documents_go_by_blocks(cluster: Cluster, size: int, comm: str, dtype: torch.dtype) -> None:
+    length = 2 * size * CHUNK
+    for mask in [*cluster.run(size, check_long_documents, comm, dtype), check_long_documents(Place(0, 1, 0), comm, dtype)]:
+        assert 0 < mask <= B * 4 * length
+
+
+@SIZES
+@COMMS
+def test_pieces_of_cudnn_merge_to_the_whole(cluster: Cluster, size: int, comm: str) -> None:
+    cluster.run(size, check_cudnn, comm)
+
+
+def test_one_rank_is_plain_attention_and_sends_nothing() -> None:
+    for dtype in TOLERANCE:
+        for with_documents in (False, True):
+            check_against_one_process(Place(0, 1, 0), "ring", dtype, with_documents)
+    axis = context_axis(Place(0, 1, 0))
+    leaves = inputs(8, 2, torch.float32)[:3]
+    assert context_attention(*leaves, cp=axis).shape == (8, B, N * D)
+    assert axis.recorder.traffic == {}
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_windows_over_ranks(cluster: Cluster, size: int, dtype: torch.dtype, with_documents: bool) -> None:
+    cluster.run(size, check_windows, "ring" if size == 2 else "all_gather", dtype, with_documents)
+
+
+def check_windows_by_flash(place: Place) -> None:
+    """The CPU is taken for a GPU, and its flash attention computed by its contract."""
+    with pytest.MonkeyPatch.context() as patch, Flash() as flash:
+        for module in (attention, sliding):
+            patch.setattr(module, "is_host", lambda device: False)
+        check_windows(place, "ring", torch.bfloat16, False, only_windows=True)
+    assert set(flash.calls) == {"forward", "backward"}
+
+
+def test_windows_over_ranks_with_flash_attention(cluster: Cluster) -> None:
+    cluster.run(4, check_windows_by_flash)
+
+
+def check_windows_by_nccl(place: Place) -> None:
+    with installed():
+        check_windows(place, "ring", torch.float32, False)
+
+
+def test_windows_by_the_rules_of_nccl(cluster: Cluster) -> None:
+    """Messages to several ranks at once, each rank with its own."""
+    cluster.run(4, check_windows_by_nccl)
+
+
+def seen_of_others(rank: int, size: int, window: int) -> dict[int, set[int]]:
+    """The positions of each other rank that this rank's queries see, one by one."""
+    holder = {place: chunk_owner(place // CHUNK, size)[0] for place in range(2 * size * CHUNK)}
+    seen: dict[int, set[int]] = {}
+    for query in (place for place in holder if holder[place] == rank):
+        for key in range(max(0, query - window + 1), query):
+            if holder[key] != rank:
+                seen.setdefault(holder[key], set()).add(key)
+    return seen
+
+
+@pytest.mark.parametrize(("size", "window"), [(2, 4), (4, 1), (4, 4), (4, CHUNK + 4), (4, 3 * CHUNK)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_what_windows_reach_is_sent(cluster: Cluster, size: int, window: int, dtype: torch.dtype) -> None:
+    """To the byte: keys with values once in each direction, and their gradients once, in at least fp32; nothing that no query sees."""
+    token = 2 * B * 2 * D
+    for rank, (forward, both) in enumerate(cluster.run(size, window_traffic, window, dtype)):
+        others = [seen_of_others(other, size, window).get(rank, set()) for other in range(size) if other != rank]
+        sent, messages = sum(map(len, others)), sum(map(bool, others))
+        own = seen_of_others(rank, size, window).values()
+        received, sources = sum(map(len, own)), len(own)
+        assert window_messages(rank, size, CHUNK, window) == (messages, sent)
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        expected_forward = {
+            ("cp", "send"): Traffic(messages, sent * token * dtype.itemsize),
+            ("cp", "receive"): Traffic(sources, received * token * dtype.itemsize),
+        }
+        assert forward == {key: one for key, one in expected_forward.items() if one.calls}
+        assert both == {
+            key: one
+            for key, one in {
+                ("cp", "send"): Traffic(2 * messages + sources, token * (2 * sent * dtype.itemsize + received * wide)),
+                ("cp", "receive"): Traffic(2 * sources + messages, token * (2 * received * dtype.itemsize + sent * wide)),
+            }.items()
+            if one.calls
+        }
+
+
+def test_chunks_beyond_the_window_are_not_computed(cluster: Cluster) -> None:
+    """A rank's chunks with themselves, and at most as much again as the window reaches."""
+    for found in cluster.run(4, window_scores, 3):
+        own = 2 * CHUNK * CHUNK
+        assert own <= found // (B * N) <= own + 2 * 2 * 2
+
+
+@COMMS
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_gradients_by_finite_differences(cluster: Cluster, comm: str, with_documents: bool) -> None:
+    cluster.run(2, check_gradients, comm, with_documents)
+
+
+@COMMS
+def test_gradient_of_a_sum(cluster: Cluster, comm: str) -> None:
+    cluster.run(2, check_strided_gradient, comm)
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_all_gather_sends_three_messages(cluster: Cluster, size: int, dtype: torch.dtype) -> None:
+    """Keys with values once in each direction; their gradients once, in at least fp32."""
+    elements = 2 * (2 * size * CHUNK) * B * 2 * D
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    for forward, both in cluster.run(size, traffic, "all_gather", dtype):
+        assert forward == {("cp", "all_gather"): Traffic(1, elements * dtype.itemsize)}
+        assert both == {
+            ("cp", "all_gather"): Traffic(2, 2 * elements * dtype.itemsize),
+            ("cp", "reduce_scatter"): Traffic(1, elements * wide),
+        }
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_ring_sends_a_message_per_other_rank(cluster: Cluster, size: int, dtype: torch.dtype) -> None:
+    """Forward: keys with values. Backward: those again, and as many with their gradients, in at least fp32."""
+    elements, steps = 2 * (2 * CHUNK) * B * 2 * D, size - 1
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    for forward, both in cluster.run(size, traffic, "ring", dtype):
+        for operation in ("send", "receive"):
+            assert forward.pop(("cp", operation)) == Traffic(steps, steps * elements * dtype.itemsize)
+            assert both.pop(("cp", operation)) == Traffic(3 * steps, steps * elements * (2 * dtype.itemsize + wide))
+        assert forward == both == {}
+
+
+@SIZES
+@COMMS
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_every_rank_computes_its_share_of_the_scores(cluster: Cluster, size: int, comm: str, with_documents: bool) -> None:
+    """No score more than causality leaves, and the same number on all ranks, up to nothing."""
+    length = 2 * size * CHUNK
+    total = B * N * length * (length + 1) // 2
+    assert total % size == 0
+    assert cluster.run(size, scores, comm, with_documents) == [(total // size, total // size)] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_exchange_turns_the_ring(cluster: Cluster, size: int) -> None:
+    cluster.run(size, check_exchange)
+
+
+def pairs(pieces: tuple[Piece, ...], own: tuple[int, int], keys: range | tuple[int, int]) -> list[tuple[int, int, bool]]:
+    """(query chunk, key chunk, causal) of all pieces."""
+    return [(q, k, piece.causal) for piece in pieces for q in own[slice(*piece.queries)] for k in keys[slice(*piece.keys)]]
+
+
+def gather_pairs(rank: int, size: int) -> list[tuple[int, int, bool]]:
+    own = zigzag_chunks(rank, size)
+    return pairs(own_pieces(), own, own) + pairs(gathered_pieces(rank, size), own, range(2 * size))
+
+
+def ring_pairs(rank: int, size: int) -> list[tuple[int, int, bool]]:
+    own = zigzag_chunks(rank, size)
+    return [pair for source in range(size) for pair in pairs(ring_pieces(rank, source), own, zigzag_chunks(source, size))]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("plan", [gather_pairs, ring_pairs])
+def test_plans_cover_every_causal_pair_of_chunks_once(plan: Callable[[int, int], list[tuple[int, int, bool]]], size: int) -> None:
+    found = [pair for rank in range(size) for pair in plan(rank, size)]
+    assert sorted(found) == [(q, k, q == k) for q in range(2 * size) for k in range(q + 1)]
+    assert {len(plan(rank, size)) for rank in range(size)} == {2 * size + 1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_chunks_and_positions(size: int) -> None:
+    length = 10 * size
+    positions = [[place for chunk in zigzag_chunks(rank, size) for place in range(5 * chunk, 5 * (chunk + 1))] for rank in range(size)]
+    assert sorted(place for one in positions for place in one) == list(range(length))
+    assert all(one == sorted(one) for one in positions)
+    for rank in range(size):
+        assert [chunk_owner(chunk, size) for chunk in zigzag_chunks(rank, size)] == [(rank, 0), (rank, 1)]
+        axis = Axis("cp", rank, tuple(range(size)), None, Recorder())
+        assert local_sequence(torch.arange(length), axis).tolist() == positions[rank]
+
+
+def test_unequal_chunks_are_refused() -> None:
+    axis = Axis("cp", 1, (0, 1), None, Recorder())
+    with pytest.raises(ConfigError, match="sequence length: got 10, expected a multiple of 4"):
+        local_sequence(torch.arange(10), axis)
+    with pytest.raises(ConfigError, match="got 6"):
+        context_attention(*(torch.zeros(3, 1, 2, 8) for _ in range(3)), cp=axis)
+
+
+def test_document_mask_is_causal_and_keeps_documents_apart() -> None:
+    mask = causal_document_mask(torch.tensor([[7, 1], [7, 2], [3, 2]]))
+    assert mask.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]], [[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]
+
+
+def test_single_process_mesh_needs_no_communication() -> None:
+    mesh = Mesh.single()
+    leaves = inputs(7, 2, torch.float64)  # an odd length: only several ranks need equal chunks
+    out = context_attention(*leaves[:3], cp=mesh.tp)
+    torch.testing.assert_close(out, expected(leaves, None)[0], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,383 @@
+"""Windows and capped scores against the textbook in fp64, what they cost, and the operators that an accelerator is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.model.nn import attention, products, sliding
+from megatron_llama.model.nn.attention import Documents, ScoreRule
+from megatron_llama.model.nn.host.attention import rotated_attention
+from megatron_llama.model.nn.ops import PLAIN
+from megatron_llama.model.nn.sliding import DocumentIds, sliding_attention
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+RULES = {
+    "plain": ScoreRule(),
+    "window": ScoreRule(window=5),
+    "window and scale": ScoreRule(scale=0.9, window=40),
+    "capped": ScoreRule(softcap=2.0),
+    "all three": ScoreRule(scale=0.7, window=17, softcap=1.5),
+    "one position": ScoreRule(window=1),
+}
+RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+B, N, KV, D = 2, 4, 2, 8
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values [s, b, n, d]."""
+    return [draw(length, B, heads, D, seed=seed).to(dtype).requires_grad_() for seed, heads in enumerate((N, KV, KV))]
+
+
+def packed_ids(length: int) -> Tensor:
+    """[s, b]: documents shorter and longer than windows; one over a whole sequence."""
+    places = torch.arange(length)
+    return torch.stack(((places > 6).int() + (places > length // 2).int(), torch.zeros_like(places).int()), 1)
+
+
+def textbook(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, ids: Tensor | None = None, offset: int = 0) -> Tensor:
+    """[s, b, n * d] in fp64, score by score, as transformers' eager attention of Gemma 2."""
+    q, k, v = (part.double().permute(1, 2, 0, 3) for part in (query, key, value))
+    k, v = (part.repeat_interleave(N // KV, 1) for part in (k, v))
+    scores = q @ k.mT * (D**-0.5 if rule.scale is None else rule.scale)
+    if rule.softcap:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    i, j = torch.arange(q.shape[2]).unsqueeze(-1) + offset, torch.arange(k.shape[2])
+    seen = (j <= i) & (j > i - rule.window) if rule.window else j <= i
+    if ids is not None:
+        seen = seen & (ids.t()[:, None, :, None] == ids.t()[:, None, None, :])
+    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+
+
+def check(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is dtype and one.shape == other.shape
+        assert (one.double() - other).abs().max() < TOLERANCE[dtype] * max(1.0, other.abs().max().item())
+
+
+@DTYPES
+@RULE
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("block", [256, 16])
+def test_attention_by_rule(block: int, with_documents: bool, rule: ScoreRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients, in one block and in several."""
+    monkeypatch.setattr(sliding, "BLOCK", block)
+    monkeypatch.setattr(products, "SCORES", 1000)
+    leaves, ids = inputs(75, dtype), packed_ids(75) if with_documents else None
+    upstream = draw(75, B, N * D, seed=7).to(dtype)
+    out = sliding_attention(*leaves, rule=rule, document_ids=ids)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = textbook(*wide, rule, ids)
+    check((out, *torch.autograd.grad(out, leaves, upstream)), (exact, *torch.autograd.grad(exact, wide, upstream.double())), dtype)
+
+
+@pytest.mark.parametrize(("queries", "keys", "offset", "window"), [(20, 9, 9, 22), (7, 30, 30, 36), (12, 12, 20, 21), (5, 3, 40, 45)])
+def test_keys_of_earlier_chunks(queries: int, keys: int, offset: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them before the first query; every query sees some, as the caller has seen to."""
+    monkeypatch.setattr(sliding, "BLOCK", 4)
+    rule = ScoreRule(window=window)
+    q, k, v = (draw(length, B, n, D, seed=n).requires_grad_() for length, n in ((queries, N), (keys, KV), (keys, KV)))
+    upstream = draw(queries, B, N * D, seed=7)
+    last_seen = offset + queries - window
+    assert last_seen < keys, "the case is no case"
+    exact = textbook(q, k, v, rule, offset=offset)
+    heads = [part.detach().permute(1, 2, 0, 3) for part in (q, k, v)]
+    out, lse = sliding.attend(*heads, rule=rule, offset=offset)
+    grad = upstream.unflatten(-1, (N, D)).permute(1, 2, 0, 3)
+    grads = sliding.attend_backward(grad, *heads, out, lse, rule=rule, offset=offset)
+    check(
+        (out.permute(2, 0, 1, 3).flatten(2), *(part.permute(2, 0, 1, 3) for part in grads)),
+        (exact, *torch.autograd.grad(exact, (q, k, v), upstream)),
+        torch.float64,
+    )
+
+
+@pytest.mark.parametrize("rule", [RULES["window"], ScoreRule(window=100), RULES["all three"], ScoreRule(scale=0.5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_rotated_attention_of_hosts(rule: ScoreRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 by products, in pieces of 64 queries; with nothing to rotate, so that the textbook serves."""
+    monkeypatch.setattr("megatron_llama.model.nn.host.attention.QUERIES", 64)
+    monkeypatch.setattr("megatron_llama.model.nn.host.attention.SCORES", 2**14)
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
+    length = 150
+    leaves = inputs(length, dtype)
+    qkv = torch.cat([leaf.detach() for leaf in leaves], 2).flatten(2).requires_grad_()
+    cos, sin = torch.ones(length, 1, 1, D // 2), torch.zeros(length, 1, 1, D // 2)
+    upstream = draw(length, B, N * D, seed=7).to(dtype)
+    out = rotated_attention(qkv.clone(), cos, sin, query=N, key=KV, ops=PLAIN, rule=rule)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = textbook(*wide, rule)
+    [grad] = torch.autograd.grad(out, qkv, upstream)
+    grads = torch.autograd.grad(exact, wide, upstream.double())
+    check((out, grad), (exact, torch.cat(grads, 2).flatten(2)), dtype)
+
+
+class Scores(TorchDispatchMode):
+    """Attention scores that torch's kernel for hosts computes, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward, self.backward = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name == "_scaled_dot_product_flash_attention_for_cpu":
+            self.forward += args[0].shape[:3].numel() * args[1].shape[2]
+        if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+            self.backward += args[1].shape[:3].numel() * args[2].shape[2]
+        return function(*args, **(kwargs or {}))
+
+
+def computed(length: int, window: int) -> int:
+    """Scores of a head."""
+    leaves = [draw(length, 1, heads, 16, seed=heads).float().requires_grad_() for heads in (2, 1, 1)]
+    with Scores() as scores:
+        sliding_attention(*leaves, rule=ScoreRule(window=window)).sum().backward()
+    assert scores.forward == scores.backward > 0
+    return scores.forward // 2
+
+
+class LargestMask(TorchDispatchMode):
+    """The most elements of a tensor of truth values."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype is torch.bool:
+            self.elements = max(self.elements, result.untyped_storage().nbytes())
+        return result
+
+
+def test_the_cost_follows_the_window() -> None:
+    """A query computes its window and at most a block more, in a sequence of any length; a mask has the size of a block."""
+    for length in (4096, 8192):
+        assert length * 512 < computed(length, 512) < length * (512 + 256)
+    assert computed(4096, 4096) > 2 * computed(4096, 512)
+    leaves = [draw(8192, 1, heads, 8, seed=heads).float().requires_grad_() for heads in (2, 1, 1)]
+    with LargestMask() as largest:
+        sliding_attention(*leaves, rule=ScoreRule(window=512), document_ids=torch.zeros(8192, 1, dtype=torch.int32)).sum().backward()
+    assert 0 < largest.elements <= 256 * (512 + 256)
+
+
+def test_products_of_hosts_follow_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16: two products forward and five backward of the two that forward has, each of a block's queries and what they see."""
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
+    length, window = 2048, 256
+    qkv = draw(length, 1, 4 * 16, seed=1).bfloat16().requires_grad_()
+    cos, sin = torch.ones(length, 1, 1, 8), torch.zeros(length, 1, 1, 8)
+    counted = []
+    for rule in (ScoreRule(window=window), ScoreRule()):
+        with FlopCounterMode(display=False) as counter:
+            rotated_attention(qkv.clone(), cos, sin, query=2, key=1, ops=PLAIN, rule=rule).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] <= 7 * 2 * 16 * 2 * length * (window + 255) < 0.6 * counted[1]
+
+
+class Flash(TorchDispatchMode):
+    """torch's flash attention of accelerators, computed in fp64 by its published contract: the last query has the position of the last key,
+    and a limit that is absent or negative is none; but beside another limit it is the number of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if function is aten._flash_attention_forward.default:
+            self.calls.append("forward")
+            return self._forward(*args, **(kwargs or {}))
+        if function is aten._flash_attention_backward.default:
+            self.calls.append("backward")
+            return self._backward(*args, **(kwargs or {}))
+        assert "attention" not in str(function), function
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _seen(queries: int, keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+        places, others = torch.arange(queries).unsqueeze(-1) + keys - queries, torch.arange(keys)
+        seen = torch.ones(queries, keys, dtype=torch.bool)
+        right = 0 if causal else right
+        if left is not None and left >= 0 and (right is None or right < 0):
+            right = keys
+        if left is not None and left >= 0:
+            seen &= others >= places - left
+        if right is not None and right >= 0:
+            seen &= others <= places + right
+        return seen
+
+    def _forward(
+        self, *args: Any, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None
+    ) -> Any:
+        query, key, value, starts, _, queries, keys, dropout, causal, debug = args
+        assert starts is None and dropout == 0.0 and not debug and (queries, keys) == (query.shape[1], key.shape[1])
+        assert query.dtype is torch.bfloat16 and query.stride(-1) == 1
+        q, k, v = (part.double().transpose(1, 2) for part in (query, key, value))
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        seen = self._seen(queries, keys, causal, window_size_left, window_size_right)
+        assert seen.any(-1).all(), "a query that sees nothing has an infinite log-sum-exp there"
+        scores = (q @ k.mT * (query.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~seen, float("-inf"))
+        empty = torch.empty(0)
+        return (scores.softmax(-1) @ v).transpose(1, 2).to(query.dtype), scores.logsumexp(-1).float(), empty, empty, empty
+
+    def _backward(
+        self, *args: Any, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None
+    ) -> Any:
+        grad, query, key, value, out, lse, starts, _, queries, keys, dropout, causal, _, _ = args
+        assert starts is None and dropout == 0.0 and lse.is_contiguous() and (queries, keys) == (query.shape[1], key.shape[1])
+        groups = query.shape[2] // key.shape[2]
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        g, q, k, v, o = (part.double().transpose(1, 2) for part in (grad, query, key, value, out))
+        k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+        seen = self._seen(queries, keys, causal, window_size_left, window_size_right)
+        probabilities = (q @ k.mT * factor - lse.unsqueeze(-1)).exp().masked_fill(~seen, 0.0)
+        score_grad = probabilities * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * factor
+        per_head = (score_grad.mT @ q, probabilities.mT @ g)
+        dk, dv = (part.unflatten(1, (-1, groups)).sum(2) for part in per_head)
+        return tuple(part.transpose(1, 2).to(query.dtype) for part in (score_grad @ k, dk, dv))
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is taken for a GPU."""
+    for module in (attention, sliding):
+        monkeypatch.setattr(module, "is_host", lambda device: False)
+
+
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(60, 60, 0), (10, 9, 9), (12, 12, 20), (5, 30, 30), (7, 40, 33)])
+@pytest.mark.parametrize("window", [18, 25, 31, 36, 200])
+def test_flash_attention_is_told_the_window(queries: int, keys: int, offset: int, window: int, accelerator: None) -> None:
+    """Pieces whose last query stands behind the last key by more or less than the window, forward and backward."""
+    if offset + queries - window >= keys:
+        queries = keys - offset + window - 1
+    rule = ScoreRule(scale=0.4, window=window)
+    q, k, v = (draw(length, B, n, D, seed=n).bfloat16() for length, n in ((queries, N), (keys, KV), (keys, KV)))
+    wide = [part.double().requires_grad_() for part in (q, k, v)]
+    exact, upstream = textbook(*wide, rule, offset=offset), draw(queries, B, N * D, seed=7).bfloat16()
+    heads = [part.permute(1, 2, 0, 3) for part in (q, k, v)]
+    with Flash() as flash:
+        out, lse = sliding.attend(*heads, rule=rule, offset=offset)
+        grads = sliding.attend_backward(upstream.unflatten(-1, (N, D)).permute(1, 2, 0, 3), *heads, out, lse, rule=rule, offset=offset)
+    assert flash.calls == ["forward", "backward"]
+    check(
+        (out.permute(2, 0, 1, 3).flatten(2), *(part.permute(2, 0, 1, 3) for part in grads)),
+        (exact, *torch.autograd.grad(exact, wide, upstream.double())),
+        torch.bfloat16,
+    )
+
+
+def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
+    """Also packed documents, as they lie; what it cannot take goes block by block."""
+    leaves = [part.detach() for part in inputs(40, torch.bfloat16)]
+    with Flash() as flash:
+        out = sliding_attention(*leaves, rule=ScoreRule(window=9))
+    assert flash.calls == ["forward"]
+    check((out,), (textbook(*leaves, ScoreRule(window=9)),), torch.bfloat16)
+    meta = [leaf.to("meta") for leaf in leaves]
+    seen = list[Any]()
+
+    class Packed(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "attention" in str(function):
+                seen.append((function, kwargs))
+            return function(*args, **(kwargs or {}))
+
+    starts = torch.tensor([0, 12, 80], dtype=torch.int32, device="meta")
+    with Packed():
+        assert sliding_attention(*meta, rule=ScoreRule(0.5, 9), documents=Documents(starts, 68)).shape == (40, B, N * D)
+    [(function, keywords)] = seen
+    assert function is torch.ops.aten._flash_attention_forward.default
+    assert keywords == {"scale": 0.5, "window_size_left": 8, "window_size_right": 0}
+
+
+@pytest.mark.parametrize("case", ["fp32", "documents", "fp64", "capped", "more queries than keys"])
+def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, accelerator: None) -> None:
+    """To the memory-efficient kernel with a mask of a block, or to products."""
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(case, torch.bfloat16)
+    rule = ScoreRule(window=300, softcap=3.0 if case == "capped" else 0.0)
+    meta = [torch.empty(1000, B, n, D, dtype=dtype, device="meta").permute(1, 2, 0, 3) for n in (N, KV, KV)]
+    ids = torch.zeros(1000, B, dtype=torch.int32, device="meta")
+    calls = list[tuple[str, tuple[int, ...]]]()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "attention" in str(function):
+                shape = tuple(args[3].shape) if len(args) > 3 and isinstance(args[3], Tensor) else ()
+                calls.append((function.overloadpacket.__name__, shape))
+            return function(*args, **(kwargs or {}))
+
+    if case == "more queries than keys":
+        meta[1:] = (part[:, :, :900] for part in meta[1:])
+    offset = 900 if case == "more queries than keys" else 0
+    rule = ScoreRule(window=1200, softcap=rule.softcap) if offset else rule
+    with Operators():
+        out, lse = sliding.attend(*meta, rule=rule, offset=offset, ids=DocumentIds(ids, ids) if case == "documents" else None)
+        sliding.attend_backward(out, *meta, out, lse, rule=rule, offset=offset)
+    assert out.shape == meta[0].shape and lse.shape == (B, N, 1000)
+    forward = [shape for name, shape in calls if name == "_scaled_dot_product_efficient_attention"]
+    # The block whose windows hide nothing needs no mask, and goes to flash attention without one.
+    blocks = {"fp64": 0, "capped": 0, "more queries than keys": 3}
+    assert len(forward) == blocks.get(case, 4)
+    assert offset or all(shape[-2] * shape[-1] <= 256 * 576 for shape in forward)
+
+
+def test_a_slow_path_has_a_name() -> None:
+    cuda, windows, capped = torch.device("cuda"), [ScoreRule(window=8), ScoreRule()], [ScoreRule(softcap=3.0)]
+    assert sliding.sliding_warnings(torch.device("cpu"), torch.float32, 64, [*windows, *capped]) == []
+    assert sliding.sliding_warnings(cuda, torch.bfloat16, 128, windows) == []
+    assert sliding.sliding_warnings(cuda, torch.float32, 128, [ScoreRule()]) == []
+    [line] = sliding.sliding_warnings(cuda, torch.bfloat16, 128, capped)
+    assert line.startswith("attention with --attn-logit-softcapping has no kernel")
+    for dtype, head_dim in ((torch.float32, 128), (torch.bfloat16, 12), (torch.bfloat16, 264)):
+        [line] = sliding.sliding_warnings(cuda, dtype, head_dim, windows)
+        assert line.startswith(f"flash attention takes no window with {dtype} and --head-dim {head_dim}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("rule", [RULES["window and scale"], RULES["all three"]], ids=["window", "capped"])
+def test_attention_by_rule_on_a_device(rule: ScoreRule, with_documents: bool, dtype: torch.dtype) -> None:
+    """Output and gradients, against the textbook."""
+    length, ids = 300, packed_ids(300) if with_documents else None
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in inputs(length, dtype)]
+    upstream = draw(length, B, N * D, seed=7).to(dtype)
+    documents = None
+    if ids is not None:
+        packed = Documents.of(ids)
+        documents = Documents(packed.starts.cuda(), packed.longest)
+    there = None if ids is None else ids.cuda()
+    out = sliding_attention(*leaves, rule=rule, documents=documents, document_ids=there)
+    grads = torch.autograd.grad(out, leaves, upstream.cuda())
+    wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    exact = textbook(*wide, rule, ids)
+    check(tuple(part.cpu() for part in (out, *grads)), (exact, *torch.autograd.grad(exact, wide, upstream.double())), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("queries", "keys", "offset", "window"), [(60, 60, 0, 25), (20, 9, 9, 22), (12, 12, 20, 21), (5, 30, 30, 200)])
+def test_pieces_with_windows_on_a_device(queries: int, keys: int, offset: int, window: int, dtype: torch.dtype) -> None:
+    rule = ScoreRule(window=window)
+    q, k, v = (draw(length, B, n, D, seed=n).to(dtype) for length, n in ((queries, N), (keys, KV), (keys, KV)))
+    wide = [part.double().requires_grad_() for part in (q, k, v)]
+    exact, upstream = textbook(*wide, rule, offset=offset), draw(queries, B, N * D, seed=7).to(dtype)
+    heads = [part.cuda().permute(1, 2, 0, 3) for part in (q, k, v)]
+    out, lse = sliding.attend(*heads, rule=rule, offset=offset)
+    grad = upstream.cuda().unflatten(-1, (N, D)).permute(1, 2, 0, 3)
+    grads = sliding.attend_backward(grad, *heads, out, lse, rule=rule, offset=offset)
+    check(
+        (out.cpu().permute(2, 0, 1, 3).flatten(2), *(part.cpu().permute(2, 0, 1, 3) for part in grads)),
+        (exact, *torch.autograd.grad(exact, wide, upstream.double())),
+        dtype,
+    )

@@ -1,0 +1,315 @@
+"""The formula against the storages that autograd holds in real runs, to the byte; and the peak of a schedule against a real peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from megatron_llama.config.schema import Config
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.model.llama import Stage, build_stages
+from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.plan.activation_memory import Activations
+from megatron_llama.model.plan.chunks import GRANULARITIES, Granularity
+from megatron_llama.model.positions import Positions
+from megatron_llama.model.presets import PRESETS
+from megatron_llama.pipeline.build import compute_dtype
+from megatron_llama.train.setup.memory import MemoryPlan, peak_of
+from tools.overlap.loss import token_losses
+from torch import Tensor, nn
+
+from tests.harness import Cluster
+from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, batch, initial_weights, trainer
+
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class Run(Layout):
+    """A layout of which some blocks recompute, in samples of SEQ_LENGTH tokens."""
+
+    recompute_layers: str = "all"
+    windows: bool = False
+    """Half of each head rotates, and two of four layers have a window and a rotary table of their own."""
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Of a model that is no LLaMA."""
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        parallel = replace(config.parallel, recompute_num_layers=self.recompute_layers)
+        sizes = {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH, "global_batch_size": BATCH * self.dp * self.microbatches}
+        model = replace(config.model, **dict(self.fields))
+        if self.windows:
+            types = ("full_attention", "sliding_attention") * 2
+            model = replace(model, sliding_window=7, layer_types=types, partial_rotary_factor=0.5, rope_local_base_freq=100.0)
+        return replace(config, model=model, parallel=parallel, training=replace(config.training, **sizes))
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def kept(function: Callable[[], Any], uncounted: set[int]) -> int:
+    """Bytes of the storages that autograd keeps for a function's backward pass, whole even where only a part is saved."""
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[storage(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = function()
+    del alive
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in found.items() if key not in uncounted)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The numbers of Activations, found or predicted."""
+
+    embedding: int
+    block: int
+    head: int
+    rotary: int
+    stage: int
+
+
+def build(place: Place, config: Config) -> tuple[Mesh, Stage]:
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    stages = build_stages(config, mesh)
+    load_stages(stages.values(), rank_specs(config, mesh), initial_weights(), dtype=compute_dtype(config), device=mesh.device)
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(not config.lora.lora_rank or ".adapters." in name)
+    return mesh, stages[0]
+
+
+def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
+    config = layout.config()
+    mesh, stage = build(place, config)
+    data, model = batch(range(BATCH)), config.model
+    ids = torch.arange(SEQ_LENGTH).unsqueeze(-1).repeat(1, BATCH) if per_sample else None
+    positions = stage.positions(SEQ_LENGTH, mesh.device, ids)
+    tokens, labels = (local_sequence(whole, mesh.cp) for whole in (data.tokens, data.labels))
+    weights = {storage(parameter) for parameter in stage.parameters()}
+    tables = [part for part in (positions.cos, positions.sin, positions.sliding_cos, positions.sliding_sin) if part is not None]
+    table = set(map(storage, tables))
+
+    def loss() -> Tensor:
+        if model.num_labels:
+            scores: Tensor = stage(tokens, positions)
+            return scores.square().sum()  # keeps the scores, as their objective does
+        return token_losses(stage(tokens, positions), labels, mesh.tp, model.vocab_size)
+
+    blocks: nn.Module = stage.model.layers
+    x = stage.model.embed_tokens(tokens).detach().requires_grad_()
+    length = SEQ_LENGTH // layout.cp // (layout.tp if layout.sp else 1)
+    assert x.shape == (length, BATCH, model.hidden_size)
+    rotary = sum(tensor.untyped_storage().nbytes() for tensor in tables)
+    headless = kept(lambda: several(blocks, model.num_hidden_layers, stage.model.embed_tokens(tokens), positions), weights | table)
+    return Parts(
+        embedding=kept(lambda: stage.model.embed_tokens(tokens), weights),
+        block=kept(lambda: several(blocks, 1, x, positions), weights | table),
+        head=kept(loss, weights | table) - headless,
+        rotary=rotary,
+        stage=kept(loss, weights | table) + rotary,
+    )
+
+
+def several(blocks: Any, count: int, x: Tensor, positions: Positions) -> Tensor:
+    for block in list(blocks.values())[:count]:
+        x = block(x, positions)
+    return x
+
+
+def predicted(layout: Run, per_sample: bool) -> Parts:
+    config = layout.config()
+    config = replace(config, data=replace(config.data, reset_position_ids=per_sample))
+    shape, layers = Activations.from_config(config), config.model.num_hidden_layers
+    recomputing = layers if layout.recompute_layers == "all" else int(layout.recompute_layers)
+    stage = shape.stage(layers, layout.recompute, recomputing, first=True, last=True)
+    return Parts(shape.embedding, shape.block(layout.recompute), shape.head(in_chunks=False), shape.rotary, stage)
+
+
+SPREAD = [
+    Run(),
+    Run(tp=2),
+    Run(tp=2, sp=True),
+    Run(tp=2, kv_heads=1),
+    Run(tp=2, kv_heads=1, sp=True),
+    Run(cp=2),
+    Run(cp=2, tp=2, sp=True, cp_comm="ring"),
+    Run(windows=True),
+    Run(cp=2, windows=True),
+    Run(recompute_layers="1"),
+    Run(tp=2, recompute_layers="3"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize(
+    "layout",
+    [Run(lora=4), Run(tp=2, lora=4), Run(tp=2, sp=True, lora=4), Run(tp=2, kv_heads=1, sp=True, lora=4)],
+    ids=lambda layout: layout.name,
+)
+def test_low_rank_additions_keep_their_inner_activations(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
+    layout = replace(layout, recompute=recompute)
+    plain = replace(layout, lora=0)
+    for found in cluster.run(layout.world_size, measured, layout, False):
+        assert found.block == predicted(layout, False).block
+    assert (found.block > predicted(plain, False).block) is (recompute != "full")
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: f"{layout.name} {layout.recompute_layers}{' windows' * layout.windows}")
+def test_formula_is_what_autograd_keeps(
+    cluster: Cluster, layout: Run, recompute: Granularity, precision: Literal["fp32", "bf16", "fp64"], kv_heads: int
+) -> None:
+    if layout.kv_heads != MODEL.num_key_value_heads:
+        kv_heads = layout.kv_heads
+    run = replace(layout, recompute=recompute, bf16=precision == "bf16", fp64=precision == "fp64", kv_heads=kv_heads)
+    assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "norms of heads": {"qk_norm": "head", "apply_layernorm_1p": True, "add_qkv_bias": True},
+    "norms of projections": {"qk_norm": "projection"},
+    "norms behind": {"norm_position": "after", "hidden_act": "gelu_pytorch_tanh"},
+    "norms before and behind": {"norm_position": "both", "embedding_multiplier": 8.0},
+    "capped logits": {"final_logit_softcapping": 30.0},
+}
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS.keys())
+@pytest.mark.parametrize("layout", [Run(), Run(tp=2, sp=True), Run(tp=2, kv_heads=1), Run(cp=2)], ids=lambda layout: layout.name)
+def test_parts_of_other_families_keep_what_the_formula_says(
+    cluster: Cluster, layout: Run, fields: dict[str, Any], precision: Literal["fp32", "bf16"], recompute: Granularity
+) -> None:
+    run = replace(layout, recompute=recompute, bf16=precision == "bf16", fields=tuple(fields.items()))
+    assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [Run(), Run(tp=2, sp=True), Run(cp=2)], ids=lambda layout: layout.name)
+def test_a_reward_model_keeps_no_logits(cluster: Cluster, layout: Run, precision: Literal["fp32", "bf16"]) -> None:
+    run = replace(layout, bf16=precision == "bf16", fields=(("num_labels", 1),))
+    assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
+    assert predicted(run, False).head < predicted(replace(run, fields=()), False).head / 2
+
+
+def test_positions_of_each_sample(cluster: Cluster) -> None:
+    run = Run(cp=2)
+    assert cluster.run(2, measured, run, True) == [predicted(run, True)] * 2
+    assert predicted(run, True).rotary == BATCH * predicted(run, False).rotary
+
+
+def test_seven_billion_parameters_by_hand() -> None:
+    """Against multiples of s b h written out: without sequence parallelism 2 x 2 norms, qkv and output, 3 f of the MLP."""
+    model, tokens = replace(PRESETS["llama2-7b"], num_key_value_heads=32, head_dim=128), 4096
+    shape = Activations(model, 1, 4096, 2)
+    unit, small = tokens * 4096 * 2, tokens * 4 * (2 + 32)
+    inner = tokens * 11008 * 2
+    assert shape.block("none") == 4 * unit + 4 * unit + 3 * inner + small
+    assert shape.block("selective") == 2 * unit + 4 * unit + 2 * inner + small
+    assert shape.block("full") == unit
+    divided = replace(shape, tp=8, sequence_parallel=True)
+    assert divided.block("none") * 8 == shape.block("none")
+    assert divided.block("full") * 8 == shape.block("full") == replace(shape, tp=8).block("full") * 8
+
+
+class Live:
+    """Bytes that autograd holds now, and the most it has held: every saved tensor is kept by a wrapper of its own."""
+
+    def __init__(self, uncounted: set[int]) -> None:
+        self.uncounted, self.users, self.now, self.peak = uncounted, Counter[int](), 0, 0
+
+    def pack(self, tensor: Tensor) -> Saved:
+        key, size = storage(tensor), tensor.untyped_storage().nbytes()
+        saved = Saved(tensor)
+        if key not in self.uncounted and size > 8:  # the counts and scales of the whole step are numbers
+            self.now += size * (self.users[key] == 0)
+            self.users[key] += 1
+            weakref.finalize(saved, self.release, key, size)
+        self.peak = max(self.peak, self.now)
+        return saved
+
+    def release(self, key: int, size: int) -> None:
+        self.users[key] -= 1
+        self.now -= size * (self.users[key] == 0)
+
+
+class Saved:
+    """One saved tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def ids_at_backward(place: Place, layout: Run) -> list[bool]:
+    """Whether somebody holds the token ids that the first stage was given, when the backward pass of a unit begins."""
+    run = trainer(place, layout)
+    [stage] = run.stages.values()
+    given, held = list[weakref.ref[Tensor]](), list[bool]()
+    announce = stage.on_weight_access
+
+    def on_weight_access(unit: int, backward: bool) -> None:
+        if backward:
+            held.append(given[-1]() is not None)
+        announce(unit, backward)
+
+    stage.on_weight_access = on_weight_access
+    stage.register_forward_pre_hook(lambda module, args: given.append(weakref.ref(args[0])))
+    run.step(0)
+    return held
+
+
+def test_no_token_ids_are_kept_beside_those_that_autograd_keeps(cluster: Cluster) -> None:
+    """With cp they are a copy of this rank's part, and with tp autograd keeps rows instead."""
+    run = Run(cp=2, tp=2)
+    assert cluster.run(4, ids_at_backward, run) == [[False] * (run.layers + 1)] * 4
+
+
+def peak_of_a_step(place: Place, layout: Run) -> tuple[int, int]:
+    run = trainer(place, layout)
+    run.step(0)
+    live = Live({storage(parameter) for stage in run.stages.values() for parameter in stage.parameters()})
+    with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda saved: saved.tensor):
+        run.step(1)
+    return live.peak, live.now
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Run(microbatches=4),
+        Run(pp=2, microbatches=4),
+        Run(pp=2, microbatches=4, schedule="gpipe", split=(3, 1)),
+        Run(pp=2, microbatches=4, virtual=2, schedule="interleaved"),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_peak_of_a_schedule(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
+    run = replace(layout, recompute=recompute)
+    plan = MemoryPlan(run.config(), run.world_size)
+    found = cluster.run(run.world_size, peak_of_a_step, run)
+    last = plan.partition.stages - 1
+    # The runtime, not autograd, holds the gradient of the logits.
+    each = [plan.kept(stage, recompute, plan.recompute_layers()) - plan.shape.logits * (stage == last) for stage in range(last + 1)]
+    expected = [peak_of(actions, each, each) for actions in plan.schedule.ranks]
+    assert found == [(peak, 0) for peak in expected]

@@ -1,0 +1,420 @@
+"""Families: their presets, their config.json in both directions, and what they refuse."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_llama.checkpoint.model_folders.model_fields import LLAMA_KIND
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.errors import CheckpointError
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.families.family import Family
+from megatron_llama.model.hf import hf_config_from_model, model_config_from_hf, unheld_fields
+from megatron_llama.model.plan.params import hf_shapes, parameter_count
+from megatron_llama.model.presets import PRESETS
+from megatron_llama.model.windows import FULL, SLIDING, layer_windows
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+# Parameters of the published weights (tied heads counted once; of models that see pictures the text model).
+TOTALS = {
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b-text": 3_880_263_168,
+    "gemma3-12b-text": 11_766_034_176,
+    "gemma3-27b-text": 27_009_346_304,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+}
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+OTHERS = [name for name in FAMILIES if name != "llama"]
+
+
+def file_of(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"architectures": [FAMILIES[kind].architecture], "model_type": kind, **SIZES, **changes}
+
+
+def read(kind: str, **changes: Any) -> ModelConfig:
+    return model_config_from_hf(file_of(kind, **changes), where="m/config.json")
+
+
+def refusal(kind: str, **changes: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read(kind, **changes)
+    [_, problem] = str(error.value).splitlines()
+    return problem
+
+
+def transformers_config(fields: dict[str, Any]) -> PreTrainedConfig:
+    copied = json.loads(json.dumps(fields))
+    return AutoConfig.for_model(copied.pop("model_type"), **copied)
+
+
+def tensors_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def test_every_preset_has_the_published_number_of_parameters() -> None:
+    assert {name: parameter_count(model) for name, model in PRESETS.items() if model.model_type != "llama"} == TOTALS
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_transformers_makes_the_model_of_what_we_write(name: str) -> None:
+    """One of its layers stands for all: the others differ in nothing that has a shape."""
+    model = PRESETS[name]
+    written = hf_config_from_model(model, dtype="bfloat16")
+    config = transformers_config(written)
+    assert model_config_from_hf(written, where="ours") == model
+    assert model_config_from_hf(config.to_dict(), where="theirs") == model
+    assert config.architectures == [FAMILIES[model.model_type].architecture]
+    assert config.num_hidden_layers == model.num_hidden_layers and config.head_dim == model.head_dim
+    assert unheld_fields(model) == {}
+    few = replace(model, num_hidden_layers=2, layer_types=model.layer_types[4:6])
+    found = tensors_of(transformers_config(hf_config_from_model(few, dtype="bfloat16")))
+    if model.tie_word_embeddings:
+        assert found.pop("lm_head.weight") == found["model.embed_tokens.weight"]
+    assert found == hf_shapes(few)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_transformers_makes_a_model_with_a_small_vocabulary_of_what_we_write(kind: str) -> None:
+    """Its class has a pad_token_id for a file without one, and refuses one that the embedding does not have."""
+    model = read(kind)
+    written = hf_config_from_model(model, dtype="float32")
+    assert tensors_of(transformers_config(written))["model.embed_tokens.weight"] == (100, 32)
+    assert model_config_from_hf(written, where="ours") == model
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_transformers_computes_the_rotary_embedding_and_the_windows_of_the_preset(name: str) -> None:
+    model = PRESETS[name]
+    config = transformers_config(hf_config_from_model(model, dtype="float32"))
+    both = config.rope_parameters
+    whole = both.get(FULL, both)
+    assert whole["rope_theta"] == model.rope_theta
+    assert whole["rope_type"] == (model.rope_scaling or {"rope_type": "default"})["rope_type"]
+    assert whole.get("partial_rotary_factor", 1.0) == model.partial_rotary_factor
+    assert {field: whole[field] for field in model.rope_scaling or {}} == (model.rope_scaling or {})
+    if model.rope_local_base_freq:
+        assert both[SLIDING] == {"rope_type": "default", "rope_theta": model.rope_local_base_freq}
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * model.num_hidden_layers
+    assert tuple(window if kind == SLIDING else 0 for kind in types) == layer_windows(model)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_absent_fields_are_those_of_transformers(kind: str) -> None:
+    theirs = transformers_config({"model_type": kind, "architectures": [FAMILIES[kind].architecture], **SIZES}).to_dict()
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    # A padding token that the small vocabulary does not have is none.
+    tokens |= {"pad_token_id": None} if (theirs["pad_token_id"] or 0) >= SIZES["vocab_size"] else {}
+    assert model_config_from_hf({**theirs, **tokens}, where="theirs") == read(kind)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mistral-7b-v0.1": {"sliding_window": 4096, "rope_theta": 10000.0, "transformers_version": "4.34.0.dev0", "attention_dropout": 0.0},
+    "mistral-7b-v0.3": {"sliding_window": None, "rope_theta": 1000000.0},
+    "mistral-nemo-12b": {"sliding_window": None, "rope_theta": 1000000.0, "head_dim": 128},
+    "qwen2.5-0.5b": {"rope_theta": 1e6, "sliding_window": 32768, "max_window_layers": 24, "use_mrope": False, "use_sliding_window": False},
+    "qwen2.5-14b": {"rope_theta": 1e6, "sliding_window": 131072, "max_window_layers": 48, "use_sliding_window": False},
+    "qwen3-8b": {
+        "attention_bias": False,
+        "head_dim": 128,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "max_window_layers": 36,
+        "use_sliding_window": False,
+    },
+    "phi-4": {
+        "attention_bias": False,
+        "auto_map": {},
+        "embd_pdrop": 0.0,
+        "original_max_position_embeddings": 16384,
+        "pad_token_id": 100257,
+        "resid_pdrop": 0.0,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+    },
+    "phi-4-mini": {
+        "attention_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+    },
+    "gemma2-9b": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "pad_token_id": 0,
+    },
+    "gemma3-1b": {
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "pad_token_id": 0,
+    },
+    "olmo2-7b": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "pad_token_id": 100277,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "transformers_version": "4.47.0.dev0",
+        "use_cache": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_the_presets(name: str) -> None:
+    """In the spelling of transformers 4, with the fields that those files have beside the sizes."""
+    model = PRESETS[name]
+    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    common = "max_position_embeddings rms_norm_eps tie_word_embeddings initializer_range bos_token_id eos_token_id"
+    fields = {field: getattr(model, field) for field in f"{sizes} {common}".split()} | PUBLISHED[name]
+    if not model.model_type.startswith("gemma"):
+        fields["hidden_act"] = "silu"
+    if name == "phi-4-mini":
+        assert model.rope_scaling is not None
+        fields["rope_scaling"] = {"type": "longrope", **{key: model.rope_scaling[key] for key in ("short_factor", "long_factor")}}
+    # Presets have no padding token: all rows of an embedding that begins at random are trained.
+    padding = fields.pop("pad_token_id", None)
+    assert model_config_from_hf(file_of(model.model_type, **fields, pad_token_id=padding), where="published").pad_token_id == padding
+    fields["pad_token_id"] = None
+    assert model_config_from_hf(file_of(model.model_type, **fields), where="published") == model
+    if name == "phi-4-mini":  # as Phi-3 called it
+        fields["rope_scaling"]["type"] = "su"
+        assert model_config_from_hf(file_of("phi3", **fields), where="published") == model
+
+
+def test_both_spellings_are_written() -> None:
+    """transformers 4 has everything at the top, and Phi-3 wants three fields in rope_scaling; transformers 5 has one mapping."""
+    mini = hf_config_from_model(PRESETS["phi-4-mini"], dtype="float32")
+    assert mini["partial_rotary_factor"] == mini["rope_parameters"]["partial_rotary_factor"] == 0.75
+    assert mini["original_max_position_embeddings"] == mini["rope_parameters"]["original_max_position_embeddings"] == 4096
+    assert mini["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+    gemma = hf_config_from_model(PRESETS["gemma3-4b-text"], dtype="float32")
+    linear = {"rope_type": "linear", "factor": 8.0}
+    assert (gemma["rope_theta"], gemma["rope_local_base_freq"], gemma["rope_scaling"]) == (1e6, 1e4, linear)
+    assert gemma["rope_parameters"] == {FULL: {**linear, "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
+
+
+MIXED = [FULL, SLIDING, SLIDING]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "windows"),
+    [
+        ("mistral", {}, (4096,) * 3),
+        ("mistral", {"sliding_window": None}, (0,) * 3),
+        ("mistral", {"sliding_window": 7, "layer_types": [SLIDING] * 3}, (7,) * 3),
+        ("phi3", {}, (0,) * 3),
+        ("phi3", {"sliding_window": 5}, (5,) * 3),
+        ("qwen2", {"sliding_window": 5}, (0,) * 3),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5}, (0, 5, 5)),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}, (5,) * 3),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 5}, (0,) * 3),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED}, (0, 5, 5)),
+        ("gemma2", {"sliding_window": 5}, (5, 0, 5)),
+        ("gemma3_text", {"sliding_window": 5}, (5,) * 3),
+        ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2}, (5, 0, 5)),
+        ("gemma3_text", {"sliding_window": 5, "layer_types": [FULL] * 3}, (0,) * 3),
+        ("gemma3_text", {"sliding_window": 5, "layer_types": MIXED}, (0, 5, 5)),
+        ("gemma3_text", {"sliding_window": 5, "layer_types": MIXED, "_sliding_window_pattern": 2}, (0, 5, 5)),
+        ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2, "_sliding_window_pattern": 2}, (5, 0, 5)),
+    ],
+)
+def test_windows(kind: str, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
+    """As transformers has them, in the one form of a ModelConfig, which what we write gives again."""
+    model = read(kind, **fields)
+    assert layer_windows(model) == windows
+    assert bool(model.layer_types) == (len(set(windows)) > 1) and (model.sliding_window > 0) == any(windows)
+    theirs = transformers_config(file_of(kind, **fields))
+    types = getattr(theirs, "layer_types", None) or [SLIDING] * 3
+    assert tuple(theirs.sliding_window or 0 if kind == SLIDING else 0 for kind in types) == windows
+    assert model_config_from_hf(hf_config_from_model(model, dtype="float32"), where="ours") == model
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BOTH = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("mistral", {"attention_bias": True}, "attention_bias: got True, expected False"),
+        ("mistral", {"use_sliding_window": False}, "use_sliding_window: got false with sliding_window 4096, expected the same of both"),
+        (
+            "mistral",
+            {"layer_types": MIXED},
+            "layer_types: got ['full_attention', 'sliding_attention', 'sliding_attention'], expected sliding",
+        ),
+        ("mistral", {"sliding_window": 0}, "sliding_window: got 0, expected a positive integer"),
+        ("mistral", {"sliding_window": "all"}, "sliding_window: got 'all'"),
+        ("mistral", {"sliding_window": 10**30}, "sliding_window: got 1000000000000000000000000000000, expected at most 2,147,483,647"),
+        ("mistral", {"num_key_value_heads": 8}, "num_key_value_heads: got 8, expected a divisor of num_attention_heads 4"),
+        ("mistral", {"head_dim": 15}, "head_dim: got 15, expected an even number; rotary embeddings turn pairs"),
+        ("mistral", {"architectures": 3}, "architectures: got 3, expected ['MistralForCausalLM']"),
+        ("mistral", {"query_pre_attn_scalar": 256}, "got query_pre_attn_scalar 256, expected only fields and values that are known"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window: got 'yes', expected true or false"),
+        ("qwen2", {"layer_types": MIXED}, "since no window is switched on"),
+        ("qwen2", {"layer_types": [FULL]}, "layer_types: got ['full_attention'], expected 3 of full_attention and sliding_attention"),
+        ("qwen2", {"layer_types": [FULL, FULL, "chunked"]}, "layer_types: got"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers: got -1, expected an integer of at least 0"),
+        ("qwen2", {"mlp_bias": True}, "mlp_bias: got True, expected False"),
+        ("qwen2", {"qk_norm": True}, "got qk_norm True"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0; Qwen3ForCausalLM rotates whole heads"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "got 'yarn', expected one of default, longrope; Phi3ForCausalLM has"),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor: got [1.0], expected 4 positive numbers, one for each"),
+        (
+            "phi3",
+            {"rope_scaling": LONG | {"original_max_position_embeddings": 64}},
+            "got 64, expected original_max_position_embeddings 4096",
+        ),
+        ("phi3", {"partial_rotary_factor": -1}, "partial_rotary_factor: got -1, expected a positive number"),
+        (
+            "phi3",
+            {"partial_rotary_factor": 2.0},
+            "partial_rotary_factor: got 2.0, 16 dims, expected an even number of dims up to head_dim 8",
+        ),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.4},
+            "partial_rotary_factor: got 0.4, 3 dims, expected an even number of dims up to head_dim 8",
+        ),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.1},
+            "partial_rotary_factor: got 0.1, 0 dims, expected an even number of dims up to head_dim 8",
+        ),
+        # transformers derives the layers from neither: with 3, every third layer would be another one here than there.
+        ("gemma2", {"sliding_window_pattern": 3}, "got sliding_window_pattern 3, expected only fields and values that are known"),
+        (
+            "gemma3_text",
+            {"_sliding_window_pattern": 3},
+            "_sliding_window_pattern: got 3, expected sliding_window_pattern 6, or layer_types; give layer_types",
+        ),
+        ("phi3", {"embd_pdrop": 0.1}, "got embd_pdrop 0.1"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "got use_bidirectional_attention True"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0, expected a positive number"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation: got 'gelu', expected 'silu' or 'swish' or 'gelu_pytorch_tanh'"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "expected a mapping with full_attention and sliding_attention"),
+        (
+            "gemma3_text",
+            {"rope_parameters": BOTH, "rope_local_base_freq": 5e4},
+            "rope_theta: got 10000.0, expected rope_local_base_freq 50000",
+        ),
+        ("gemma3_text", {"rope_parameters": BOTH, "rope_theta": 5e4}, "rope_theta: got 1000000.0, expected rope_theta 50000.0"),
+        (
+            "gemma3_text",
+            {"rope_parameters": BOTH | {SLIDING: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
+            "expected rope_theta alone; scaled windows are not supported",
+        ),
+        ("olmo2", {"mlp_bias": True}, "mlp_bias: got True, expected False"),
+        ("olmo2", {"clip_qkv": 8.0}, "got clip_qkv 8.0, expected only fields and values that are known"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window"),
+        ("olmo2", {"architectures": ["OlmoForCausalLM"]}, "architectures: got ['OlmoForCausalLM'], expected ['Olmo2ForCausalLM']"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: dict[str, Any], message: str) -> None:
+    assert message in refusal(kind, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "lost"),
+    [
+        (read("llama"), {}),
+        (replace(read("llama"), attention_bias=True, mlp_bias=True), {}),
+        (replace(read("llama"), qk_norm="head"), {"qk_norm": "none"}),
+        (replace(read("llama"), sliding_window=8, partial_rotary_factor=0.5), {"sliding_window": 0, "partial_rotary_factor": 1.0}),
+        (replace(read("mistral"), layer_types=(FULL, SLIDING, FULL)), {"layer_types": ()}),
+        (replace(read("qwen2"), add_qkv_bias=False, attention_bias=True), {"add_qkv_bias": True, "attention_bias": False}),
+        (replace(read("qwen3"), norm_position="both"), {"norm_position": "before"}),
+        (replace(read("qwen3"), sliding_window=8, layer_types=(SLIDING, FULL, SLIDING)), {}),
+        (replace(read("phi3"), rope_local_base_freq=1e4), {"rope_local_base_freq": 0.0}),
+        (replace(read("gemma3_text"), embedding_multiplier=1.0), {"embedding_multiplier": 32**0.5}),
+        (replace(read("gemma2"), final_logit_softcapping=3.0, attn_logit_softcapping=5.0), {}),
+        (replace(read("gemma3_text"), attn_logit_softcapping=50.0), {"attn_logit_softcapping": 0.0}),
+        (replace(read("gemma3_text"), query_pre_attn_scalar=0.0), {"query_pre_attn_scalar": "a positive number"}),
+        (replace(read("gemma3_text"), query_pre_attn_scalar=100.5), {"query_pre_attn_scalar": 100.0}),
+        (replace(read("olmo2"), norm_position="both"), {"norm_position": "after"}),
+    ],
+)
+def test_what_a_family_cannot_hold(model: ModelConfig, lost: dict[str, Any]) -> None:
+    assert unheld_fields(model) == lost
+
+
+def test_the_page_names_all_that_a_family_can_say() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "add-a-family.md").read_text()
+    assert [field.name for field in fields(Family) if f"`{field.name}`" not in page] == []
+    everything = replace(read("llama"), qk_norm="head", norm_position="both")
+    modules = {name.removeprefix("model.layers.0.").removesuffix(".weight") for name in hf_shapes(everything) if ".layers.0." in name}
+    assert [name for name in sorted(modules) if f"`{name}`" not in page] == []
+    assert [name for name in LLAMA_KIND if f"`{name}" not in page] == []
+
+
+def test_a_family_is_one_short_file() -> None:
+    """The page docs/add-a-family.md promises it."""
+    import inspect
+
+    from megatron_llama.model.families import gemma2, gemma3_text, llama, mistral, olmo2, phi3, qwen2, qwen3
+
+    for module in (gemma2, gemma3_text, llama, mistral, olmo2, phi3, qwen2, qwen3):
+        assert len(inspect.getsource(module).splitlines()) <= 150

@@ -1,0 +1,139 @@
+"""What is decided before the first step: by whom, how often, and what each rank says if it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import megatron_llama as ml
+import pytest
+from megatron_llama.config.schema import CheckpointConfig
+from megatron_llama.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron_llama.prove.pool import Place
+from megatron_llama.train.api.common.options import read_options
+from megatron_llama.train.api.train import SECTIONS
+from megatron_llama.train.setup import start
+from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, TEXT
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need
+from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.processes import imagined_processes
+
+from tests.harness import Cluster
+
+Options = Mapping[str, Any]
+RUN = (*CONFIGURATION, *TEXT, *SAMPLES, *OUTPUTS)
+
+
+@contextmanager
+def counted_look_ups() -> Iterator[list[str | None]]:
+    """What this process looks for of --load."""
+    looked_for: list[str | None] = []
+    look_up = start.named_start
+
+    def counted(options: CheckpointConfig) -> start.Start | None:
+        looked_for.append(options.load)
+        return look_up(options)
+
+    with patch.object(start, "named_start", counted):
+        yield looked_for
+
+
+def looks_for_its_start(place: Place, options: Options, folder: Path) -> tuple[list[str | None], int]:
+    with counted_look_ups() as looked_for:
+        result = ml.train(options, save=folder, load="auto")
+    return looked_for, result.iteration
+
+
+def test_the_start_is_looked_up_once_by_rank_0(cluster: Cluster, options: Options, tmp_path: Path) -> None:
+    """In a run that finds nothing, and in one that goes on."""
+    for steps in (2, 4):
+        found = cluster.run(2, looks_for_its_start, {**options, "train_iters": steps}, tmp_path / "run")
+        assert found == [(["auto"], steps), ([], steps)]
+
+
+def test_a_dry_run_looks_it_up_once(options: Options, tmp_path: Path) -> None:
+    ml.train(options, save=tmp_path / "run", train_iters=1)
+    with counted_look_ups() as looked_for:
+        assert ready(options, load=tmp_path / "run", save=tmp_path / "run").state.iteration == 1
+    assert looked_for == [str(tmp_path / "run")]
+
+
+def refused_on_each(place: Place, options: Options, hidden: Path | None) -> tuple[str, bool]:
+    """The error of a run on this rank, and whether it is one of all ranks; rank 1 does not see the folder ``hidden``."""
+    exists = Path.exists
+
+    def seen(path: Path, **named: Any) -> bool:
+        return exists(path, **named) and not (place.rank == 1 and path == hidden)
+
+    with patch.object(Path, "exists", seen), pytest.raises(UserError) as caught:
+        ml.train(options)
+    return str(caught.value), caught.value.everywhere
+
+
+def test_a_checkpoint_that_one_rank_does_not_see(cluster: Cluster, options: Options, tmp_path: Path) -> None:
+    checkpoint = ml.train(options, save=tmp_path / "run", train_iters=1).checkpoint
+    assert checkpoint is not None
+    said = (
+        f"rank 1: --load {checkpoint}: got no such folder on this machine, expected the folder that rank 0 has found; "
+        "put it where all machines see it under this name, or copy it to each of them"
+    )
+    found = cluster.run(2, refused_on_each, {**options, "load": str(tmp_path / "run"), "save": str(tmp_path / "run")}, checkpoint)
+    assert found == [(said, True)] * 2
+
+
+def test_what_rank_0_refuses_all_raise(cluster: Cluster, options: Options, tmp_path: Path) -> None:
+    found = cluster.run(3, refused_on_each, {**options, "load": str(tmp_path / "none"), "global_batch_size": 6}, None)
+    assert found[0][0].startswith(f"--load {tmp_path}/none: got no such folder, ") and found == [(found[0][0], True)] * 3
+
+
+def drafted(options: Options, **more: Any) -> Draft:
+    return Draft(read_options(dict(options), more, SECTIONS), imagined_processes(1, 0, are_here=True))
+
+
+def ready(options: Options, **more: Any) -> Draft:
+    return decide(drafted(options, **more), RUN)
+
+
+def test_deciders_fill_what_they_say(options: Options, tmp_path: Path) -> None:
+    """And a whole run leaves nothing undecided."""
+    draft = drafted(options, save=str(tmp_path / "run"))
+    filled = set()
+    for decider in RUN:
+        before, draft = draft, decide(draft, [decider])
+        changed = {item.name for item in fields(Draft) if getattr(before, item.name) is not getattr(draft, item.name)}
+        assert changed <= {*decider.fills}, decider
+        filled |= {*decider.fills}
+    assert filled == {item.name for item in fields(Draft)} - {"parsed", "processes", "needs_data", "missing"}
+
+
+def refusing(error: UserError, need: Need = Need.FILES, *fills: str) -> Decider:
+    def refuse(draft: Draft) -> Draft:
+        raise error
+
+    return Decider(need, By.RANK_0, refuse, fills)
+
+
+@pytest.mark.parametrize(
+    ("deciders", "said"),
+    [
+        ([refusing(DataError("one")), refusing(CheckpointError("two"))], "one\ntwo"),
+        ([refusing(DataError("one"), Need.FILES, "config"), refusing(CheckpointError("two"))], "one"),
+        ([refusing(DataError("one")), refusing(CheckpointError("two"), Need.FILES, "config")], "one"),
+    ],
+)
+def test_refusals_that_stand_on_nothing_are_said_together(deciders: Sequence[Decider], said: str, options: Options) -> None:
+    with pytest.raises(DataError) as caught:
+        decide(drafted(options), deciders)
+    assert str(caught.value) == said
+
+
+def test_what_only_another_machine_must_have_is_missing_and_not_refused(options: Options) -> None:
+    deciders = [refusing(ConfigError("a package"), Need.MACHINE), *CONFIGURATION]
+    there = replace(drafted(options), processes=imagined_processes(1, 0, are_here=False))
+    assert decide(there, deciders).missing == ("a package",)
+    with pytest.raises(ConfigError, match="a package"):
+        decide(drafted(options), deciders)
