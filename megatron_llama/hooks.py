@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_llama.registry import imported
 
-ROOMS = ("train.commands", "planner", "converter", "tune", "prove")
+ROOMS = ("train", "planner", "converter", "tune", "prove")
 """The rooms with a file ``hooks.py``."""
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.param_handle import accumulate_product
 from megatron_llama.engine.rules.moments import EightBitMoment, Tables
@@ -45,7 +46,6 @@ from megatron_llama.model.nn.attention import (
     causal_attention,
     piece_kernel,
 )
-from megatron_llama.model.nn.kernels.choice import runs_kernels
 from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.model.plan.chunks import HEAD_CHUNK
 from megatron_llama.train.commands.env import apex_found

@@ -1,8 +1,8 @@
 """When a bucket has all gradients of a round: the contributions of a step are counted.
 
 ``PlannedCounting`` knows the contributions of every round, and a bucket is complete with the last
-of them. For our own model they follow from the bucket plan. ``engine/shard/open_counting.py`` learns
-them of a user's model; what it has seen is the plan of the steps that follow.
+of them. For our own model they follow from the bucket plan. ``engine/shard/open_counting.py``
+learns them of a user's model; what it has seen is the plan of the steps that follow.
 """
 
 from __future__ import annotations

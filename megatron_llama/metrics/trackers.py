@@ -11,7 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, LogConfig
 from megatron_llama.engine.comm.device import start_thread
 from megatron_llama.errors import ConfigError, counted
 from megatron_llama.metrics.log import MetricLogger, StepRecord, ValidationRecord
@@ -41,6 +41,24 @@ SERVICES: Registry[Callable[[Config, str | None], TrackedRun]] = Registry(
 )
 """Services by name. They take the configuration, and the run that they are to go on with, if there
 is one; they raise ConfigError where they cannot be reached."""
+
+
+REQUIRED: Registry[Callable[[LogConfig], None]] = Registry(
+    {
+        "tensorboard_dir": "metrics.tensorboard:require_tensorboard",
+        "wandb_project": "metrics.wandb:require_wandb",
+        "mlflow_experiment": "metrics.mlflow:require_mlflow",
+        "trackio_project": "metrics.trackio:require_trackio",
+    }
+)
+"""What looks for the package that a tracker needs, by the option that asks for the tracker."""
+
+
+def require_trackers(config: LogConfig) -> None:
+    """Raise ConfigError for a tracker that is asked for and whose package is not installed."""
+    for option in REQUIRED:
+        if getattr(config, option) is not None:
+            REQUIRED[option](config)
 
 
 class Tracker:

@@ -75,10 +75,10 @@ def reason(call: Call) -> str:
 def calls() -> tuple[Call, ...]:
     """Return all such calls of the package, in the order of files and lines.
 
-    A call in ``device.py`` counts where that module's function is called. In ``engine/shard/`` a call
-    that lets the engine wait counts as well; the engine's own is planted too. What only hosts run
-    (folders ``host``) makes no order on a device, and no run enters ``planner``. Raises ValueError
-    for two on one line: the recording could not tell them apart."""
+    A call in ``device.py`` counts where that module's function is called. In ``engine/shard/`` a
+    call that lets the engine wait counts as well; the engine's own is planted too. What only hosts
+    run (folders ``host``) makes no order on a device, and no run enters ``planner``. Raises
+    ValueError for two on one line: the recording could not tell them apart."""
     functions = frozenset(_functions_of_device())
     found = []
     for path in sorted(_PACKAGE.rglob("*.py")):

@@ -1,0 +1,1 @@
+"""Our own checkpoints as the target of ``convert``."""

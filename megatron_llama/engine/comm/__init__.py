@@ -1,2 +1,3 @@
-"""Collectives and point-to-point transfers, the order in which they are issued, and the watch over
-ranks that hang. What only gloo needs is in ``host``."""
+"""Devices, streams and queues, and the collectives and transfers that go through them.
+
+Read ``collectives.py`` and ``queues.py`` first. What only gloo needs is in ``host/``."""

@@ -1,1 +1,3 @@
-"""Everything a step does, decided beforehand as plain integers. Nothing in here imports torch."""
+"""What the engine does in a step, decided beforehand as integers: buckets, gathers, memory.
+
+Nothing in here imports torch."""

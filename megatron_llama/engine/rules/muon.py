@@ -7,10 +7,10 @@ makes of the same gradients and the HuggingFace model's matrices.
     end_step    The owners orthogonalise what has arrived, matrix by matrix, and send each rank the
                 elements that it came with. Every rank then updates its shard.
 
-``engine/plan/muon.py`` says who owns what. The buckets go through these stages one behind the other, in
-forward order, so that messages of some are under way while others are orthogonalised. On the host a
-thread does all of that, and the next forward pass begins when its first weights are there. On a
-device the calling thread issues it.
+``engine/plan/muon.py`` says who owns what. The buckets go through these stages one behind the
+other, in forward order, so that messages of some are under way while others are orthogonalised. On
+the host a thread does all of that, and the next forward pass begins when its first weights are
+there. On a device the calling thread issues it.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_llama.engine.comm.streams import CompletedFuture, Future
+from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.plan.memory import UPDATE_PIECE
 from megatron_llama.engine.rules.registry import RuleInputs
 from megatron_llama.engine.rules.update_rule import Shard, UpdateRule, UpdateRules
-from megatron_llama.model.nn.kernels.choice import runs_kernels
 
 
 def schedule_free_rules(inputs: RuleInputs) -> UpdateRules:

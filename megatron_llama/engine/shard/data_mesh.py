@@ -24,6 +24,7 @@ from megatron_llama.engine.comm.host.gloo import end_connections
 from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.errors import ClusterError
+from megatron_llama.registry import imported
 
 Lines = Sequence[tuple[int, ...]]
 """Global ranks, line by line."""
@@ -52,13 +53,11 @@ def data_mesh(
     joined = False
     nobody_joined = group is None and not dist.is_initialized()
     if device is None or nobody_joined:
-        # Loaded here: launcher, rendezvous and network serve only those who leave it to them.
-        from megatron_llama.launch.join import join_launched, launched_device
-
+        # Launcher, rendezvous and network serve only those who leave joining to them.
         if nobody_joined:
-            device, joined = join_launched(device)
+            device, joined = imported("launch.join:join_launched")(device)
         else:
-            device = launched_device()
+            device = imported("launch.join:launched_device")()
     rows = _rows(group)
     shard_lines = _shard_lines(rows, shard_size)
     single = Mesh.single(device)

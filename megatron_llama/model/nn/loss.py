@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_llama.engine.comm import collectives
 from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.tensors import at_least_fp32
-from megatron_llama.model.nn.kernels.choice import runs_kernels
 from megatron_llama.model.nn.ops import DEVICE_CHUNK, PLAIN, Ops, softmax_stats
 
 TokenWeights = Callable[[Tensor], Tensor]

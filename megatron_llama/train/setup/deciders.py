@@ -10,9 +10,9 @@ it needs, and who decides. The lists at the end are parts of the way, for comman
   the configuration is final.
 - ``OUTPUTS``: what the run will write can be written.
 
-What they decide by is in the rooms before: ``train/setup/start.py`` (--load), ``train/setup/resolve.py`` (fields
-of a configuration), ``train/setup/checks`` (what cannot run), ``train/setup/vocabulary.py`` (tokenizers),
-``train/setup/inputs.py`` (samples)."""
+What they decide by is in the rooms before: ``train/setup/start.py`` (--load),
+``train/setup/resolve.py`` (fields of a configuration), ``train/setup/checks`` (what cannot run),
+``train/setup/vocabulary.py`` (tokenizers), ``train/setup/inputs.py`` (samples)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from functools import partial
 from megatron_llama.checkpoint.storage_paths import is_remote
 from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megatron_llama.data.stream_places import seek
+from megatron_llama.engine.plan.buckets import AUTO
 from megatron_llama.errors import CheckpointError
 from megatron_llama.hooks import layouts
-from megatron_llama.metrics.mlflow import require_mlflow
-from megatron_llama.metrics.tensorboard import require_tensorboard
-from megatron_llama.metrics.trackio import require_trackio
-from megatron_llama.metrics.wandb import require_wandb
+from megatron_llama.metrics.trackers import require_trackers
 from megatron_llama.registry import imported
-from megatron_llama.train.setup.auto import decide as decide_by_memory
 from megatron_llama.train.setup.carried_files import carried_files
 from megatron_llama.train.setup.checks.model import require_language_model
 from megatron_llama.train.setup.draft import By, Draft, Need, decides, refuses
@@ -63,11 +60,7 @@ from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabula
 @refuses(needs=Need.MACHINE, by=By.RANK_0)
 def refuse_missing_packages(draft: Draft) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
-    log = draft.parsed.get(LogConfig)
-    require_tensorboard(log)
-    require_wandb(log)
-    require_mlflow(log)
-    require_trackio(log)
+    require_trackers(draft.parsed.get(LogConfig))
 
 
 @decides("start", needs=Need.FILES, by=By.RANK_0)
@@ -165,8 +158,18 @@ def compare_with_start(draft: Draft) -> Draft:
 def decide_by_device_memory(draft: Draft) -> Draft:
     """Replace every ``auto`` by what fits into memory."""
     # Behind the vocabulary, which is a large part of a small model.
+    parallel = draft.config.parallel
+    open_choices = (
+        parallel.data_parallel_sharding_strategy,
+        parallel.param_slots,
+        parallel.recompute_num_layers,
+    )
+    if AUTO not in open_choices:
+        return draft
+    # Only such a run computes its memory, and loads the plan of it.
+    decide = imported("train.setup.auto:decide")
     processes = draft.processes
-    config, notes = decide_by_memory(draft.config, processes.count, processes.memory)
+    config, notes = decide(draft.config, processes.count, processes.memory)
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
 

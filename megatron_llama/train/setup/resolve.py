@@ -2,8 +2,8 @@
 
 ``assemble`` puts preset, HuggingFace folder, YAML and flags together, ``resolve`` fills in what is
 derived, and ``check`` does the same and refuses what cannot run, with every problem at once. The
-checks themselves are in ``train/setup/checks``, by subject. Nothing here starts a process or opens a
-dataset.
+checks themselves are in ``train/setup/checks``, by subject. Nothing here starts a process or opens
+a dataset.
 """
 
 from __future__ import annotations
