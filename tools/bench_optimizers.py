@@ -122,7 +122,7 @@ def measure(options: BenchConfig) -> Iterator[Curve]:
     folder = Path(options.output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     prefix = make_corpus(folder)
-    recipe = ROOT / "megatron_llama" / "commands" / "quickstart.yaml"
+    recipe = ROOT / "megatron_llama" / "train" / "commands" / "quickstart.yaml"
     for seed in options.seeds:
         for lr in options.lr or (None,):
             for optimizer in options.optimizers:

@@ -119,7 +119,7 @@ def resume_rules(engine: OverlappedDistributedOptimizer, step: int) -> None:
 
 def held_memory(engine: OverlappedDistributedOptimizer) -> dict[str, list[Tensor]]:
     """All tensors that live as long as the engine, by the components of
-    ``engine_memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
+    ``plan.memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
     also in two components: what counts is the first one."""
     states = [
         tensor

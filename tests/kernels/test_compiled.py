@@ -14,8 +14,8 @@ import pytest
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = (
-    *sorted((ROOT / "megatron_llama" / "nn" / "kernels").glob("*.py")),
-    *sorted((ROOT / "megatron_llama" / "engine").glob("*_kernel.py")),
+    *sorted((ROOT / "megatron_llama" / "model" / "nn" / "kernels").glob("*.py")),
+    *sorted((ROOT / "megatron_llama" / "engine" / "rules").glob("*_kernel.py")),
 )
 
 

@@ -15,7 +15,7 @@ from tools.stream_check.order import place
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGE = ROOT / "megatron_llama"
-_DEVICE = _PACKAGE / "distributed" / "device.py"
+_DEVICE = _PACKAGE / "engine" / "comm" / "device.py"
 _METHODS = frozenset(
     {"wait_event", "wait_stream", "record_event", "record", "record_stream", "synchronize"}
 )
@@ -24,7 +24,7 @@ _WORKS = frozenset({"work", "_work", "message"})
 """Names of what the backend returns for a message."""
 
 
-_USERS = "sharding"
+_USERS = "shard"
 """The folder that asks the engine to wait for the weights of a user's module."""
 _ELSEWHERE = frozenset({"host", "planner"})
 """Folders that no run on a device enters."""
@@ -66,7 +66,7 @@ _CHECK = "an access has waited already: this raises where the slot holds another
 def reason(call: Call) -> str:
     """Return why no race is expected without the call; "" if one is."""
     called = call.text.partition("(")[0]
-    if call.file.startswith(f"megatron_llama/{_USERS}/") and called in _CHECKS:
+    if call.file.startswith(f"megatron_llama/engine/{_USERS}/") and called in _CHECKS:
         return _CHECK
     return _CLOCK if called in _MEASURING else ""
 

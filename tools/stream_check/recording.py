@@ -43,7 +43,7 @@ DEVICE = torch.device("cpu", 0)
 """Where the recorded device's tensors are. A tensor of the host has no index."""
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGE = str(ROOT / "megatron_llama")
-_SHARDING = str(ROOT / "megatron_llama" / "sharding")
+_SHARDING = str(ROOT / "megatron_llama" / "engine" / "shard")
 _OWN = str(Path(__file__).resolve().parent)
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)

@@ -90,7 +90,7 @@ def state_of(
     optimizer: OverlappedDistributedOptimizer, batches: list[Batch], storages: Storages
 ) -> dict[str, int]:
     """Return the bytes that are there when a step begins, by the components of
-    ``plans.engine_memory.state_bytes``, ``staging``, and those above."""
+    ``engine.plan.memory.state_bytes``, ``staging``, and those above."""
     seen = set[int]()
     found = {name: storages.of(tensors, seen) for name, tensors in held_memory(optimizer).items()}
     found[BATCHES] = storages.of(

@@ -58,7 +58,7 @@ class Course:
         """Whether the run ends after this step."""
         return self.stopping or self.is_complete
 
-    def record(self, evaluation: Evaluation) -> None:
+    def keep_evaluation(self, evaluation: Evaluation) -> None:
         """Keep the evaluation of the current state."""
         self.evaluations[self.state.iteration] = evaluation
         self.validation_numbers = evaluation.numbers

@@ -113,7 +113,7 @@ class Validation(Part):
         self._tell(run, evaluation)
 
     def _tell(self, run: Run, evaluation: Evaluation) -> None:
-        self._course.record(evaluation)
+        self._course.keep_evaluation(evaluation)
         self._callbacks.on_evaluation(run, evaluation.loss)
 
     def _early_stop_reason(self) -> str | None:

@@ -52,11 +52,11 @@ CHOICES: Mapping[str, tuple[dict[str, object], tuple[str, ...]]] = {
             "profile_step_end": 2,
             "record_timeline": "timeline.json",
         },
-        ("conversion.hf.writer", "metrics.open_metrics", "train.run.timeline_recorder"),
+        ("checkpoint.model_folders.hf.writer", "metrics.open_metrics", "train.run.timeline_recorder"),
     ),
     "written in the background": ({"save": "run", "save_interval": 1, "async_save": True}, ()),
-    "Muon": ({"optimizer": "muon"}, ("engine.muon",)),
-    "schedule-free": ({"optimizer": "schedule_free_adamw", "lr_decay_style": "constant"}, ("engine.schedule_free",)),
+    "Muon": ({"optimizer": "muon"}, ("engine.rules.muon",)),
+    "schedule-free": ({"optimizer": "schedule_free_adamw", "lr_decay_style": "constant"}, ("engine.rules.schedule_free",)),
     "exact offload": ({"optimizer_offload": "exact"}, ("engine.offload.exact",)),
     "ZenFlow": (
         {"optimizer_offload": "zenflow", "zenflow_select_strategy": "step", "zenflow_select_interval": 2, "zenflow_update_interval": 2},
@@ -65,7 +65,7 @@ CHOICES: Mapping[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "Megatron's order": ({"megatron_data_order": True}, ("data.megatron_order",)),
     "a dataset behind a URL": ({"data_path": "file://{data}", "data_cache_path": "cache"}, ("data.remote_indexed",)),
     "text": ({"data_path": "{text}", "tokenizer_model": "{tokenizer}", "split": None, "eval_interval": 0}, ("data.text_stream",)),
-    "another family": ({"model_type": "qwen3", "qk_norm": "head"}, ("config.families.qwen3",)),
+    "another family": ({"model_type": "qwen3", "qk_norm": "head"}, ("model.families.qwen3",)),
     "low-rank additions": ({"lora_rank": 2, "save": "run"}, ()),
 }
 """Options that choose what is loaded, and modules that they choose."""
