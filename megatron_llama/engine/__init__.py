@@ -5,4 +5,5 @@ In the order in which to read: ``plan/buckets.py`` (how parameters are packed in
 ``parameters.py`` (gathering), ``gradients.py`` (reducing), ``optimizer.py`` (a step),
 ``rules/update_rule.py`` (the update of one shard). ``options.py`` is all that it obeys.
 
-The room imports nothing but ``errors.py``: no configuration, no model, no world of a launcher."""
+Of other rooms it imports ``errors.py``, ``option.py`` and ``registry.py``: no configuration, no
+model, no world of a launcher."""

@@ -54,7 +54,8 @@ class Counting(ABC):
 
     def __init__(self) -> None:
         self.this_pass: dict[str, int] = {}
-        """By parameter, contributions of this backward pass."""
+        """By parameter, contributions since the last ``end_pass``. For our own model nobody calls
+        that: they are those of the whole step."""
         self.passes: list[Mapping[str, int]] = []
         """The backward passes that have ended."""
 
@@ -84,7 +85,8 @@ class Counting(ABC):
 
     @abstractmethod
     def begin_round(self, bucket: int, number: int) -> bool:
-        """Begin a bucket's round ``number``, after as many. Returns whether it has that round."""
+        """Begin the round of a bucket that follows its first ``number`` ones. Returns whether the
+        step has such a round."""
 
     @abstractmethod
     def is_last(self, bucket: int, number: int) -> bool:

@@ -57,7 +57,9 @@ class GradientBuckets:
     the slots accumulate, are reduced when the last microbatch has contributed, and the shard is
     this rank's part of the slot.
 
-    ``reduced(bucket)`` is called on ``stream`` when a bucket has its final value of the step;
+    ``stream`` has two orders of execution: ``issue`` starts reductions, and ``run`` does what
+    follows them, on the stream (or thread) ``follow_up``. There ``reduced(bucket)`` is called when
+    a bucket has its final value of the step;
     ``before_reuse(bucket)`` has to wait until nobody reads that value any more.
     ``gathers_to_come()`` says whether a later weight access will launch a gather: where the plan
     says that backward needs gathers sooner than room for gradients, reductions are then delayed
@@ -235,7 +237,7 @@ class GradientBuckets:
             self._close(bucket)
 
     def _close(self, bucket: int) -> None:
-        """What has been written of a bucket is a round."""
+        """End the round of a bucket with what has been written of it, and reduce that."""
         self._recorder.event(f"complete {bucket}")
         self._reduce(bucket)
 
@@ -315,9 +317,9 @@ class GradientBuckets:
         if self.reduce_every_microbatch and not first:
             self.shards[bucket].add_(self._parts[bucket])
         if final:
-            self._complete(bucket)
+            self._finalize(bucket)
 
-    def _complete(self, bucket: int) -> None:
+    def _finalize(self, bucket: int) -> None:
         """All rounds of the step are in the shard. Called on the stream ``follow_up``."""
         self._exchanges.sum_over_replicas(bucket)
         self._reduced(bucket)
@@ -366,7 +368,7 @@ class GradientBuckets:
                 self.finish(bucket)
         # In one order on all ranks, because replicas exchange their shards here.
         completed = [
-            self._stream.run(partial(self._complete, bucket))
+            self._stream.run(partial(self._finalize, bucket))
             for bucket in self._counting.ended_by_step
         ]
         for future in completed:

@@ -23,8 +23,8 @@ class BucketParamHandle:
     bucket: int
     placement: PlacedParam
     waits: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Makes the section around each call, for whoever has more to say of a wait that ends with an
-    error than the backend has."""
+    """Makes the context in which each call waits: ``shard`` explains there why a wait has failed.
+    The trainer has none."""
 
     def wait_unsharded(self) -> int:
         with self.waits():

@@ -1,7 +1,7 @@
 """The axes of a process: which other processes share something with it, and how they talk.
 
-The engine takes a ``Mesh`` from whoever has made one: ``mesh.py`` for the trainer's grid,
-``data_mesh.py`` for a user's model. Nothing here joins the world or makes a group.
+The engine takes a ``Mesh`` from whoever has made one: ``launch/mesh.py`` for the trainer's grid,
+``engine/shard/data_mesh.py`` for a user's model. Nothing here joins the world or makes a group.
 """
 
 from __future__ import annotations

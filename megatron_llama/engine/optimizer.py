@@ -159,16 +159,17 @@ class OverlappedDistributedOptimizer:
             for b, shard in self.gradients.shards.items()
             if bucket_plan.buckets[b].kind.partial_grad
         ]
-        self._unscaled = torch.full((), options.grad_divisor, device=mesh.device)
-        """The scale of a gradient that nothing clips."""
-        self.numbers = (self._squared_norms, self._total, self._unscaled)
+        self._unclipped_scale = torch.full((), options.grad_divisor, device=mesh.device)
+        """The scale of a gradient that is not clipped: the divisor of the mean alone."""
+        self.numbers = (self._squared_norms, self._total, self._unclipped_scale)
         """The memory of norms and scales."""
         self._announced: tuple[LearningRate, float] | None = None
         self._updated: dict[int, Future | None] = {}
         """Buckets that have been updated during this step's backward, and the end of the update
         where threads make it."""
-        # All ranks start gathers in one order. A gather during backward would wait for the host,
-        # which first updates what the first layers need, and so would hold up the gathers of these.
+        # Nothing that the host updates is gathered during backward. All ranks start gathers in one
+        # order, and the host first updates what the first layers need: the gather of another
+        # bucket, submitted before theirs, would hold theirs up.
         self._gathered_during_backward = frozenset(
             bucket
             for bucket in gathered_during_backward(bucket_plan)
@@ -317,7 +318,7 @@ class OverlappedDistributedOptimizer:
         if kind.partial_grad or kind.tied:
             return  # copies have to be summed first, in ``step``
         squared_norm = self._take_squared_norm(bucket)
-        self._tell_rule(bucket)
+        self._announce_gradient(bucket)
         lr, clip = self._announced_for(bucket)
         # With a loss scale that may overflow, a step can still be called off at its end.
         if lr is None or clip or self.loss_scale.dynamic:
@@ -329,18 +330,20 @@ class OverlappedDistributedOptimizer:
         ):
             return
         skip = squared_norm.isfinite().logical_not().to(torch.float32)
-        done = self._update(bucket, self._unscaled, skip, lr)
-        self._updated[bucket] = updated = done if is_async else None
+        done = self._update(bucket, self._unclipped_scale, skip, lr)
+        # Without threads of the rule a gather that is submitted from here comes after the update.
+        end = done if is_async else None
+        self._updated[bucket] = end
         # Every gradient of the bucket is there, so nobody reads these weights before the next step.
         # A bucket that shares its slot is invalidated by ``step``: a fixed point of the program,
         # the same on all ranks, which prefetching needs.
         if self.bucket_plan.has_own_slot(bucket):
             self.parameters.invalidate((bucket,))
         if bucket in self._gathered_during_backward:
-            self.parameters.publish(bucket, updated)
+            self.parameters.publish(bucket, end)
 
-    def _tell_rule(self, bucket: int) -> None:
-        """Tell the rule that its gradient is there."""
+    def _announce_gradient(self, bucket: int) -> None:
+        """Tell the rule of a bucket that the bucket's gradient is final."""
         lr, clip = self._announced_for(bucket)
         # Without clipping nothing is unknown, so nothing is speculative; with a dynamic loss scale
         # the whole step may still be called off.
@@ -463,7 +466,7 @@ class OverlappedDistributedOptimizer:
         for bucket in shards:
             if kinds[bucket].partial_grad or kinds[bucket].tied:
                 self._take_squared_norm(bucket)
-                self._tell_rule(bucket)
+                self._announce_gradient(bucket)
 
     def copies_axis(self, kind: BucketKind) -> Axis:
         """Returns the axis of the ranks that hold copies of a kind's parameters."""

@@ -1,7 +1,7 @@
 """What the engine obeys: ``EngineOptions``, and the numbers of each group of parameters.
 
 Whoever drives the engine makes them: ``shard`` of its arguments, the trainer of its configuration
-(``engine_options`` in ``run_engine.py``). Nothing here is read from a file or a flag.
+(``engine_options`` in ``pipeline/plan/run_engine.py``). Nothing here is read from a file or a flag.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class ParameterBuckets:
     """Parameter slots of one rank, and its shards in the compute dtype.
 
     Two threads call this: the one that computes, and the one that updates buckets during backward.
-    The lock covers the bookkeeping; layers wait for gathers outside of it."""
+    The lock covers the bookkeeping. Layers wait for gathers outside of it: the second thread only
+    changes buckets that have their slots to themselves and that no layer reads again in the step.
+    """
 
     def __init__(
         self,

@@ -39,6 +39,10 @@ from megatron_llama.schedule import (
     schedule_named,
 )
 
+ReadLogits = Callable[[Stage, int, Microbatch, Tensor], None]
+"""Takes the logits of a microbatch instead of a loss: the last stage, the number of the microbatch,
+the microbatch on the device, and the logits."""
+
 
 class Engine(Protocol):
     """What the runtime needs of the optimizer, which shards the weights."""
@@ -87,7 +91,7 @@ class _RankPlan:
     actions: tuple[Action, ...]
     accesses: tuple[WeightAccess, ...]
     last_forward: int
-    """Index of the action behind which this rank's part of the loss is complete."""
+    """Index of this rank's last forward pass: after it the rank's part of the loss is complete."""
     backward_comes_next: bool
     """Whether each backward pass of the last stage comes right behind its forward pass, in one
     piece."""
@@ -119,11 +123,6 @@ class _Step:
     def training(self) -> bool:
         """Whether there is a backward pass."""
         return self.loss_scale is not None
-
-
-ReadLogits = Callable[[Stage, int, Microbatch, Tensor], None]
-"""Takes the logits of a microbatch instead of a loss: the last stage, the number of the microbatch,
-the microbatch on the device, and the logits."""
 
 
 class PipelineRuntime:
@@ -200,10 +199,13 @@ class PipelineRuntime:
     ) -> tuple[Tensor, Tensor]:
         """Return the sums over the global batch, and what the loss is the mean over."""
         known = None
-        before = objective.preliminary(batches)
-        if before is not None:
+        preliminary = objective.preliminary(batches)
+        if preliminary is not None:
+            others, their_objective = preliminary
             with torch.no_grad():
-                known, _ = self._run(*before, None, training=False, preliminary=training)
+                known, _ = self._run(
+                    others, their_objective, None, training=False, preliminary=training
+                )
         return self._run(batches, objective, known, training=training)
 
     def forward(self, batches: Sequence[Microbatch], read_logits: ReadLogits) -> None:
@@ -248,11 +250,11 @@ class PipelineRuntime:
                 # Now rather than at the end, so that nobody waits for it. The last stage of every
                 # data-parallel replica has its part, and each tp rank has it once.
                 total = sums / self.mesh.tp.size
-                summed = all_reduce(total, self.mesh.world)
+                summing = all_reduce(total, self.mesh.world)
         # A buffer that is being sent may not be freed, and a step leaves nothing under way.
         for transfer in step.sends.values():
             transfer.wait()
-        summed.wait()
+        summing.wait()
         if not training:
             recorder.enter("what follows the passes")
         return total, loss.weight
@@ -430,10 +432,10 @@ class PipelineRuntime:
         self._send(step, Op.SEND_BACKWARD, _gradient(step.inputs.pop(key)), to)
 
     def _send(self, step: _Step, op: Op, tensor: Tensor, to: int) -> None:
-        """Send a tensor, which is kept until the next one of the same link is sent.
+        """Send a tensor, and keep it until the next one goes over the same link.
 
-        So the receiver must have taken the previous one, which ``schedule/proof.py`` proves
-        that it does."""
+        That waits until the receiver has taken the previous one. ``schedule/proof.py`` proves that
+        this always ends."""
         if (op, to) in step.sends:
             step.sends.pop((op, to)).wait()
         # Each direction has a communicator: a GPU's runs one message at a time, and the two would

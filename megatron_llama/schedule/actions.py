@@ -180,7 +180,9 @@ def with_transfers(passes: list[Action], placement: StagePlacement) -> Iterator[
 
 def backward_comes_next(actions: Sequence[Action], last: int) -> bool:
     """Whether each forward pass of stage ``last`` is followed, among this rank's passes, by the
-    whole backward pass of the same microbatch. Then the loss may be computed in chunks."""
+    whole backward pass of the same microbatch. Then the loss may be computed in chunks, which
+    writes the gradient of the head's weight in the forward pass, into a slot that no other pass may
+    use before that backward pass."""
     passes = [action for action in actions if action.op in (Op.BACKWARD, *SPLIT)]
     return all(
         after.op is Op.BACKWARD

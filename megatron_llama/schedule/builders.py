@@ -56,7 +56,7 @@ def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1
 
 def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> list[str]:
     """Every option that ``schedule_named`` would refuse, without building the schedule."""
-    too_large = schedule_bound_problem(ranks * virtual, microbatches)
+    too_large = schedule_bound_problem(ranks * _chunks(name, virtual), microbatches)
     if too_large is not None:
         return [too_large]
     return [
@@ -91,7 +91,7 @@ def placement_of(name: str, ranks: int, virtual: int) -> StagePlacement:
     again.
 
     Raises ScheduleError naming every option that does not fit."""
-    too_large = schedule_bound_problem(ranks * virtual, 1)
+    too_large = schedule_bound_problem(ranks * _chunks(name, virtual), 1)
     problems = [too_large] if too_large else list(_placement_problems(name, ranks, virtual))
     if problems:
         raise ScheduleError(
@@ -298,6 +298,11 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
         "zb-v": ScheduleEntry(_zb_v, SPLIT, bubble=1 / 3, folded=True),
     }
 )
+
+
+def _chunks(name: str, virtual: int) -> int:
+    """The chunks of each rank, also of a schedule that there is not, which is refused later."""
+    return SCHEDULES[name].chunks(virtual) if name in SCHEDULES else virtual
 
 
 def _placement_problems(name: str, ranks: int, virtual: int) -> Iterator[str]:

@@ -79,7 +79,9 @@ from megatron_llama.train.api.common.options import read_options
 from megatron_llama.checkpoint.meta import TrainState, meta_json
 from megatron_llama.cli import main
 from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.help import options_markdown
 from megatron_llama.config.parse import parse
+from megatron_llama.config.sections import config_sections
 from megatron_llama.train.run.lr import learning_rate
 from megatron_llama.train.setup.resolve import assemble, problems
 from megatron_llama.prove.given import LEFT_OUT, SECTIONS

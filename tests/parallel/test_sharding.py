@@ -125,7 +125,7 @@ def held(place: Place, layout: Layout) -> tuple[int, int, int]:
     tensors = [*slots, *gradients, *engine.parameters.shards, *engine.gradients.shards.values(), *engine.masters]
     tensors += [tensor for bucket in engine.gradients.trainable for tensor in engine.rules.by_bucket[bucket].state(bucket).values()]
     scale = engine.loss_scale
-    tensors += [engine._squared_norms, engine._total, engine._unscaled, scale.value, scale._clean, scale._overflows]
+    tensors += [engine._squared_norms, engine._total, engine._unclipped_scale, scale.value, scale._clean, scale._overflows]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return (sum(slot.numel() for slot in slots), sum(slot.numel() for slot in gradients), sum(storages.values()))
 

@@ -312,13 +312,13 @@ def recomputed_from_the_layer_before() -> AbstractContextManager[object]:
 
 def divided_by_ranks_again() -> AbstractContextManager[object]:
     """The sum over data-parallel ranks is divided by their number, which the loss has been already."""
-    correct = GradientBuckets._complete
+    correct = GradientBuckets._finalize
 
     def complete(self: GradientBuckets, bucket: int) -> None:
         self.shards[bucket].div_(self.bucket_plan.shards)
         correct(self, bucket)
 
-    return patch.object(GradientBuckets, "_complete", complete)
+    return patch.object(GradientBuckets, "_finalize", complete)
 
 
 def weights_of_the_step_before() -> AbstractContextManager[object]:

@@ -131,6 +131,8 @@ def test_wrong_combinations_name_the_flag_and_the_remedy(options: dict[str, obje
 def test_a_wrong_placement_is_refused() -> None:
     with pytest.raises(ScheduleError, match="--virtual-pipeline-model-parallel-size: got 2"):
         placement_of("gpipe", 4, 2)
+    with pytest.raises(ScheduleError, match="pipeline ranks x chunks: got 800, expected at most 512 stages"):
+        placement_of("zb-v", 400, 1)
     with pytest.raises(ScheduleError, match="each rank needs equally many stages"):
         forward_only((0, 1, 1), 2)
 

@@ -17,7 +17,7 @@ from megatron_llama.engine.plan.specs import ParamSpec, Rectangle, UnitSpec, rec
 Slot = tuple[int, int]
 """(pool, number in the pool)."""
 AUTO = "auto"
-"""The strategy that ``auto.decide`` replaces by a real one."""
+"""In the place of a strategy: ``train/setup/auto.py`` chooses one before buckets are planned."""
 MAX_PIECES = 1 << 15
 """Most pieces of one message over gloo: each needs a tag."""
 NO_SHARD = "no_shard"
@@ -131,7 +131,8 @@ class BucketPlan:
     """Bucket indices by first use in the forward pass: the order of updates and gathers."""
     unit_names: tuple[str, ...]
     unit_buckets: tuple[tuple[int, ...], ...]
-    """For each unit, the buckets that hold its parameters."""
+    """For each unit, the buckets that it needs: those of the units around it, and those that hold
+    its own parameters."""
     parameter_slots: tuple[Slot, ...]
     """For each bucket, the slot of its whole parameters."""
     gradient_slots: tuple[Slot, ...]
@@ -183,10 +184,10 @@ class BucketPlan:
     def has_own_slot(self, bucket: int) -> bool:
         """Whether a bucket has its parameter slot to itself, so that one gather serves until its
         next update."""
-        return bucket in self._has_own_slot
+        return bucket in self._alone_in_slot
 
     @cached_property
-    def _has_own_slot(self) -> frozenset[int]:
+    def _alone_in_slot(self) -> frozenset[int]:
         users = Counter(self.parameter_slots)
         return frozenset(
             bucket for bucket, slot in enumerate(self.parameter_slots) if users[slot] == 1
@@ -222,6 +223,33 @@ def _range(names: Sequence[str]) -> str:
 def align_up(value: int, multiple: int) -> int:
     """Returns the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a ``--data-parallel-sharding-strategy`` means for the engine."""
+
+    sharded: bool
+    """Whether each data-parallel rank owns 1/dp of every bucket; otherwise it owns all of it."""
+    reduce_every_microbatch: bool
+    by_unit: bool = False
+    """Whether there is one bucket for each unit, gathered before it is accessed; otherwise buckets
+    are filled by size and gathered once in a step."""
+
+
+def strategy_named(name: str) -> Strategy:
+    """Returns what a strategy means. This is the only place that knows strategies by name."""
+    return {
+        NO_SHARD: Strategy(sharded=False, reduce_every_microbatch=False),
+        "optim": Strategy(sharded=True, reduce_every_microbatch=False),
+        "optim_grads": Strategy(sharded=True, reduce_every_microbatch=True),
+        "optim_grads_params": Strategy(sharded=True, reduce_every_microbatch=True, by_unit=True),
+    }[name]
+
+
+BY_TRAFFIC = ("optim", "optim_grads", "optim_grads_params")
+"""Sharding strategies by what they send in a step: parameters and gradients once; gradients once
+per microbatch; both."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +406,7 @@ def _assign_slots(
     buckets: Sequence[Bucket], count: int | None, ends: frozenset[str] | None
 ) -> tuple[Slot, ...]:
     """Returns the slot of each bucket. ``count`` is the number of slots in a pool; ``ends`` names
-    the parameters of embedding and head where buckets are made by unit.
+    the parameters of embedding and head, and is None where buckets are filled by size.
 
     Buckets of weight matrices share the slots of their pool, in the order of their accesses.
     Embedding and head have a pool of their own, because a common slot size would waste memory
@@ -402,30 +430,3 @@ def _assign_slots(
         slots.append((pool, users[pool] % max(1, count - end)))
         users[pool] += 1
     return tuple(slots)
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """What a ``--data-parallel-sharding-strategy`` means for the engine."""
-
-    sharded: bool
-    """Whether each data-parallel rank owns 1/dp of every bucket; otherwise it owns all of it."""
-    reduce_every_microbatch: bool
-    by_unit: bool = False
-    """Whether there is one bucket for each unit, gathered before it is accessed; otherwise buckets
-    are filled by size and gathered once in a step."""
-
-
-def strategy_named(name: str) -> Strategy:
-    """Returns what a strategy means. This is the only place that knows strategies by name."""
-    return {
-        NO_SHARD: Strategy(sharded=False, reduce_every_microbatch=False),
-        "optim": Strategy(sharded=True, reduce_every_microbatch=False),
-        "optim_grads": Strategy(sharded=True, reduce_every_microbatch=True),
-        "optim_grads_params": Strategy(sharded=True, reduce_every_microbatch=True, by_unit=True),
-    }[name]
-
-
-BY_TRAFFIC = ("optim", "optim_grads", "optim_grads_params")
-"""Sharding strategies by what they send in a step: parameters and gradients once; gradients once
-per microbatch; both."""

@@ -93,11 +93,11 @@ class PrefetchPlan:
         """Position of the first need of the current access."""
         self._end = 0
         """Position behind its last need."""
-        self._gathered = 0
+        self._reached = 0
         """How far prefetching has come. Every need from ``_start`` up to this position is in its
         slot, and stays there until its access."""
         self._reserved: dict[Slot, int] = {}
-        """For each slot, the last position before ``_gathered`` that needs it. The slot is free
+        """For each slot, the last position before ``_reached`` that needs it. The slot is free
         once that position lies behind ``_start``."""
         self._prefetched: set[int] = set()
         """Buckets that have been gathered and not accessed since."""
@@ -129,7 +129,7 @@ class PrefetchPlan:
         self._entered = 0
         self._start = 0
         self._end = 0
-        self._gathered = 0
+        self._reached = 0
         self._reserved.clear()
         return tuple(self._prefetch())
 
@@ -150,7 +150,7 @@ class PrefetchPlan:
         self._end = self._list.start(index + 1)
         missing = tuple(self._fill_current())
         for bucket in self.unit_buckets[access.unit]:
-            self._count_accessed(bucket)
+            self._stop_counting(bucket)
         return missing + tuple(self._prefetch())
 
     def access_unplanned(self, unit: int, following: int | None = None) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class PrefetchPlan:
             if not self.holds(bucket):
                 self._occupy(bucket, prefetched=False)
                 launched.append(bucket)
-            self._count_accessed(bucket)
+            self._stop_counting(bucket)
         read = {self.slots[bucket] for bucket in own}
         for bucket in () if following is None else self.unit_buckets[following]:
             if not self.holds(bucket):
@@ -182,9 +182,9 @@ class PrefetchPlan:
     def _forget_evicted(self) -> None:
         """An access outside of the list has evicted buckets: prefetching goes back to the first of
         them that a later access of the list needs."""
-        for position in range(self._end, self._gathered):
+        for position in range(self._end, self._reached):
             if not self.holds(self._list.needs[position]):
-                self._gathered = position
+                self._reached = position
                 self._reserved = {
                     self.slots[bucket]: number
                     for number, bucket in enumerate(self._list.needs[:position])
@@ -198,7 +198,7 @@ class PrefetchPlan:
         self._entered = len(self._list.accesses)
         self._start = needs
         self._end = needs
-        self._gathered = needs
+        self._reached = needs
         self._reserved.clear()
 
     def try_gather(self, bucket: int) -> bool:
@@ -234,7 +234,7 @@ class PrefetchPlan:
             )
         if self.holds(bucket):
             # It is no longer waiting to be read, so it must not count in the limit.
-            self._count_accessed(bucket)
+            self._stop_counting(bucket)
             del self._occupants[self.slots[bucket]]
 
     def holds(self, bucket: int) -> bool:
@@ -248,7 +248,7 @@ class PrefetchPlan:
     @property
     def gathers_to_come(self) -> bool:
         """Whether prefetching has not come to the end of the list."""
-        return self._gathered < len(self._list.needs)
+        return self._reached < len(self._list.needs)
 
     def _check_walked(self) -> None:
         if self._entered < len(self._list.accesses):
@@ -262,8 +262,8 @@ class PrefetchPlan:
     def _fill_current(self) -> Iterator[int]:
         """Gather what the current access lacks. Nothing is in the way: prefetching has not come
         past it, so no later access has reserved a slot."""
-        while self._gathered < self._end:
-            bucket = self._list.needs[self._gathered]
+        while self._reached < self._end:
+            bucket = self._list.needs[self._reached]
             if not self.holds(bucket):
                 self._occupy(bucket, prefetched=False)
                 yield bucket
@@ -273,7 +273,7 @@ class PrefetchPlan:
         """Gather for later accesses, in their order, up to the first that has to wait for its slot
         or for room in the limit."""
         while self.gathers_to_come:
-            bucket = self._list.needs[self._gathered]
+            bucket = self._list.needs[self._reached]
             if not self.holds(bucket):
                 # No later one instead: its message would delay this one, which is needed first.
                 if not self._is_free(self.slots[bucket]) or not self._within_limit(bucket):
@@ -294,8 +294,8 @@ class PrefetchPlan:
         )
 
     def _reserve(self, bucket: int) -> None:
-        self._reserved[self.slots[bucket]] = self._gathered
-        self._gathered += 1
+        self._reserved[self.slots[bucket]] = self._reached
+        self._reached += 1
 
     def _is_free(self, slot: Slot) -> bool:
         """Whether neither the current access reads the slot nor any that comes before the next one
@@ -312,13 +312,14 @@ class PrefetchPlan:
     def _occupy(self, bucket: int, *, prefetched: bool) -> None:
         evicted = self._occupants.get(self.slots[bucket])
         if evicted is not None:
-            self._count_accessed(evicted)
+            self._stop_counting(evicted)
         self._occupants[self.slots[bucket]] = bucket
         if prefetched:
             self._prefetched.add(bucket)
             self._prefetched_bytes += self.sizes[bucket]
 
-    def _count_accessed(self, bucket: int) -> None:
+    def _stop_counting(self, bucket: int) -> None:
+        """A bucket is accessed, evicted or invalid: it no longer counts in the limit."""
         if bucket in self._prefetched:
             self._prefetched.remove(bucket)
             self._prefetched_bytes -= self.sizes[bucket]

@@ -1,7 +1,7 @@
 """A parameter as the engine knows it: its local shape, the whole tensors in which its elements sit,
 and the unit with which it is gathered.
 
-Those of a run come from ``params.py``, those of a user's model from its modules. An example, with
+Those of a run come from ``model/plan``, those of a user's model from its modules. An example, with
 hidden size 64, 8 heads of 8 dims, 8 key/value heads and tp 2: rank 1 holds ``qkv_proj`` of shape
 [96, 64]. It has three *slices*: its rows 0-31 are rows 32-63 of HuggingFace's ``q_proj``, its rows
 32-63 the same rows of ``k_proj``, its rows 64-95 those of ``v_proj``. A shard of the engine is any

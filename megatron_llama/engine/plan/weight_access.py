@@ -1,5 +1,6 @@
-"""Which weights a rank reads, in which order: one list of weight accesses, made from the actions of
-its pipeline schedule."""
+"""An entry of the list that says which weights a rank reads, in which order. The trainer makes the
+list of its pipeline schedule (``pipeline/plan/stage_accesses.py``); for a user's model it is
+recorded (``engine/shard/order.py``)."""
 
 from __future__ import annotations
 

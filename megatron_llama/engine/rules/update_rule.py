@@ -298,14 +298,14 @@ class AdamW(UpdateRule):
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
         shard = self._shards[bucket]
-        c = self._groups[shard.kind.group]
+        options = self._groups[shard.kind.group]
         master = self._masters[bucket]
         state = self._states[bucket]
-        decay = c.weight_decay if shard.kind.decay else 0.0
+        decay = options.weight_decay if shard.kind.decay else 0.0
         first, second = self._moments[bucket]
         if not runs_kernels(master.device, master.dtype):
             if all(tensor.dtype == master.dtype for tensor in state.values() if tensor.dim()):
-                adamw_step(master, grad, state, c, decay=decay, scale=scale, skip=skip, lr=lr)
+                adamw_step(master, grad, state, options, decay=decay, scale=scale, skip=skip, lr=lr)
             else:
                 rounded_adamw_step(
                     master,
@@ -313,7 +313,7 @@ class AdamW(UpdateRule):
                     first,
                     second,
                     state["step"],
-                    c,
+                    options,
                     decay=decay,
                     scale=scale,
                     skip=skip,
@@ -334,10 +334,10 @@ class AdamW(UpdateRule):
             scale=scale,
             skip=skip,
             lr=lr,
-            beta1=c.adam_beta1,
-            beta2=c.adam_beta2,
+            beta1=options.adam_beta1,
+            beta2=options.adam_beta2,
             decay=decay,
-            eps=c.adam_eps,
+            eps=options.adam_eps,
             tables=self._tables,
         )
         return CompletedFuture()

@@ -63,7 +63,7 @@ def head_loss(
     rows [padded_vocab / tp, h] of the head, and the handle that the weight gradient was written to.
 
     labels and weights are [s, b]; without weights no gradients are computed. x, contiguous, is
-    overwritten by its gradient. Whoever begins the backward pass calls ``done`` on the handle,
+    overwritten by its gradient. The backward pass calls ``grad_written`` on the handle,
     which is None where the weight is not trained. At most ``chunk`` logits are computed at once, of
     ``head_rows`` tokens. With a ``cap`` they are ``soft_capped``."""
     unsharded = wait_unsharded(weight)

@@ -31,8 +31,8 @@ def empty_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device="meta"))
 
 
-WEIGHTS = 6
-"""Arguments of ``_Linear`` before its first weight."""
+FIRST_WEIGHT = 6
+"""Position of the first weight among the arguments of ``_Linear``."""
 
 
 class _Linear(torch.autograd.Function):
@@ -59,13 +59,14 @@ class _Linear(torch.autograd.Function):
         biases = parameters[count:] or (None,) * count
         # Only weight gradients read the input: frozen weights keep none.
         sources = (x,) if recompute is None else recompute.sources
-        trained = any(ctx.needs_input_grad[WEIGHTS : WEIGHTS + count])
+        trained = any(ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + count])
         ctx.save_for_backward(*weights, *(sources if trained else ()))
         ctx.make_input = None if recompute is None else recompute.function
         ctx.tp = tp
         ctx.column = column
         ctx.sequence = sequence
         if sequence:
+            # Before the weights are waited for: their own gathers may run meanwhile.
             x, gathering = autograd.start_all_gather(x, tp, async_op=False)
             gathering.wait()
         ctx.unsharded = []
@@ -85,8 +86,8 @@ class _Linear(torch.autograd.Function):
         weights = ctx.saved_tensors[:count]
         sources = ctx.saved_tensors[count:]
         needs_x = ctx.needs_input_grad[0]
-        needs_weights = ctx.needs_input_grad[WEIGHTS : WEIGHTS + count]
-        needs_biases = ctx.needs_input_grad[WEIGHTS + count :]
+        needs_weights = ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + count]
+        needs_biases = ctx.needs_input_grad[FIRST_WEIGHT + count :]
         grads = grad.split_with_sizes([len(weight) for weight in weights], dim=-1)
         handles: list[ParamHandle | None] = [read.handle for read in ctx.unsharded]
         write_gradients = partial(_weight_gradients, handles, grads, needs_weights)
@@ -161,7 +162,7 @@ def _weight_gradients(
 ) -> list[Tensor | None]:
     """Compute ``_weight_gradient`` for each weight that needs it."""
     found: list[Tensor | None] = [None] * len(handles)
-    # The last one first: buckets are filled in the order in which backward passes come by.
+    # The last one first: buckets are filled, and share slots, in the order of backward.
     for index in reversed(range(len(handles))):
         if needed[index]:
             found[index] = _weight_gradient(handles[index], grads[index], x)

@@ -73,7 +73,7 @@ def split_layers(
     """The blocks of each stage: as listed in ``explicit``, or equal shares of which the first and
     the last stage give up ``first`` and ``last`` blocks.
 
-    The caller has checked that the numbers fit (``checks/parallel.py``)."""
+    The caller has checked that the numbers fit (``train/setup/checks/parallel.py``)."""
     share = (layers + first + last) // stages
     counts = list(explicit) or [
         share - (first if s == 0 else 0) - (last if s == stages - 1 else 0) for s in range(stages)
@@ -313,6 +313,8 @@ class Shapes:
         weight = ParamSpec(f"{name}.weight", (hidden, local), (part,), decay=True, stage=self.stage)
         if not bias:
             return (weight,)
+        # As a norm's weight: all tp ranks hold it, and with sequence parallelism each adds it to
+        # its part of the sequence.
         return weight, self._norm(f"{name}.bias", f"{theirs}.bias")
 
     @property
@@ -341,7 +343,7 @@ class Shapes:
 
 
 def has_tied_head(model: ModelConfig) -> bool:
-    """Whether the embedding is the output head. That of a reward model is an embedding alone."""
+    """Whether the embedding is the output head too. A reward model has a score instead."""
     return model.tie_word_embeddings and not model.num_labels
 
 

@@ -54,14 +54,14 @@ def unit_weight_accesses(
     first = 0
     for stage, specs in zip(partition.stages_of(rank), units, strict=True):
         numbers = tuple(range(first, first + len(specs)))
-        unread = max(1, _frozen_start(specs)) if stage == 0 else 0
+        unread = max(1, _leading_frozen_units(specs)) if stage == 0 else 0
         forward[stage] = numbers
         backward[stage] = numbers[unread:][::-1]
         first += len(specs)
     return forward, backward
 
 
-def _frozen_start(specs: Sequence[UnitSpec]) -> int:
+def _leading_frozen_units(specs: Sequence[UnitSpec]) -> int:
     """Returns how many units come before the first with a trainable parameter."""
     return next(
         (index for index, unit in enumerate(specs) if any(spec.trainable for spec in unit.params)),

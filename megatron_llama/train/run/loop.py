@@ -62,7 +62,7 @@ def train(built: BuiltRun) -> TrainResult:
     recorder = built.mesh.recorder
     training = run.config.training
     clip_grad = run.config.optimizer.clip_grad
-    # The first is that of all parameters of which --param-group says nothing.
+    # The first group has all parameters that no --param-group names.
     groups = param_groups(run.config).configs
     logged = logged_group(run.config)
 
