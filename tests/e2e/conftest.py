@@ -18,6 +18,7 @@ from megatron_llama.data.corpus import python_documentation
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.watch import Watch
+from megatron_llama.train.api import train
 
 from tests.e2e.product import EVALUATED, LAYOUTS, VOCAB_SIZE, Product, Refuse
 from tests.launcher import Launcher, torchrun
@@ -84,7 +85,7 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     def said(argv: Sequence[object], *, code: int, processes: int = 1) -> str:
         if processes > 1:
-            monkeypatch.setattr("megatron_llama.train.api.train.join", met)
+            monkeypatch.setattr(train, "join", met)
             for name, value in torchrun(processes, 1)(0).items():
                 monkeypatch.setenv(name, value)
         assert main([str(word) for word in argv]) == code

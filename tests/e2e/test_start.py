@@ -12,6 +12,7 @@ import pytest
 from megatron_llama.cli import main
 from megatron_llama.config.schema import LogConfig
 from megatron_llama.metrics.tensorboard import TensorBoard
+from megatron_llama.train.api.common import snapshots
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.checkpoint.model_folders.test_hf import tensors
@@ -193,7 +194,7 @@ def test_a_tokenizer_that_is_only_a_name(
 ) -> None:
     """Scripts may name one of the hub's (tests/e2e/test_hub.py); it needs the hub's package, and what lies in a folder is a path."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_llama.train.api.common.snapshots.find_spec", lambda name: None)
+    monkeypatch.setattr(snapshots, "find_spec", lambda name: None)
     (tmp_path / "here").mkdir()
     name = "meta-llama/Llama-2-7b-hf"
     assert main(product.command(tokenizer_name_or_path=name)) == 2

@@ -19,6 +19,7 @@ from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.train.commands import evaluate
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -166,12 +167,12 @@ def test_tasks_need_an_extra_and_go_with_nothing_else(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["evaluate", "--load", str(trained.hf), "--tasks", "hellaswag"]
-    monkeypatch.setattr("megatron_llama.train.commands.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
     assert main(command) == 2
     assert (
         capsys.readouterr().err == "error: --tasks: got no package lm_eval, expected it installed; pip install '.[lm-eval]' in the clone\n"
     )
-    monkeypatch.setattr("megatron_llama.train.commands.evaluate.find_spec", lambda name: True)
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: True)
     for given, says in (
         (("--text", "x", "--eval-iters", "1"), "--text, --eval-iters: got given with --tasks"),
         (("--limit", "2.5"), "--limit: got 2.5, expected a number of questions, or a share of them below 1"),
