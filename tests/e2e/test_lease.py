@@ -42,6 +42,10 @@ def test_a_second_start_is_refused_and_one_that_steals_ends_the_first(
     assert refused.err.startswith(f"error: --save {tmp_path}: got a run that writes there ({holder}") and refused.err.count("\n") == 1
     done = len(steps(tmp_path))
     first.until(lambda: len(steps(tmp_path)) > done)
+    wrong = product.start(layout, **options, steal_save=True, tensor_model_parallel_size=3).wait()
+    assert set(wrong.codes) == {2} and "taken over" not in wrong.out, "who cannot run takes a folder from nobody"
+    done = len(steps(tmp_path))
+    first.until(lambda: len(steps(tmp_path)) > done)
     thief = product.start(layout, **options, steal_save=True)
     ended = first.wait()
     assert set(ended.codes) == {1}

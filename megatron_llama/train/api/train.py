@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 
+from megatron_llama.checkpoint import checkpoint_dir
 from megatron_llama.checkpoint.background import in_background
 from megatron_llama.checkpoint.lease import Lease, leasing
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.object_collectives import on_rank0
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.join import join, this_place
@@ -31,7 +33,14 @@ from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.loop import train as run_steps
 from megatron_llama.train.run.result import TrainResult
-from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, TEXT, ready_of
+from megatron_llama.train.setup.deciders import (
+    CONFIGURATION,
+    OUTPUTS,
+    SAMPLES,
+    TEXT,
+    ready_of,
+    refuse_wrong_words,
+)
 from megatron_llama.train.setup.draft import Decider, Draft
 from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.inputs import Ready
@@ -154,7 +163,7 @@ def run_training(
         in_background(place, wanted=forks) as background,
     ):
         follower.begin()
-        deciders = (*CONFIGURATION, *reads, *SAMPLES, *OUTPUTS)
+        deciders = (*reads, *SAMPLES, *OUTPUTS)
         with set_up(parsed, place, deciders, lease, needs_data=needs_data) as (draft, mesh):
             ready = ready_of(draft)
             if complete is not None:
@@ -169,26 +178,37 @@ def run_training(
 def set_up(
     parsed: Parsed,
     place: Place,
-    deciders: Sequence[Decider],
+    deciders: Sequence[Decider] = (),
     lease: Lease | None = None,
     *,
     needs_data: bool = True,
 ) -> Iterator[tuple[Draft, Mesh]]:
-    """A section with everything that the deciders decide, and the mesh for it; rank 0 prints what
-    was decided. Inside, the death of a rank becomes an error that names it. ``lease``, if given, is
-    taken. Collective. Raises UserError."""
+    """A section with a configuration, with everything that ``deciders`` decide behind it, and with
+    the mesh for it; rank 0 prints what was decided. Inside, the death of a rank becomes an error
+    that names it. ``lease``, if given, is taken. Collective. Raises UserError."""
     parallel = _joinable(parsed.get(ParallelConfig))
     timeout = 60 * parallel.distributed_timeout_minutes
     fixed = parsed.get(TrainingConfig).deterministic_mode
     with devices.deterministic(wanted=fixed), watched(place, timeout) as watch:
+        if place.world_size > 1 and not place.joined:
+            # What is wrong in the words alone is said before anybody waits for another process.
+            refuse_wrong_words(parsed, place.world_size, needs_data=needs_data)
         world, device = join(parallel, place, watch)
+        begun = Draft(parsed, launched_processes(place, world), needs_data)
+        save = parsed.get(CheckpointConfig).save if lease is not None else None
+        present = on_rank0(lambda: saved_in(save), world)
+        draft = decide(begun, CONFIGURATION)
         if lease is not None:
-            # Before it is looked up what the run goes on from: another one may have been saving.
+            # A run that cannot begin takes the folder from nobody: everything is refused before.
             lease.take(world)
-            for line in lease.notes:
-                print(f" {line}", flush=True)
-        processes = launched_processes(place, world)
-        draft = decide(Draft(parsed, processes, needs_data), deciders)
+            if on_rank0(lambda: saved_in(save), world) != present:
+                # The run before has saved meanwhile, and this one goes on from there.
+                draft = decide(begun, CONFIGURATION)
+        if world.rank == 0:
+            notes = lease.notes if lease is not None else ()
+            _print_lines((*notes, *draft.notes), draft.warnings)
+        known = draft
+        draft = decide(draft, deciders)
         config = draft.config
         mesh = build_mesh(
             config,
@@ -199,10 +219,22 @@ def set_up(
             world=world,
         )
         if mesh.rank == 0:
-            warnings = (*draft.warnings, *_slow_choices(config, mesh, place))
-            for line in (*draft.notes, *(f"warning: {text}" for text in warnings)):
-                print(f" {line}", flush=True)
+            warnings = (*draft.warnings[len(known.warnings) :], *_slow_choices(config, mesh, place))
+            _print_lines(draft.notes[len(known.notes) :], warnings)
         yield draft, mesh
+
+
+def saved_in(save: str | None) -> tuple[str, ...]:
+    """Name the checkpoints of a folder, the one that a run would go on from first."""
+    if save is None:
+        return ()
+    latest = checkpoint_dir.latest(save)
+    return (str(latest), *map(str, checkpoint_dir.complete(save).values()))
+
+
+def _print_lines(notes: Iterable[str], warnings: Iterable[str]) -> None:
+    for line in (*notes, *(f"warning: {text}" for text in warnings)):
+        print(f" {line}", flush=True)
 
 
 def _joinable(parallel: ParallelConfig) -> ParallelConfig:

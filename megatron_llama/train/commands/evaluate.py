@@ -228,9 +228,8 @@ def _measure(run: Parsed, options: EvaluateConfig) -> None:
     or on the samples that --eval-iters leaves."""
     from megatron_llama.launch.join import this_place
     from megatron_llama.train.api.train import set_up
-    from megatron_llama.train.setup.deciders import CONFIGURATION
 
-    with set_up(run, this_place(), CONFIGURATION) as (draft, mesh):
+    with set_up(run, this_place()) as (draft, mesh):
         from megatron_llama.train.run.forward import evaluate_only
         from megatron_llama.train.setup.inputs import stream_samples
 
@@ -301,9 +300,8 @@ def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer)
     """Join the other processes, and print the results of --tasks."""
     from megatron_llama.launch.join import this_place
     from megatron_llama.train.api.train import set_up
-    from megatron_llama.train.setup.deciders import CONFIGURATION
 
-    with set_up(run, this_place(), CONFIGURATION, needs_data=False) as (draft, mesh):
+    with set_up(run, this_place(), needs_data=False) as (draft, mesh):
         from megatron_llama.checkpoint.failures import writing
         from megatron_llama.engine.comm.object_collectives import on_rank0
         from megatron_llama.files import replace_file

@@ -20,15 +20,19 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_llama.checkpoint.storage_paths import is_remote
-from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig, ModelConfig
+from megatron_llama.config.sections import config_sections
 from megatron_llama.data.stream_places import seek
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.plan.buckets import AUTO
-from megatron_llama.errors import CheckpointError
+from megatron_llama.errors import CheckpointError, ConfigError, listing
 from megatron_llama.hooks import layouts
 from megatron_llama.metrics.trackers import require_trackers
 from megatron_llama.registry import imported
 from megatron_llama.train.setup.carried_files import carried_files
 from megatron_llama.train.setup.checks.model import require_language_model
+from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.train.setup.draft import By, Draft, Need, decides, refuses
 from megatron_llama.train.setup.inputs import (
     TRAINING,
@@ -51,7 +55,10 @@ from megatron_llama.train.setup.start import (
     compare,
     find_start,
     loaded_model,
+    refuse_other_words,
     require_new_folder,
+    said_by_source,
+    seen_soon,
     with_pad_embedding_as_before,
 )
 from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabulary
@@ -61,6 +68,15 @@ from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabula
 def refuse_missing_packages(draft: Draft) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
     require_trackers(draft.parsed.get(LogConfig))
+
+
+@refuses(needs=Need.FILES, by=By.RANK_0)
+def refuse_used_folder(draft: Draft) -> None:
+    """Raise CheckpointError if a run that loads nothing would save among checkpoints. Of one that
+    loads something ``decide_start`` refuses it."""
+    options = draft.parsed.get(CheckpointConfig)
+    if options.load is None:
+        require_new_folder(options)
 
 
 @decides("start", needs=Need.FILES, by=By.RANK_0)
@@ -78,6 +94,12 @@ def decide_model(draft: Draft) -> Draft:
     trained = loaded_model(draft.start, draft.parsed)
     config = assemble(draft.parsed, trained=trained)
     return replace(draft, trained=trained, config=config, notes=draft.parsed.notes)
+
+
+@decides("source", needs=Need.FILES, by=By.RANK_0)
+def decide_source(draft: Draft) -> Draft:
+    """Note what the folder of the first weights says, as rank 0 sees it."""
+    return replace(draft, source=said_by_source(draft.start, draft.parsed))
 
 
 @decides("config", "notes", needs=Need.WORDS, by=By.RANK_0)
@@ -114,27 +136,38 @@ def derive(draft: Draft) -> Draft:
 
 
 @refuses(needs=Need.FILES, by=By.EACH_RANK)
-def refuse_unseen_start(draft: Draft) -> None:
-    """Raise CheckpointError if this rank does not see the folder that rank 0 has found. Each rank
-    reads its part of the weights there."""
+def refuse_other_source(draft: Draft) -> None:
+    """Raise CheckpointError unless this rank sees the folder of the first weights that rank 0 has
+    found. Each rank reads its part of the weights there: tensors of another model would be taken
+    for parts of this one's."""
     start = draft.start
-    if start is None or is_remote(start.path) or start.path.exists():
-        return
-    raise CheckpointError(
-        f"--load {start.path}",
-        got="no such folder on this machine",
-        expected="the folder that rank 0 has found",
-        do="put it where all machines see it under this name, or copy it to each of them",
-    )
+    if start is not None and not is_remote(start.path) and not seen_soon(start.path):
+        raise CheckpointError(
+            f"--load {start.path}",
+            got="no such folder on this machine",
+            expected="the folder that rank 0 has found",
+            do="put it where all machines see it under this name, or copy it to each of them",
+        )
+    refuse_other_words(said_by_source(start, draft.parsed), draft.source)
 
 
 @decides("config", needs=Need.WORDS, by=By.EACH_RANK)
-def use_own_folders(draft: Draft) -> Draft:
-    """Put this rank's own words for folders and files in the place of rank 0's: a dataset, a
-    snapshot of the hub or a cache may be elsewhere on each machine."""
-    data = draft.parsed.get(DataConfig)
-    checkpoint = draft.parsed.get(CheckpointConfig)
-    return replace(draft, config=replace(draft.config, data=data, checkpoint=checkpoint))
+def use_own_machine(draft: Draft) -> Draft:
+    """Put this rank's own words in the place of rank 0's where they are about its machine: a
+    dataset, a snapshot of the hub or a cache may be elsewhere on each, and processors have other
+    numbers."""
+    parsed = draft.parsed
+    config = draft.config
+    offload = replace(config.offload, offload_cores=parsed.get(OffloadConfig).offload_cores)
+    log = replace(config.log, profile_dir=parsed.get(LogConfig).profile_dir)
+    own = replace(
+        config,
+        data=parsed.get(DataConfig),
+        checkpoint=parsed.get(CheckpointConfig),
+        offload=offload,
+        log=log,
+    )
+    return replace(draft, config=own)
 
 
 @decides("vocabulary", "config", needs=Need.FILES, by=By.EACH_RANK)
@@ -186,15 +219,6 @@ def read_text(draft: Draft) -> Draft:
         share=(world.rank, world.size),
     )
     return replace(draft, reading=Reading(source, vocabulary.tokenizer))
-
-
-@refuses(needs=Need.FILES, by=By.RANK_0)
-def refuse_used_folder(draft: Draft) -> None:
-    """Raise CheckpointError if a run that loads nothing would save among checkpoints. Of one that
-    loads something ``decide_start`` has refused it."""
-    options = draft.config.checkpoint
-    if options.load is None:
-        require_new_folder(options)
 
 
 @decides("training", needs=Need.FILES, by=By.ALL_TOGETHER)
@@ -272,6 +296,21 @@ def refuse_unwritable_outputs(draft: Draft) -> None:
     require_outputs(draft.config)
 
 
+def refuse_wrong_words(parsed: Parsed, count: int, *, needs_data: bool) -> None:
+    """Raise ConfigError for what is wrong in the words, whatever files say: all of it that can be
+    known without them. Each of ``count`` processes calls it before they have met, and raises the
+    same."""
+    options = parsed.get(CheckpointConfig)
+    if options.load is None and options.init_from_hf is None and not is_layout_open(parsed):
+        check(assemble(parsed), count, needs_data=needs_data)
+        return
+    # The model's fields come from a folder, and much follows from them.
+    sections = (section for section in config_sections() if section is not ModelConfig)
+    problems = [problem for section in sections for problem in value_problems(parsed.get(section))]
+    if problems:
+        raise ConfigError(listing(f"This configuration cannot run on {count} processes:", problems))
+
+
 def ready_of(draft: Draft) -> Ready:
     """Return the run for which everything has been decided."""
     reading = draft.reading
@@ -297,12 +336,14 @@ MODEL = (decide_start, decide_model)
 
 CONFIGURATION = (
     refuse_missing_packages,
+    refuse_used_folder,
     *MODEL,
     decide_padding,
     decide_layout,
     derive,
-    refuse_unseen_start,
-    use_own_folders,
+    decide_source,
+    refuse_other_source,
+    use_own_machine,
     decide_vocabulary,
     compare_with_start,
     decide_by_device_memory,
@@ -313,7 +354,6 @@ TEXT = (read_text,)
 """What ``pretrain`` reads."""
 
 SAMPLES = (
-    refuse_used_folder,
     open_training,
     decide_position,
     decide_length,

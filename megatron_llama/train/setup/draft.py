@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_llama.config.schema import Config, ModelConfig
     from megatron_llama.data.loader import Samples
     from megatron_llama.train.setup.inputs import Reading
-    from megatron_llama.train.setup.start import Start
+    from megatron_llama.train.setup.start import Source, Start
     from megatron_llama.train.setup.vocabulary import Vocabulary
 
 UNDECIDED: Any = object()
@@ -38,6 +38,8 @@ class Draft:
     """What --load names; None: the run begins with other weights."""
     trained: ModelConfig | None = UNDECIDED
     """The model of ``start``."""
+    source: Source = UNDECIDED
+    """What the folder of the first weights says of itself."""
     config: Config = UNDECIDED
     vocabulary: Vocabulary = UNDECIDED
     reading: Reading = UNDECIDED

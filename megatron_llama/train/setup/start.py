@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +45,7 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.engine.options import EIGHT_BIT
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError, ConfigError
+from megatron_llama.model.hf import read_hf_config
 from megatron_llama.model.init import ResizedEmbeddings, WithScore
 from megatron_llama.model.plan.params import padding_idx
 from megatron_llama.model.plan.run_params import trains_embedding
@@ -251,6 +253,53 @@ def loaded_model(start: Start | None, parsed: Parsed) -> ModelConfig | None:
     if start.native or data.tokenizer_model is None or vocab_size:
         return start.model(vocab_size=vocab_size)
     return start.model(tokens=load_tokenizer(data.tokenizer_model, data.tokenizer_type).vocab_size)
+
+
+Source = ModelConfig | bytes | None
+"""What a folder of weights says of itself: a checkpoint of ours its META, any other its model."""
+
+
+def said_by_source(start: Start | None, parsed: Parsed) -> Source:
+    """Read what the folder of the first weights says of itself on this rank's disk; None if the
+    weights come from the seed. Raises CheckpointError or DataError."""
+    if start is not None and start.native:
+        return (start.path / META).read_bytes()
+    if start is not None:
+        return loaded_model(start, parsed)
+    options = parsed.get(CheckpointConfig)
+    if options.init_from_hf is None:
+        return None
+    return read_hf_config(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+
+
+def refuse_other_words(own: Source, first: Source) -> None:
+    """Raise CheckpointError unless a folder says the same to this rank and to rank 0."""
+    if own == first:
+        return
+    names = (
+        [item.name for item in fields(own) if getattr(own, item.name) != getattr(first, item.name)]
+        if isinstance(own, ModelConfig) and isinstance(first, ModelConfig)
+        else []
+    )
+    differing = [
+        f"{name} {getattr(own, name)}, and rank 0 {getattr(first, name)}" for name in names
+    ]
+    raise CheckpointError(
+        "the folder of the first weights",
+        got=", ".join(differing) or "another checkpoint on this machine than on that of rank 0",
+        expected="the same on all machines",
+        do="put it where all machines see it, or copy the same one to each of them",
+    )
+
+
+def seen_soon(path: Path) -> bool:
+    """Whether a folder is there, or comes to be seen within seconds: a machine may know a state of
+    a shared folder that is some seconds old."""
+    for pause in (0.5, 1.0, 2.0, 0.0):
+        if path.exists():
+            return True
+        time.sleep(pause)
+    return False
 
 
 def _resizable_model(start: Start) -> ModelConfig:

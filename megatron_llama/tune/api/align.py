@@ -13,7 +13,7 @@ from megatron_llama.train.api.train import SECTIONS as TRAINING
 from megatron_llama.train.api.train import run_and_leave, run_training, set_up
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.result import TrainResult, untrained
-from megatron_llama.train.setup.deciders import CONFIGURATION, SAMPLES, ready_of
+from megatron_llama.train.setup.deciders import SAMPLES, ready_of
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.inputs import PairInputs
 from megatron_llama.tune.preference.option_problems import valid_options
@@ -78,7 +78,7 @@ def run_alignment(
     pairs = PairInputs()
     if parsed.get(AlignConfig).only_reference_scores:
         place = place or this_place()
-        deciders = (*CONFIGURATION, *pairs.deciders, *SAMPLES)
+        deciders = (*pairs.deciders, *SAMPLES)
         with set_up(parsed, place, deciders, needs_data=False) as (draft, mesh):
             return untrained(pairs.complete(parsed, ready_of(draft), mesh))
     return run_training(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -23,6 +27,7 @@ from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.processes import imagined_processes
 
 from tests.harness import Cluster
+from tests.launcher import ROOT, free_port
 
 Options = Mapping[str, Any]
 RUN = (*CONFIGURATION, *TEXT, *SAMPLES, *OUTPUTS)
@@ -88,6 +93,48 @@ def test_a_checkpoint_that_one_rank_does_not_see(cluster: Cluster, options: Opti
 def test_what_rank_0_refuses_all_raise(cluster: Cluster, options: Options, tmp_path: Path) -> None:
     found = cluster.run(3, refused_on_each, {**options, "load": str(tmp_path / "none"), "global_batch_size": 6}, None)
     assert found[0][0].startswith(f"--load {tmp_path}/none: got no such folder, ") and found == [(found[0][0], True)] * 3
+
+
+MODEL_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def refused_with_own_weights(place: Place, options: Options, folders: Sequence[Path]) -> str:
+    """The error of a run whose ranks have their first weights each in a folder of its own."""
+    with pytest.raises(CheckpointError) as caught:
+        ml.train(options, init_from_hf=folders[place.rank])
+    return str(caught.value)
+
+
+def test_first_weights_of_another_model_on_one_rank(cluster: Cluster, options: Options, tmp_path: Path) -> None:
+    """Their tensors would be taken for parts of those of rank 0's model."""
+    folders = [tmp_path / f"of_{layers}" for layers in (2, 3)]
+    for layers, folder in zip((2, 3), folders, strict=True):
+        ml.train(options, num_hidden_layers=layers, train_iters=1, export_hf=folder)
+    rest = {name: value for name, value in options.items() if name not in MODEL_FIELDS}
+    said = (
+        "rank 1: the folder of the first weights: got num_hidden_layers 3, and rank 0 2, expected the same on all machines; "
+        "put it where all machines see it, or copy the same one to each of them"
+    )
+    assert cluster.run(2, refused_with_own_weights, rest, folders) == [said] * 2
+
+
+def test_another_checkpoint_on_one_rank(options: Options, tmp_path: Path) -> None:
+    """What a rank reads of a checkpoint is held against what rank 0 has read."""
+    ml.train(options, save=tmp_path / "run", train_iters=1)
+    draft = decide(drafted(options, load=tmp_path / "run", save=tmp_path / "run"), CONFIGURATION)
+    assert isinstance(draft.source, bytes)
+    with pytest.raises(CheckpointError, match="another checkpoint on this machine"):
+        start.refuse_other_words(draft.source, draft.source.replace(b"1", b"2"))
+
+
+def test_wrong_words_are_refused_before_the_processes_meet(options: Options, tmp_path: Path) -> None:
+    """A rank that is alone says what is wrong, and does not wait for the others."""
+    (tmp_path / "run.yaml").write_text(json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in options.items()}))
+    for more, says in (([], "--tensor-model-parallel-size: got 3"), (["--load", "somewhere", "--lr", "-1"], "--lr: got -1.0")):
+        command = [sys.executable, "-m", "megatron_llama", "pretrain", "--config", tmp_path / "run.yaml", "--tensor-model-parallel-size", "3", *more]
+        launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **launched}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
 
 
 def drafted(options: Options, **more: Any) -> Draft:

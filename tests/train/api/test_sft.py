@@ -9,7 +9,7 @@ import megatron_llama as ml
 import pytest
 import torch
 from megatron_llama.cli import main
-from megatron_llama.errors import ConfigError
+from megatron_llama.errors import CheckpointError, ConfigError
 from safetensors.torch import load_file
 
 
@@ -57,6 +57,14 @@ def test_what_it_refuses(options: dict[str, object], data: Path, talks: Path, tm
         ml.sft({name: value for name, value in given.items() if name != "train_data"}, data_path=data, neftune_noise_alpha=-1.0)
     with pytest.raises(ConfigError, match="--dtype"):
         ml.merge(tmp_path, tmp_path / "out", dtype="int8")  # type: ignore[arg-type]
+
+
+def test_a_used_folder_is_refused_before_tokens_are_made(options: dict[str, object], data: Path, talks: Path, tmp_path: Path) -> None:
+    given = tuning(options, data, talks)
+    ml.sft(given, save=tmp_path / "run", train_iters=1)
+    with pytest.raises(CheckpointError, match="expected no checkpoint, since --load is not given"):
+        ml.sft(given, save=tmp_path / "run", data_cache_path=tmp_path / "untouched")
+    assert not (tmp_path / "untouched").exists()
 
 
 def test_preprocess(data: Path, tmp_path: Path) -> None:
