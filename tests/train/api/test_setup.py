@@ -21,7 +21,7 @@ from megatron_llama.prove.pool import Place
 from megatron_llama.train.api.common.options import read_options
 from megatron_llama.train.api.train import SECTIONS
 from megatron_llama.train.setup import start
-from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, TEXT
+from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, TEXT, use_own_machine
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need
 from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.processes import imagined_processes
@@ -155,6 +155,12 @@ def test_deciders_fill_what_they_say(options: Options, tmp_path: Path) -> None:
         assert changed <= {*decider.fills}, decider
         filled |= {*decider.fills}
     assert filled == {item.name for item in fields(Draft)} - {"parsed", "processes", "needs_data", "missing"}
+
+
+def test_words_about_a_machine_are_those_of_its_own_rank(options: Options) -> None:
+    first = decide(drafted(options, profile_dir="of_rank_0", data_cache_path="there"), CONFIGURATION)
+    own = use_own_machine.decide(replace(drafted(options, profile_dir="own", data_cache_path="here"), config=first.config))
+    assert (own.config.log.profile_dir, own.config.data.data_cache_path) == ("own", "here")
 
 
 def refusing(error: UserError, need: Need = Need.FILES, *fills: str) -> Decider:
