@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import triton
 from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.rules import schedule_free_kernel
 from megatron_llama.engine.rules.adamw_kernel import adamw
 from megatron_llama.engine.rules.moments import InBytes, Tables
-from megatron_llama.engine.rules.registry import schedule_free_kernel
 from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 from megatron_llama.model.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
 from megatron_llama.model.nn.kernels.head_norm import norm_heads, norm_heads_backward

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.engine.plan.buckets import BucketKind
-from megatron_llama.engine.rules.registry import schedule_free
+from megatron_llama.engine.rules import schedule_free
 from megatron_llama.engine.rules.schedule_free import ScheduleFreeAdamW
 from megatron_llama.engine.rules.update_rule import Shard
 
