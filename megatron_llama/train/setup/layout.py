@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe
+from megatron_llama.option import left_out, section
 
 
+@section(changes="messages", small=left_out("a layout is given"))
 @dataclass(frozen=True)
 class AutoParallelConfig:
     """Let the planner choose the layout; with --dry-run it is only printed."""
