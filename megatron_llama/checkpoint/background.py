@@ -155,8 +155,10 @@ class BackgroundSaver:
         The copies are complete on return: then training may change the tensors."""
         assert not self.full, "collect an outcome first"
         if self._buffers is None:
-            self._send((_outlines(plan.parts), plan.index, plan.room))
+            # Before the process hears of it: whoever comes first makes the memory as large as that,
+            # and the process may be held to smaller files than its rank.
             self._buffers = SharedBuffers(self._memory, plan.parts)
+            self._send((_outlines(plan.parts), plan.index, plan.room))
             self._room = plan.room
             for device in {part.tensor.device for part in plan.parts}:
                 self._buffers.pin(device)
