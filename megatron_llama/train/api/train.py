@@ -239,7 +239,7 @@ def _print_lines(notes: Iterable[str], warnings: Iterable[str]) -> None:
 
 def _joinable(parallel: ParallelConfig) -> ParallelConfig:
     """Return the options with which the processes can meet. A timeout that cannot be one is refused
-    with all other problems, when they have met."""
+    with all other problems, and not here."""
     minutes = parallel.distributed_timeout_minutes
     return parallel if 0 < minutes < inf else ParallelConfig()
 

@@ -148,7 +148,9 @@ def refuse_other_source(draft: Draft) -> None:
             expected="the folder that rank 0 has found",
             do="put it where all machines see it under this name, or copy it to each of them",
         )
-    refuse_other_words(said_by_source(start, draft.parsed), draft.source)
+    init = draft.parsed.get(CheckpointConfig).init_from_hf
+    where = f"--load {start.path}" if start is not None else f"--init-from-hf {init}"
+    refuse_other_words(where, said_by_source(start, draft.parsed), draft.source)
 
 
 @decides("config", needs=Need.WORDS, by=By.EACH_RANK)

@@ -272,8 +272,9 @@ def said_by_source(start: Start | None, parsed: Parsed) -> Source:
     return read_hf_config(options.init_from_hf, ignored=options.ignore_hf_config_fields)
 
 
-def refuse_other_words(own: Source, first: Source) -> None:
-    """Raise CheckpointError unless a folder says the same to this rank and to rank 0."""
+def refuse_other_words(where: str, own: Source, first: Source) -> None:
+    """Raise CheckpointError unless a folder says the same to this rank and to rank 0. ``where``
+    names it."""
     if own == first:
         return
     names = (
@@ -285,7 +286,7 @@ def refuse_other_words(own: Source, first: Source) -> None:
         f"{name} {getattr(own, name)}, and rank 0 {getattr(first, name)}" for name in names
     ]
     raise CheckpointError(
-        "the folder of the first weights",
+        where,
         got=", ".join(differing) or "another checkpoint on this machine than on that of rank 0",
         expected="the same on all machines",
         do="put it where all machines see it, or copy the same one to each of them",

@@ -112,7 +112,7 @@ def test_first_weights_of_another_model_on_one_rank(cluster: Cluster, options: O
         ml.train(options, num_hidden_layers=layers, train_iters=1, export_hf=folder)
     rest = {name: value for name, value in options.items() if name not in MODEL_FIELDS}
     said = (
-        "rank 1: the folder of the first weights: got num_hidden_layers 3, and rank 0 2, expected the same on all machines; "
+        f"rank 1: --init-from-hf {folders[1]}: got num_hidden_layers 3, and rank 0 2, expected the same on all machines; "
         "put it where all machines see it, or copy the same one to each of them"
     )
     assert cluster.run(2, refused_with_own_weights, rest, folders) == [said] * 2
@@ -124,7 +124,7 @@ def test_another_checkpoint_on_one_rank(options: Options, tmp_path: Path) -> Non
     draft = decide(drafted(options, load=tmp_path / "run", save=tmp_path / "run"), CONFIGURATION)
     assert isinstance(draft.source, bytes)
     with pytest.raises(CheckpointError, match="another checkpoint on this machine"):
-        start.refuse_other_words(draft.source, draft.source.replace(b"1", b"2"))
+        start.refuse_other_words("--load there", draft.source, draft.source.replace(b"1", b"2"))
 
 
 def test_wrong_words_are_refused_before_the_processes_meet(options: Options, tmp_path: Path) -> None:
