@@ -4,8 +4,8 @@
 # From nothing to a trained LLaMA in HuggingFace format:
 # It makes .venv in the clone with the tested versions of all packages, and there it starts
 # `python -m megatron_llama quickstart`, with these options: that trains a tokenizer and a small
-# model on Python's documentation with several processes, prints a sample of text, and exports the
-# model. All files stay in the clone, in runs/quickstart. You may start it again: an interrupted run
+# model on Python's documentation with several processes, prints a sample of text, exports the model,
+# and draws its curves. All files stay in the clone, in runs/quickstart. You may start it again: an interrupted run
 # is resumed, and a finished one is only evaluated and sampled.
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
@@ -13,5 +13,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     exit 0
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash tools/venv.sh hf
+# Without extras: what the quickstart does not need is installed when it is needed.
+bash tools/venv.sh none
+export PYTHONDONTWRITEBYTECODE= # the installation leaves compiling to the first import: what it compiles is kept for the next process
 exec .venv/bin/python -m megatron_llama quickstart "$@"

@@ -101,14 +101,14 @@ _MODULES = MappingProxyType(
         "verify": "converter.api.verify",
     }
 )
-"""Where each of them is defined."""
+"""The module and the name of each export."""
 
 
 class _Package(ModuleType):
     """A package in which a function may be called like a room, as ``train`` is.
 
-    The import of a submodule sets it as an attribute of its package. What users call has the name:
-    rooms are imported by ``from megatron_llama.train...``, which asks for no attribute."""
+    The import of a submodule sets it as an attribute of its package. Here the function keeps the
+    name: rooms are imported by ``from megatron_llama.train...``, which asks for no attribute."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _MODULES and isinstance(value, ModuleType)):

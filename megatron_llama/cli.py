@@ -42,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         raise
     finally:
-        # Commands leave the process group themselves (``watched``); what it held goes now, when
-        # their variables are gone. Who joins it has loaded this module. It is not imported here:
-        # Control-C may have ended the import of torch halfway, and then a second one fails.
+        # Commands leave the process group themselves (``watched``). Its resources are released now,
+        # when the commands' variables are gone. A process that joined a group has loaded this
+        # module. It is not imported here: Control-C may have ended the import of torch halfway, and
+        # a second one would fail.
         groups = sys.modules.get("megatron_llama.engine.comm.groups")
         if groups is not None:
             groups.close_mesh()
@@ -95,7 +96,7 @@ def run(words: list[str]) -> int:
 
     words = _with_dry_run_value(_with_names(words, command.positional, command.rest))
     parsed = parse(words, sections, aliases={**MEGATRON, **ALIASES}, owners=_commands_with)
-    dry = any(getattr(part, "dry_run", "no") == "yes" for part in parsed.instances.values())
+    dry = any(getattr(section, "dry_run", "no") == "yes" for section in parsed.instances.values())
     only_planned = dry or name in ("plan", "prove")
     parsed = with_folders(parsed, planned=only_planned, weights=name != "plan")
     if launched_rank() == "0" and not command.logs_notes:
@@ -105,7 +106,7 @@ def run(words: list[str]) -> int:
 
 
 def _commands_with(option: str) -> list[str]:
-    """The commands that have an option of this name."""
+    """Return the commands that have an option of this name."""
     return [
         name
         for name, command in COMMANDS.items()
@@ -134,7 +135,7 @@ def _with_dry_run_value(words: list[str]) -> list[str]:
 
 
 def overview() -> str:
-    """The text of ``--help`` without a command."""
+    """Return the text of ``--help`` without a command."""
     lines = [
         "usage: python -m megatron_llama COMMAND [--config FILE.yaml] [--option value ...]",
         "",

@@ -1,5 +1,5 @@
-"""What users can get wrong. Every message says which field, file or rank, what was found, what was
-expected, and the remedy."""
+"""Errors that users can cause. Every message names the field, file or rank, the value found, the
+value expected, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import isqrt
 
 _TRIED = 1_000_000
-"""So many divisors are tried."""
+"""The number of divisors that are tried."""
 
 
 class UserError(ValueError):
@@ -70,19 +70,19 @@ def describe(where: object, *, got: object, expected: object, do: str) -> str:
 
 
 def listing(title: str, problems: Iterable[str]) -> str:
-    """A title and one problem per line, so that a user mends everything in one go."""
+    """Return a title and one problem per line, so that a user mends everything in one go."""
     return "\n".join([title, *(f"  - {problem}" for problem in problems)])
 
 
 def counted(count: int, thing: str, things: str = "") -> str:
-    """``1 token``, ``7 tokens``, ``1,200 tokens``. ``things``: the plural, if an s does not make
-    it."""
+    """Return ``1 token``, ``7 tokens``, ``1,200 tokens``. ``things``: the plural, if not by an
+    s."""
     return f"{count:,} {thing if count == 1 else things or thing + 's'}"
 
 
 def nearest_divisors(whole: int, value: int) -> str:
-    """The divisors of ``whole`` next to ``value``, below and above, as a remedy says them: ``2 or
-    4``. Both numbers are positive. Of numbers beyond 10**12 these are divisors near it."""
+    """Return the divisors of ``whole`` next below and above ``value``, for a remedy: ``2 or 4``.
+    Both numbers are positive. For numbers beyond 10**12 they are divisors near it."""
     # A divisor beyond the root has a partner below it.
     small = [n for n in range(1, min(isqrt(whole), _TRIED) + 1) if whole % n == 0]
     divisors = sorted({*small, *(whole // n for n in small)})
@@ -92,7 +92,6 @@ def nearest_divisors(whole: int, value: int) -> str:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The positive multiples of ``unit`` next to ``value``, in the words of a remedy:
-    ``96 or 128``."""
+    """Return the positive multiples of ``unit`` next to ``value``, for a remedy: ``96 or 128``."""
     below = max(value, 0) // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n > 0)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, *, temporary: Path | None = None, synced: bool = False) -> Iterator[Path]:
-    """A section that writes a file under the temporary name it is given. The file replaces ``path``
-    when the section ends, and is removed when it raises.
+    """Yield a temporary name under which the section writes a file. The file replaces ``path`` when
+    the section ends, and is removed when it raises.
 
-    Two processes that replace the same file each write their own ``temporary``, unless it is given:
-    a name that others know, in the same folder. With ``synced`` the content is on the disk before
+    Two processes that replace the same file each write their own ``temporary``. One that is given
+    is a name in the same folder that others know. With ``synced`` the content is on the disk before
     the file gets its name: a crash of the machine cannot leave an empty file there."""
     if temporary is None:
         temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")

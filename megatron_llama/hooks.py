@@ -1,9 +1,9 @@
-"""What the rooms hang into the trainer and into the command line.
+"""Extensions of the trainer and the command line by the rooms.
 
-Each room of ``ROOMS`` has a file ``hooks.py``, which says what the room offers: as text
-(``room.module:name``), so that it costs nothing to read. It is read when something is asked for,
-and what it names is imported when it is used. So no room imports one that stands behind it, and a
-run loads none that it does not need."""
+Each room of ``ROOMS`` has a file ``hooks.py``. It names the room's offers as text
+(``room.module:name``), which is cheap to read. The file is read when something is asked for, and an
+offer is imported when it is used. So no room imports one that stands behind it, and a run loads
+none that it does not need."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOMS = ("train", "planner", "converter", "tune", "prove")
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command is found. Its module is imported only if the command runs, so that --help
-    does not wait for torch."""
+    """The place of a command. Its module is imported only if the command runs, so that --help does
+    not wait for torch."""
 
     module: str
     function: str
@@ -31,19 +31,20 @@ class Command:
     positional: tuple[str, ...] = ()
     """Options whose values may follow the command in this order, without their names."""
     words: str = "[--config FILE.yaml] [--option value ...]"
-    """What follows the command on its line of usage."""
+    """The words behind the command on its line of usage."""
 
     logs_notes: bool = False
-    """The log of its run has the notes of its options; of other commands they are complaints."""
+    """Whether the log of its run has the notes of its options. Other commands print them as
+    complaints."""
 
     rest: str = ""
     """An option of several values that takes all words before the first flag."""
 
     listed: int = 1000
-    """Commands stand in --help in the order of these numbers."""
+    """The place of the command in --help, which is sorted by these numbers."""
 
     def options(self) -> tuple[type[Any], ...]:
-        """The sections of its options."""
+        """Return the sections of its options."""
         sections = imported(self.sections)
         return sections if isinstance(sections, tuple) else (sections,)
 
@@ -53,49 +54,49 @@ class Format:
     """A format of model folders that another program writes."""
 
     opened: str
-    """Opens a folder: an ``OpenFolder`` of ``checkpoint/model_folders/formats.py``."""
+    """The opener of a folder: an ``OpenFolder`` of ``checkpoint/model_folders/formats.py``."""
     files: str
-    """Returns the files from which the weights of a folder are read: of its path."""
+    """A function from a folder's path to the files from which its weights are read."""
     kind: str = ""
-    """Says which of several formats with the same files a folder has: of its path."""
+    """A function from a folder's path to its format, where several have the same files."""
     run: str = ""
-    """Opens the run that a folder holds beside the weights, if it holds one: of its path, a
-    ``SavedRun`` of ``checkpoint/model_folders/formats.py`` or None."""
+    """A function from a folder's path to the run that it holds beside the weights: a ``SavedRun``
+    of ``checkpoint/model_folders/formats.py``, or None if it holds none."""
     shown: str = ""
-    """Prints what a folder holds, for ``inspect``: of its path."""
+    """A function of a folder's path that prints its content, for ``inspect``."""
     verified: str = ""
-    """Raises CheckpointError for a folder that is damaged, else prints what was read: of its
-    path."""
+    """A function of a folder's path that prints what it has read. It raises CheckpointError for a
+    damaged folder."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Who chooses the layout of a run with --auto-parallel."""
+    """The choice of the layout of a run with --auto-parallel."""
 
     chosen: str
-    """A function of the options, the configuration, the number of processes, their devices, and
-    what the run loads."""
+    """A function of the options, the configuration, the number of processes, their devices, and the
+    weights that the run loads."""
 
 
 def commands() -> Mapping[str, Command]:
     """Return the commands of all rooms by their names, in the order of --help."""
-    offered = {name: each for room in _offered("COMMANDS") for name, each in room.items()}
+    offered = {name: command for room in _offered("COMMANDS") for name, command in room.items()}
     return dict(sorted(offered.items(), key=lambda item: item[1].listed))
 
 
 def formats() -> Mapping[str, Format]:
     """Return the formats of other programs by their names."""
-    return {name: each for room in _offered("FORMATS") for name, each in room.items()}
+    return {name: entry for room in _offered("FORMATS") for name, entry in room.items()}
 
 
 def layouts() -> Layouts:
-    """Return the functions that choose a layout, of the room that offers some."""
+    """Return the functions that choose a layout, from the room that offers them."""
     (offered,) = _offered("LAYOUTS")
     assert isinstance(offered, Layouts)
     return offered
 
 
 def _offered(name: str) -> list[Any]:
-    """What the rooms offer under a name, in their order."""
+    """Return the offers of the rooms under a name, in the order of the rooms."""
     rooms = (import_module(f"{__package__}.{room}.hooks") for room in ROOMS)
     return [vars(room)[name] for room in rooms if name in vars(room)]

@@ -1,10 +1,10 @@
-"""What a field says of its option, beside its type, its default and its help.
+"""The rules of an option, beside the type, default and help of its field.
 
-A section is a frozen dataclass, and each of its fields is an option. ``option`` gives a field what
-is true of it alone: which values can be meant, what in a run depends on it, and what ``prove`` does
-with it. ``section`` gives the same to all fields of a class that do not say it themselves, and
-refuses a class in which a field says nothing. Whoever needs to know asks the field (``Option`` of
-``parse.py``): nobody else has a list of options.
+A section is a frozen dataclass, and each of its fields is an option. ``option`` gives a field its
+own rules: its valid values, what in a run depends on it, and how ``prove`` treats it. ``section``
+gives rules to all fields of a class that have none of their own, and refuses a class in which a
+field has none. Rules are read from the field (``Option`` of ``parse.py``): there is no other list
+of options.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _METADATA = "option"
 _RULES = "OPTION_RULES"
 
 Changes = Literal["weights", "messages", "nothing"]
-"""What depends on an option. ``weights``: what is trained. ``messages``: who holds, sends and
-computes what and when; one process trains the same but for rounding. ``nothing``: no training
-step, but what is saved, printed or watched, or when a run ends."""
+"""The effects of an option. ``weights``: it changes the trained weights. ``messages``: it changes
+which process holds, sends and computes what and when; one process trains the same but for rounding.
+``nothing``: it changes no training step, but files, output, the watch, or the end of a run."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a value has to be, whatever the other options are."""
+    """A condition on a value, whatever the other options are."""
 
     holds: Callable[[Any], bool]
     expected: str
     do: str = ""
-    """Empty: give the option such a value."""
+    """The remedy. Empty: give the option such a value."""
 
 
 NOT_NEGATIVE = Check(lambda value: value >= 0, "0 or more")
-"""The check of every number that has no other."""
+"""The default check of numbers."""
 POSITIVE = Check(lambda value: value > 0, "a positive number")
 ANY_NUMBER = Check(lambda value: True, "a number")
 """For a number whose range depends on other options: ``train/setup/checks`` has it."""
@@ -48,15 +48,15 @@ def is_count(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Small:
-    """What ``prove`` does with an option where a small run stands for the user's."""
+    """The treatment of an option by ``prove``, where a small run stands for the user's."""
 
     fate: Literal["kept", "scaled", "left out"]
     why: str
-    """Why the small run shows what the user's would show, or what it does not show. Empty where a
-    value that is kept takes effect."""
+    """Why the small run shows the same as the user's, or what it does not show. Empty where a value
+    that is kept takes effect."""
     most: int | None = None
-    """The largest value that is kept of an interval. None: what is scaled has a rule in
-    ``prove/small_model.py`` or ``prove/small_run.py``, since it depends on other options."""
+    """The largest value of an interval that is kept. None: ``prove/small_model.py`` or
+    ``prove/small_run.py`` has a rule for the scaled value, since it depends on other options."""
 
 
 def kept(without_effect: str = "") -> Small:
@@ -85,26 +85,26 @@ def left_out(why: str) -> Small:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a field says of its option."""
+    """The rules of an option, as its field has them."""
 
     check: Check | None = None
-    """None: what the type says, of numbers NOT_NEGATIVE."""
+    """None: the type's own check, for numbers NOT_NEGATIVE."""
     largest: int | None = None
-    """The largest integer that is planned with: beyond it tables would take minutes or the
-    machine's memory. None: that of int64."""
+    """The largest integer that plans accept. Beyond it tables would take minutes or the machine's
+    memory. None: the largest of int64."""
     changes: Changes | None = None
     """None: what the section says."""
     small: Small | None = None
     """None: what the section says."""
     draws: tuple[object, ...] = ()
-    """Values of which ``prove --fuzz`` draws one. Empty: ``prove/draw.py`` draws the option
-    together with others, or it is left out."""
+    """Values from which ``prove --fuzz`` draws. Empty: ``prove/draw.py`` draws the option together
+    with others, or leaves it out."""
     repeats: bool = False
     """Whether a flag that is given again adds its values to the earlier ones."""
 
 
 PLAIN = Rules()
-"""What the fields of a class say that is no section of a run."""
+"""The rules of a field without ``option``, in a class that is no section of a run."""
 
 
 def option(
@@ -125,8 +125,8 @@ def option(
 def section(
     *, changes: Changes = "weights", small: Small | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass a section of a run, with what its fields say if they do not say it
-    themselves. Raises TypeError for a field of which neither says what ``prove`` does with it."""
+    """Make a dataclass a section of a run, with rules for fields that have none of their own.
+    Raises TypeError for a field without a rule of how ``prove`` treats it."""
 
     def with_rules(owner: type[T]) -> type[T]:
         rules = {}
@@ -148,8 +148,11 @@ def section(
 
 
 def rules_of(owner: type[Any]) -> Mapping[str, Rules]:
-    """Return what each field of a section says of its option, for a part of a section too. The
-    fields of other classes say nothing."""
+    """Return the rules of each field of a section, or of a part of a section; for another class,
+    the rules of those fields that have some."""
     whole = getattr(owner, "WHOLE", owner)
-    rules: Mapping[str, Rules] = getattr(whole, _RULES, MappingProxyType({}))
+    named = {
+        item.name: item.metadata[_METADATA] for item in fields(whole) if _METADATA in item.metadata
+    }
+    rules: Mapping[str, Rules] = getattr(whole, _RULES, named)
     return rules

@@ -1,9 +1,9 @@
-"""What a run may choose, imported when it is chosen.
+"""Choices of a run, imported when they are chosen.
 
-A registry names what may be chosen as text (``room.module:name``), so that a run loads the one
-update rule, tracker or file format that its options ask for, and none of the others. It is asked
-while a run is built: an import in the middle of a step would stall it, and an import in a thread
-or a signal handler could wait for one that waits for it."""
+A registry names the choices as text (``room.module:name``), so that a run loads only the update
+rule, tracker or file format that its options ask for. It is asked while a run is built: an import
+in the middle of a step would stall the step, and an import in a thread or a signal handler could
+wait for one that waits for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Chosen = TypeVar("Chosen")
 
 
 def imported(place: str) -> Any:
-    """Import what ``room.module:name`` names."""
+    """Import and return the object of ``room.module:name``."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), name)
 
@@ -39,5 +39,5 @@ class Registry(Mapping[str, Chosen]):
         return len(self.places)
 
     def __contains__(self, name: object) -> bool:
-        # Without an import, which the method of Mapping would make.
+        # The method of Mapping would import the value.
         return name in self.places

@@ -1,7 +1,7 @@
 """The product as its users start it: processes of ``python -m megatron_llama ...``, without paying for the imports every time.
 
 A server imports torch and the package once. Every process is a fork of it with an environment, a working folder, files for
-its output and an exit status of its own, which runs ``megatron_llama.__main__``.
+its output and an exit status of its own, which runs ``megatron_llama.__main__``, or a program of a test.
 ``Launcher.start`` returns at once; what a run does is seen in its files, and its signals are real.
 """
 
@@ -22,13 +22,26 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Self
+
+from tests.plant import ERROR_KEYS, plant_what_is_ordered
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 300.0
 """Seconds after which a run is killed and its test fails: it hangs. Runs take one or two, more where others use the machine."""
 POLL = 0.001
+COMMANDS = (
+    *("megatron_llama.checkpoint.model_folders.hf.reader", "megatron_llama.data.preprocess", "megatron_llama.data.tokenizer.load"),
+    *("megatron_llama.launch.watch", "megatron_llama.model.generate", "megatron_llama.train.api.common.trained"),
+    *("megatron_llama.train.api.train", "megatron_llama.train.commands.export", "megatron_llama.train.commands.pretrain"),
+    *("megatron_llama.train.run.build", "megatron_llama.train.setup.auto", "megatron_llama.train.setup.vocabulary"),
+    *("megatron_llama.tune.commands.sft", "sentencepiece", "tokenizers"),
+)
+"""What commands import when they run."""
+TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "yaml", "tokenizers", "sentencepiece")
+"""What takes long and is not the package: a process that has imported only this is one in which nothing of the package is loaded."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 
 
@@ -44,6 +57,8 @@ class Job:
     file_bytes: int | None
     module: str = "megatron_llama"
     """What runs, as by ``python -m``."""
+    code: str | None = None
+    """What runs in place of the module, as by ``python -c``."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ class Run:
         errors = [line for line in ended.err.splitlines() if line.startswith("error")]
         refused = set(ended.codes) in ({1}, {2}) and " iteration " not in ended.out
         # A disk that fills up is none that was full when the run began.
-        if refused and errors and job.file_bytes is None:
+        if refused and errors and job.file_bytes is None and job.code is None:
             from tests.refusals import place, rehearse  # the server, which is this file too, does without
 
             with place(job.environ, Path(job.cwd)):
@@ -137,9 +152,11 @@ class Run:
 
 @dataclass
 class Launcher:
-    """Starts runs. Use it as a context manager; leaving it kills what still runs. ``folder``: for outputs."""
+    """Starts runs. Use it as a context manager; leaving it kills what still runs. ``folder``: for outputs. ``preload``: the modules that
+    processes find imported."""
 
     folder: Path
+    preload: Sequence[str] = COMMANDS
     ended: dict[int, int] = field(default_factory=dict)
     """Exit status by process id, of the last process that had it."""
     _runs: int = 0
@@ -149,7 +166,7 @@ class Launcher:
         environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
         # What runs keep in their user's folder is this launcher's own.
         environ |= {"OMP_NUM_THREADS": "1", "HOME": str(self.folder / "home")}
-        command = [sys.executable, "-m", "tests.launcher"]
+        command = [sys.executable, "-m", "tests.launcher", *self.preload]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environ, bufsize=0)
         self._environ = environ
         return self
@@ -168,10 +185,11 @@ class Launcher:
         place: Callable[[int], Mapping[str, str]] | None = None,
         file_bytes: Mapping[int, int] | None = None,
         module: str = "megatron_llama",
+        code: str | None = None,
     ) -> Run:
         """Start ``processes`` ranks of one command. ``place``: what the launcher of a rank says in its environment, by default
         torchrun if there is more than one. ``file_bytes``: by rank, the largest file that it can write: a disk that fills up.
-        ``module``: what runs in place of the command line."""
+        ``module``, ``code``: what runs in place of the command line."""
         self._runs += 1
         place = place or (torchrun(processes, free_port()) if processes > 1 else lambda rank: {})
         jobs = [
@@ -183,6 +201,7 @@ class Launcher:
                 str(self.folder / f"{self._runs}.{rank}.err"),
                 (file_bytes or {}).get(rank),
                 module,
+                code,
             )
             for rank in range(processes)
         ]
@@ -295,9 +314,13 @@ def become(job: Job) -> None:
     os.chdir(job.cwd)
     if job.file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
-    sys.argv = [job.module, *job.argv]
+    sys.argv = [job.module if job.code is None else "-c", *job.argv]
     try:
-        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+        if job.code is None:
+            runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, job.cwd)
+            exec(job.code, {"__name__": "__main__"})
     except SystemExit as end:
         if end.code == 0:  # what is left is the interpreter taking torch apart, 0.2 s; a failure may hang there, so that is tried
             atexit._run_exitfuncs()
@@ -306,27 +329,14 @@ def become(job: Job) -> None:
         raise
 
 
-def preload() -> None:
-    """Import what commands import when they run."""
-    import megatron_llama.checkpoint.model_folders.hf.reader
-    import megatron_llama.data.preprocess
-    import megatron_llama.data.tokenizer.load
-    import megatron_llama.launch.watch
-    import megatron_llama.model.generate
-    import megatron_llama.train.api.common.trained
-    import megatron_llama.train.api.train
-    import megatron_llama.train.commands.export
-    import megatron_llama.train.commands.pretrain
-    import megatron_llama.train.run.build
-    import megatron_llama.train.setup.auto
-    import megatron_llama.train.setup.vocabulary
-    import megatron_llama.tune.commands.sft  # noqa: F401
-    import sentencepiece  # noqa: F401
-    import tokenizers  # noqa: F401
-
-
 if __name__ == "__main__":
-    preload()
+    for name in sys.argv[1:]:
+        import_module(name)
+    plant_what_is_ordered()
+    if ERROR_KEYS in os.environ:
+        from tests.recorded import record_if_asked  # with the package, of which a fresh process has nothing
+
+        record_if_asked()
     gc.freeze()  # a fork's interpreter ends three times faster when it need not visit what the server imported
     job = serve()
     if job is not None:

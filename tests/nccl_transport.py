@@ -27,7 +27,6 @@ import torch.distributed as dist
 from megatron_llama.engine import build as engine_build
 from megatron_llama.engine.comm import collectives, exchange, groups, p2p
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.engine.comm.host import gloo
 from megatron_llama.launch import mesh as meshes
 from megatron_llama.pipeline import build as pipeline_build
 from torch import Tensor
@@ -238,8 +237,8 @@ def installed(seconds: float = 60.0) -> Iterator[Transport]:
         for module in (collectives, exchange):
             for name in ("all_gather_single", "reduce_scatter_single"):
                 patches.enter_context(mock.patch.object(module, name, getattr(transport, name)))
-        for module in (collectives, gloo, engine_build, pipeline_build):
-            patches.enter_context(mock.patch.object(module, "carries", lambda axis, device: False))
+        for module in (collectives, exchange, engine_build, pipeline_build):
+            patches.enter_context(mock.patch.object(module, "carried_by_gloo", lambda axis, device: False))
         patches.enter_context(mock.patch.object(devices, "one_connection_per_peer", lambda device: False))
         yield transport
         transport.close()

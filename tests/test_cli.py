@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from megatron_llama import __version__
+from megatron_llama import __version__, cli
 from megatron_llama.cli import COMMANDS, main
 from megatron_llama.config.parse import flag, options_of
 from megatron_llama.config.sections import config_sections
 from megatron_llama.converter.configs import ConvertConfig
 from megatron_llama.data.preprocess_config import PreprocessConfig
+from megatron_llama.errors import UserError
 from megatron_llama.planner.configs import ScheduleConfig
-from megatron_llama.train.commands.common.configs import EvaluateConfig, ExportConfig, GenerateConfig
+from megatron_llama.train.api.common import hub
+from megatron_llama.train.api.common.configs import GenerateConfig
+from megatron_llama.train.commands.common.configs import EvaluateConfig, ExportConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,7 +100,7 @@ def test_notes_are_said_by_every_command(capsys: pytest.CaptureFixture[str], mon
     assert said(capsys, *argv)[2] == ""
 
 
-ALL = "expected one of quickstart, preprocess, pretrain, sft, align, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, prove, report, env"
+ALL = "expected one of quickstart, preprocess, pretrain, sft, align, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, prove, report, doctor, env"
 UNKNOWN = "got an unknown flag, expected an option of this command"
 
 
@@ -208,3 +213,37 @@ def test_which_apex_is_here(files: tuple[str, ...], said_of_it: str, tmp_path: P
         (tmp_path / name).write_text("Name: apex\nVersion: 0.9.10.dev0\n" if name.endswith("METADATA") else "")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert apex_found() == said_of_it
+
+
+def shown_commands() -> list[tuple[str, list[str]]]:
+    """The words behind ``-m megatron_llama`` in the blocks of all pages, and where they stand."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = []
+    for page in pages:
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        text = "".join(block for kind, block in blocks if kind in ("", "bash", "text"))
+        lines = text.replace("\\\n", " ").splitlines()
+        for line in (line for line in lines if re.search("(python|torchrun|srun) .*-m megatron_llama ", line)):
+            behind = re.sub(r"\$\(.*?\)", "", line.split(" -m megatron_llama ")[1])
+            words = shlex.split(re.split(r" # | \$[@{]|;| \|| \.\.\.", behind)[0])
+            found.append((f"{page.name}: {line}", words))
+    return found
+
+
+def test_what_pages_show_are_commands_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that only the reader has count as empty ones."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "imported", lambda name: lambda parsed: None)
+    monkeypatch.setattr(hub, "with_folders", lambda parsed, **options: parsed)
+    shown = shown_commands()
+    assert len(shown) > 50, shown
+    wrong = []
+    for where, words in shown:
+        for file in (file for option, file in pairwise(words) if option == "--config"):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
+        try:
+            cli.run(words)
+        except UserError as error:
+            wrong.append(f"{where}\n{error}")
+    assert not wrong, "\n\n".join(wrong)

@@ -50,6 +50,7 @@ from megatron_llama.tune.preference.methods import CHOSEN
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.formats import read_example
+from tools.processor import processor
 
 SIDES = ("ours", "trl")
 TEMPLATE = "plain"
@@ -381,6 +382,7 @@ def main(argv: Sequence[str]) -> int:
         if getattr(options, name) < 1:
             got = getattr(options, name)
             raise ConfigError(f"--{name}", got=got, expected="1 or more", do=f"raise --{name}")
+    print(processor(), flush=True)
     turns = measure(options, argv)
     # Both begin as the reference.
     losses = [turns[side][0].first_loss for side in SIDES]

@@ -160,7 +160,7 @@ def measure(options: argparse.Namespace, strategy: str) -> list[Row]:
     rows = list[Row]()
     device, step = step_of(config, options.ranks)
     link = Link(device, options.ranks)
-    exchange.all_gather_single, exchange.reduce_scatter_single = link.gather, link.scatter  # type: ignore[attr-defined]
+    exchange.all_gather_single, exchange.reduce_scatter_single = link.gather, link.scatter
     step()
     for rate in options.rates:
         times: dict[Way, list[float]] = {way: [] for way in WAYS}

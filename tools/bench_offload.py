@@ -59,6 +59,7 @@ from tools.offload.modelled import Speeds
 from tools.offload.others import PEERS, Other, Peer, obstacle
 from tools.offload.ours import Ours, Sample
 from tools.offload.report import Bound, Row, row_of, table
+from tools.processor import processor
 
 CONTENDERS = {entry.name: entry for entry in (*MODES, *PEERS)}
 
@@ -294,7 +295,7 @@ def title(config: Config, n: Numbers, device: torch.device) -> str:
     }
     times = ", ".join(f"{what} {seconds * 1e3:.1f} ms" for what, seconds in parts.items())
     return (
-        f"{kind} device, {elements(config) / 1e6:.2f} M elements, {n.microbatches} "
+        f"{processor()}\n{kind} device, {elements(config) / 1e6:.2f} M elements, {n.microbatches} "
         f"microbatches; {times}"
     )
 

@@ -3,11 +3,11 @@
     python tools/bench_optimizers.py [--seeds 1 2 3] [--optimizers adamw muon] [--output FOLDER]
     python tools/bench_optimizers.py --updates
 
-Every run is quickstart's recipe in one process: the documentation that comes with Python, a model
-of about 5 million parameters, the same samples and learning rate for all. The seed draws the
-initial weights and the order of the samples. Printed is the validation loss, which all of them
-compute on the same samples, as the mean over the seeds with the least and the largest. What an
-earlier call has finished in the folder is not run again.
+Every run is quickstart's recipe in one process, but for optimizer and batch: the documentation that
+comes with Python, a model of about 5 million parameters, the same samples and learning rate for
+all. The seed draws the initial weights and the order of the samples. Printed is the validation
+loss, which all of them compute on the same samples, as the mean over the seeds with the least and
+the largest. What an earlier call has finished in the folder is not run again.
 
 --updates trains nothing: it prints the processor time of an update on this machine, for each
 element of a shard. Muon has none, since its time goes by matrices.
@@ -39,12 +39,13 @@ from megatron_llama.engine.rules.schedule_free import ScheduleFreeAdamW
 from megatron_llama.engine.rules.update_rule import AdamW, Shard, UpdateRule
 from megatron_llama.errors import ConfigError, UserError
 from megatron_llama.pipeline.plan.run_engine import update_options
+from tools.processor import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
-    "adamw": (),
-    "adamw-bf16": ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
-    "adamw-8bit": ("--exp-avg-dtype", "8bit", "--exp-avg-sq-dtype", "8bit"),
+    "adamw": ("--optimizer", "adam"),
+    "adamw-bf16": ("--optimizer", "adam", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    "adamw-8bit": ("--optimizer", "adam", "--exp-avg-dtype", "8bit", "--exp-avg-sq-dtype", "8bit"),
     "muon": ("--optimizer", "muon"),
     "schedule-free": ("--optimizer", "schedule_free_adamw", "--lr-decay-style", "constant"),
 }
@@ -65,13 +66,14 @@ class BenchConfig:
     """One run of each optimizer with each of them."""
     train_iters: int = 120
     """Steps of a run; a sixth of them warms the learning rate up."""
+    global_batch_size: int = 16
+    """Samples of a step, all at a time."""
     eval_interval: int = 40
     """Steps between evaluations, on all samples for validation."""
     seq_length: int = 0
     """Tokens of a sample. 0: the recipe's."""
-    lr: tuple[float, ...] = ()
-    """Peak learning rates, tried one after the other; the least is a tenth. Default: the
-    recipe's."""
+    lr: tuple[float, ...] = (2e-3,)
+    """Peak learning rates, tried one after the other; the least is a tenth."""
     output: str = "bench-optimizers"
     """Folder for corpus and runs."""
     updates: bool = False
@@ -86,15 +88,14 @@ class Curve:
 
     optimizer: str
     seed: int
-    lr: float | None
-    """None: that of the recipe."""
+    lr: float
     losses: Mapping[int, float]
     """Validation loss by iteration."""
 
     @property
     def name(self) -> str:
-        """Optimizer and, where it is not the recipe's, learning rate."""
-        return self.optimizer if self.lr is None else f"{self.optimizer}, lr {self.lr:g}"
+        """Optimizer and learning rate."""
+        return f"{self.optimizer}, lr {self.lr:g}"
 
 
 def run(command: Sequence[object], log: Path) -> None:
@@ -124,11 +125,12 @@ def measure(options: BenchConfig) -> Iterator[Curve]:
     prefix = make_corpus(folder)
     recipe = ROOT / "megatron_llama" / "train" / "commands" / "quickstart.yaml"
     for seed in options.seeds:
-        for lr in options.lr or (None,):
+        for lr in options.lr:
             for optimizer in options.optimizers:
-                rate = [] if lr is None else ["--lr", lr, "--min-lr", lr / 10]
-                sizes = [options.train_iters, options.seq_length]
-                words = [optimizer, *map(str, [*sizes, seed, *rate[1:2]])]
+                rate = ["--lr", lr, "--min-lr", lr / 10]
+                batch = options.global_batch_size
+                sizes = [options.train_iters, options.seq_length, batch]
+                words = [optimizer, *map(str, [*sizes, seed, lr])]
                 where = folder / "-".join(words)
                 done = folder / f"{where.name}.json"
                 if not done.exists():
@@ -136,6 +138,7 @@ def measure(options: BenchConfig) -> Iterator[Curve]:
                     steps = ["--train-iters", options.train_iters]
                     steps += ["--lr-warmup-iters", options.train_iters // 6]
                     steps += ["--eval-interval", options.eval_interval, "--save-interval", 0]
+                    steps += ["--global-batch-size", batch, "--micro-batch-size", batch]
                     if options.seq_length:
                         steps += ["--seq-length", options.seq_length]
                     command = ["pretrain", "--config", recipe, "--data-path", prefix, *steps]
@@ -207,6 +210,7 @@ def main(argv: Sequence[str]) -> int:
         print(help_text(usage, __doc__ or "", [BenchConfig]), end="")
         return 0
     options = parse(argv, [BenchConfig], aliases={}).get(BenchConfig)
+    print(processor(), flush=True)
     if options.updates:
         print(*update_times(), sep="\n")
         return 0

@@ -52,6 +52,7 @@ from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.data.tokenizer.spm import train_tokenizer
 from megatron_llama.data.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, parse_ranks
 from megatron_llama.errors import UserError
+from tools.processor import processor
 
 if TYPE_CHECKING:
     import tiktoken
@@ -301,7 +302,7 @@ def _report(
         for library in (sentencepiece, tokenizers, tiktoken)
     )
     print(
-        f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, "
+        f"{processor()}\n{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, "
         f"{options.tokenizer}, {options.rounds} rounds; {libraries}"
     )
     whole = taken["preprocess"]

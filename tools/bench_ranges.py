@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from megatron_llama.data.indexed import IndexedDatasetWriter
 from tools.bench_stream import MODEL, finished
+from tools.processor import processor
 from tools.range_server import serving
 
 VOCAB_SIZE = 4096
@@ -89,6 +90,7 @@ def main() -> None:
                     f"{(server.sent - before) / 1e6:.1f} MB from the server",
                     flush=True,
                 )
+    print(processor())
     disk = rates["disk"]
     for name in ("empty cache", "full cache"):
         shares = [rate / whole for rate, whole in zip(rates[name], disk, strict=True)]

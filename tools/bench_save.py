@@ -49,6 +49,7 @@ from megatron_llama.launch.mesh import init_mesh
 from megatron_llama.train.setup.build import find_not_finite_at_start, load_or_init
 from megatron_llama.train.setup.start import Start
 from tools.compare_sharding import Trial, checked, random_batches
+from tools.processor import processor
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def main(words: list[str]) -> None:
                 config, mesh, background, Path(box[0]), parsed.get(BenchConfig)
             )
         if mesh.rank == 0:
-            print(report(rows, loaded, size))
+            print(processor(), report(rows, loaded, size), sep="\n")
 
 
 if __name__ == "__main__":

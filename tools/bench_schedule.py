@@ -40,6 +40,7 @@ from megatron_llama.model.plan.params import partition_of
 from megatron_llama.model.positions import Positions
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.schedule import schedule_named, validate
+from tools.processor import processor
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved", "gpipe")
 WIDTH = 8
@@ -218,7 +219,7 @@ def main() -> None:
         spawn.Process(target=measure, args=(rank, options, port, result), daemon=True).start()
     times = result.get()
     rows = report(times, options.ranks, options.microbatches)
-    print("\n".join(line(row) for row in rows))
+    print("\n".join((processor(), *(line(row) for row in rows))))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

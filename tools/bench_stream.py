@@ -33,6 +33,7 @@ import megatron_llama as ml
 from megatron_llama.data.corpus import python_documentation
 from megatron_llama.data.tokenizer.spm import train_tokenizer
 from megatron_llama.files import replacing
+from tools.processor import processor
 from tools.range_server import serving
 
 SHARD_BYTES = 100_000_000
@@ -202,7 +203,7 @@ def bench(folder: Path, gigabytes: float, arguments: argparse.Namespace) -> None
     write_shards(folder, gigabytes)
     shards = sorted((folder / "text").iterdir())
     size = sum(path.stat().st_size for path in shards)
-    print(f"{len(shards)} shards, {size / 1e9:.2f} GB", flush=True)
+    print(f"{processor()}\n{len(shards)} shards, {size / 1e9:.2f} GB", flush=True)
     tokenizer = str(folder / "tokenizer.model")
     if not (folder / "docs.idx").exists():
         small = folder / "some.jsonl"

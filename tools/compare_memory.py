@@ -86,7 +86,7 @@ def our_plan(
     groups = parameter_groups(AdamW(), names)
     units = module_units(model, names, unit_predicate([type(model.model.layers[0])]))
     options = EngineOptions(strategy=strategy, param_slots=param_slots, dtype=BF16)
-    plan = module_bucket_plan(unit_specs(model, units, groups), options, shards=ranks)
+    plan = module_bucket_plan(unit_specs(names, units, groups), options, shards=ranks)
     return options, plan
 
 

@@ -21,9 +21,9 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ from megatron_llama.prove.drift import (
 from megatron_llama.prove.logs import FP32_ROUNDING
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, Layout, Trainer, batch, trainer
+from tests.prove.faults import CATALOGUE
 
 STEPS = 160
 DTYPES: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
@@ -86,7 +87,7 @@ class Fault:
     """What is wrong in a run, from a step on."""
 
     kind: str = ""
-    """Nothing, a name below, or a mistake of tests/parallel/test_random.py."""
+    """Nothing, a name below, or a fault of tests/prove/faults.py."""
     size: float = 0.0
     begin: int = 1
     """The step in which it first acts."""
@@ -118,12 +119,11 @@ weights change by so much, once."""
 
 def run(place: Place, layout: Layout, setting: Setting, fault: Fault) -> list[list[float]]:
     """Train; returns the loss and the gradient norm of each step."""
-    trained = trainer(place, layout)
-    trained.optimizer.load_weights(InitialWeights(setting.seed, setting.std))
-    mistakes = import_module("tests.parallel.test_random")
-    if hasattr(mistakes, fault.kind):
-        getattr(mistakes, fault.kind)(trained)
-    return [_step(trained, step, setting, fault) for step in range(1, STEPS + 1)]
+    seeded = {planted.name.replace(" ", "_"): planted.patch for planted in CATALOGUE}
+    with seeded.get(fault.kind, nullcontext)():
+        trained = trainer(place, layout)
+        trained.optimizer.load_weights(InitialWeights(setting.seed, setting.std))
+        return [_step(trained, step, setting, fault) for step in range(1, STEPS + 1)]
 
 
 def _step(trained: Trainer, step: int, setting: Setting, fault: Fault) -> list[float]:

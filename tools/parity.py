@@ -8,17 +8,18 @@ torch's AdamW.
     python tools/parity.py --faults [--only WORD ...]
     python tools/parity.py --preferences [--only WORD ...]
 
-The first: twenty fp32 steps of a small LLaMA on English text, the same that
-tests/parallel/test_parity.py checks. The second: five steps of layouts drawn at random, as in
-tests/parallel/test_random.py, against one process. The third: twenty fp32 steps of models of
-HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's DistributedDataParallel
-and AdamW, as in tests/engine/shard/test_parity.py. The fourth: twenty fp32 steps of every family of
-models in eighteen layouts, of which tests/model/families/test_parity.py trains some; ``--only
-"qwen2 "`` takes one family. The fifth: what ``prove`` says of every seeded fault of
-tests/prove/faults.py. The sixth: twenty fp32 steps of every method of preference tuning, against
-plain torch on transformers' model, as in tests/tune/preference/test_parity.py. A few minutes each
-on two cores, and of the fourth for each family. Deviations are the largest relative ones over all
-steps. Exit status 1 when one exceeds its bound, or when a fault is not found.
+The first: twenty fp32 steps of a small LLaMA on English text; tests/parallel/test_parity.py checks
+six of them. The second: five steps of layouts drawn at random, of which
+tests/parallel/test_random.py trains some, against one process. The third: twenty fp32 steps of
+models of HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's
+DistributedDataParallel and AdamW; tests/engine/shard/test_parity.py trains some. The fourth: twenty
+fp32 steps of every family of models in eighteen layouts, of which
+tests/model/families/test_parity.py trains some; ``--only "qwen2 "`` takes one family. The fifth:
+what ``prove`` says of every seeded fault of tests/prove/faults.py. The sixth: twenty fp32 steps of
+every method of preference tuning, against plain torch on transformers' model;
+tests/tune/preference/test_parity.py makes some of them. A few minutes each on two cores, and of the
+fourth for each family. Deviations are the largest relative ones over all steps. Exit status 1 when
+one exceeds its bound, or when a fault is not found.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Low-rank additions (LoRA) in checkpoints: how they are merged into weights that are read, and
-whether a run goes on with them."""
+"""Low-rank additions (LoRA) in checkpoints: their merge into weights that are read, and whether a
+run goes on with them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def scaling_of(lora: LoraConfig) -> float:
 
 
 def saved_lora(config: Mapping[str, Any]) -> LoraConfig:
-    """Return the additions of a checkpoint by the configuration in its ``meta.json``. Rank 0 stands
-    for none."""
+    """Return the additions of a checkpoint from the configuration in its ``meta.json``. Rank 0
+    stands for none."""
     saved = config.get("lora", {})
     known = {field.name: saved[field.name] for field in fields(LoraConfig) if field.name in saved}
     targets = known.pop("lora_target_modules", None)
@@ -71,12 +71,12 @@ def saved_lora(config: Mapping[str, Any]) -> LoraConfig:
 
 
 def takes_up(where: str, saved: LoraConfig, lora: LoraConfig, *, anew: bool) -> bool:
-    """Return whether a run that loads a checkpoint goes on to train exactly what is in it: the
-    model alone, or the same additions.
+    """Whether a run that loads a checkpoint goes on to train exactly what is in it: the model
+    alone, or the same additions.
 
-    If not, it begins with the merged model and, if it has a rank, with additions of its own. That
-    has to be asked for with ``anew`` (--finetune). Raises CheckpointError where it is not, since
-    either choice would be wrong without a word."""
+    Otherwise it begins with the merged model and, if it has a rank, with additions of its own. That
+    has to be requested with ``anew`` (--finetune). Without it CheckpointError is raised, since
+    either choice could silently be wrong."""
     differences = list(_differences(saved, lora))
     if not differences:
         return True

@@ -1,8 +1,8 @@
 """One chunk of a tensor as ``torch.save`` writes it: a zip archive of a small pickle and the
 values, with their CRC-32.
 
-torch reads such archives without a look at their checksums: a flipped bit would become a wrong
-weight. Here they are opened without making the tensor, and held against what the index says."""
+torch reads such archives without checking their checksums: a flipped bit would become a wrong
+weight. Here they are opened without making the tensor, and compared with the index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CRC_BYTES = 2**22
 
 
 class DamageError(Exception):
-    """A chunk is not what the index says."""
+    """A chunk differs from the index."""
 
     def __init__(self, got: object, expected: object) -> None:
         super().__init__(got, expected)
@@ -34,8 +34,8 @@ class DamageError(Exception):
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """What the archive of one chunk says: where the storage lies in it, and how the tensor lies in
-    the storage."""
+    """Header of the archive of one chunk: the place of the storage in the archive, and the layout
+    of the tensor in the storage."""
 
     start: int
     """First byte of the storage in the archive."""
@@ -76,8 +76,8 @@ class Window(io.RawIOBase):
         return count
 
     def crc32(self, start: int, length: int) -> int:
-        """Return the CRC-32 of bytes that lie within. Raises DamageError where the file ends
-        before."""
+        """Return the CRC-32 of bytes of the window. Raises DamageError if the file ends before
+        them."""
         self.seek(start)
         buffer = bytearray(min(CRC_BYTES, length))
         crc = 0
@@ -95,7 +95,7 @@ class Window(io.RawIOBase):
 
 
 class MemoryWindow(Window):
-    """An archive that is in memory, as a file. Nothing of it is copied as a whole."""
+    """An archive that is in memory, as a file. It is never copied as a whole."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -106,23 +106,22 @@ class MemoryWindow(Window):
         return zlib.crc32(self._content[start : start + length])
 
     def _fill(self, view: memoryview) -> int:
-        part = self._content[self._at : self._at + len(view)]
-        view[: len(part)] = part
-        return len(part)
+        content = self._content[self._at : self._at + len(view)]
+        view[: len(content)] = content
+        return len(content)
 
 
 def open_archive(
     window: Window, size: tuple[int, ...], dtype: torch.dtype, crc32: int | None
 ) -> ChunkHeader:
-    """Read the archive of one chunk, and compare its values with their checksum. The index says
-    ``size``, ``dtype``, and, in what later versions have saved, ``crc32``. Raises DamageError, or
-    OSError."""
+    """Read the archive of one chunk, and compare its values with their checksum. ``size``,
+    ``dtype`` and, in later versions, ``crc32`` are the index's. Raises DamageError, or OSError."""
     try:
         return _open_archive(window, size, dtype, crc32)
     except (DamageError, OSError):
         raise
     except Exception as error:
-        # A damaged archive raises whatever its bytes happen to mean.
+        # A damaged archive may raise any error, since its bytes may mean anything.
         got = f"damaged content ({type(error).__name__})"
         raise DamageError(got, "a tensor that torch.save wrote") from error
 

@@ -2,8 +2,8 @@
 copied into memory that both share.
 
 The process is forked while its rank has one thread and has touched no device, and it dies with its
-rank: what a dead rank began must not go on while a restarted run writes there. The processes tell
-that of rank 0 through the job's store that their files are on the disk. Nothing of it is
+rank: it must not go on with a dead rank's save while a restarted run writes there. The processes
+tell that of rank 0 through the job's store that their files are on the disk. Nothing here is
 collective, so nothing can interfere with the order of collectives.
 """
 
@@ -47,14 +47,14 @@ from megatron_llama.launch.store import connect
 
 T = TypeVar("T")
 SLOTS = 2
-"""Saves for which there is memory: one may begin while the one before it is being written."""
+"""Saves for which there is memory: one may begin while the previous one is being written."""
 ALIGN_BYTES = 64
 PATIENCE_SECONDS = 30.0
-"""A run that ends with an error waits so long for its last saves."""
+"""Seconds that a run which ends with an error waits for its last saves."""
 STORE_GONE_SECONDS = 4.0
-"""A writing process that has lost the job's store waits so long before its rank hears of it."""
+"""Seconds that a writing process without the job's store waits before it tells its rank."""
 NICENESS = 10
-"""Where cores are few, training comes before writing."""
+"""Niceness of the writing process: where cores are few, training comes first."""
 
 
 @contextmanager
@@ -86,33 +86,33 @@ class SaveTask:
     meta: bytes
     keep: Retention
     publishes_not_finite: bool
-    """Whether it becomes that, too, if some of its values are not finite."""
+    """Whether it becomes a checkpoint even if some of its values are not finite."""
     held: Held | None
 
     @property
     def run(self) -> str:
-        """What stands in the name of the staged folder."""
+        """The run's mark in the name of the staged folder."""
         return self.held.run if self.held is not None else ""
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended on this rank. On rank 0 it stands for all ranks."""
+    """Result of a save on this rank. On rank 0 it stands for all ranks."""
 
     target: Path
     error: CheckpointError | None = None
     not_finite: tuple[NotFinite, ...] = ()
-    """The tensors of which some values are infinite or NaN. Only rank 0 knows them."""
+    """The tensors with values that are infinite or NaN. Only rank 0 knows them."""
 
 
 class BackgroundSaver:
-    """A rank's end of its writing process. It has to be made before process group, device and
-    threads exist, and closed at the end."""
+    """A rank's end of its writing process. It has to be made before the process group, the device
+    and threads exist, and closed at the end."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        # An anonymous file: containers limit /dev/shm to 64 MB. It takes memory page by page, when
-        # it is first written.
+        # An anonymous file: containers limit /dev/shm to 64 MB. Each page takes memory only when it
+        # is first written.
         self._memory = os.memfd_create("checkpoint")
         context = multiprocessing.get_context("fork")
         self._connection, there = context.Pipe()
@@ -149,14 +149,14 @@ class BackgroundSaver:
         publishes_not_finite: bool = True,
     ) -> None:
         """Copy the parts, and have them written into the staged folder of ``target``. The plan is
-        the same every time, and ``full`` is false. ``held`` is the run's lease on the folder;
+        the same every time, and ``full`` must be false. ``held`` is the run's lease on the folder;
         ``publishes_not_finite``: see ``SaveTask``.
 
         The copies are complete on return: then training may change the tensors."""
         assert not self.full, "collect an outcome first"
         if self._buffers is None:
-            # Before the process hears of it: whoever comes first makes the memory as large as that,
-            # and the process may be held to smaller files than its rank.
+            # Before the process hears of it: the first to arrive gives the memory its size, and the
+            # process may be held to smaller files than its rank.
             self._buffers = SharedBuffers(self._memory, plan.parts)
             self._send((_outlines(plan.parts), plan.index, plan.room))
             self._room = plan.room
@@ -174,8 +174,8 @@ class BackgroundSaver:
             self._connection.send_bytes(pickle.dumps(message))
 
     def collect(self, seconds: float | None = 0.0) -> SaveOutcome | None:
-        """Return the outcome of the oldest save under way, or None if there is none yet. Wait so
-        many seconds for it, with None until it is there."""
+        """Return the outcome of the oldest save under way, or None if there is none yet. Wait for
+        it so many seconds; with None until it is there."""
         if not self._open or not self._connection.poll(seconds):
             return None
         try:
@@ -195,12 +195,12 @@ class BackgroundSaver:
         error = CheckpointError(where, got=got, expected="its part of the checkpoint", do=do)
         # Rank 0's process must not wait for what this rank will never write.
         if self._place.world_size > 1 and self._place.rank:
-            with suppress(DistError):  # the store went with its host, and nobody waits
+            with suppress(DistError):  # the store is gone with its host, and no process waits
                 _answer(connect(self._place, self._room), task, self._place.rank, error)
         return SaveOutcome(task.target, error)
 
     def close(self) -> None:
-        """Give saves under way some time, and end the process. Their errors have been collected
+        """Give saves under way some time, and end the process. Errors of saves were collected
         before, or do not matter any more."""
         while self._open and self.collect(PATIENCE_SECONDS) is not None:
             pass
@@ -252,7 +252,7 @@ def _view(whole: torch.Tensor, start: int, part: Region) -> Region:
 
 
 def _outlines(parts: Sequence[Region]) -> list[Region]:
-    """Return the same parts without values."""
+    """Return the same parts with tensors on the meta device."""
     return [
         replace(part, tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device="meta"))
         for part in parts
@@ -263,7 +263,7 @@ def _serve(
     connection: Connection, parents: Connection, memory: int, place: Place, parent: int
 ) -> None:
     """Run the writing process: one save after the other, until the rank closes the connection."""
-    # The rank's end of the pipe was inherited: while it is open here, nobody sees the rank end.
+    # The rank's end of the pipe was inherited: while open here, the end of the rank is not seen.
     parents.close()
     _die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -279,8 +279,8 @@ def _serve(
             try:
                 outcome = writer.perform(task)
             except DistNetworkError:
-                # Why the store's host is gone the rank finds out by itself, and says it: a launcher
-                # that was killed, a dead rank.
+                # The rank finds the reason by itself, and reports it: a launcher that was killed,
+                # or a dead rank.
                 connection.poll(STORE_GONE_SECONDS)
                 outcome = SaveOutcome(task.target, _without_store(task.target, place.rank))
             connection.send_bytes(pickle.dumps(outcome))
@@ -298,8 +298,8 @@ def _without_store(target: Path, rank: int) -> CheckpointError:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that happens: SIGKILL leaves
-    the parent no time to tell."""
+    """Have the kernel kill this process when its parent ends, whatever ends it: after SIGKILL the
+    parent has no time to send anything."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above
@@ -316,7 +316,7 @@ class _Writer:
         self._room = room
         self._store: Store | None = None
         self._known: dict[str, Standing] = {}
-        """What has been read of the checkpoints beside the new ones."""
+        """Standings of older checkpoints that have been read, by name."""
 
     def perform(self, task: SaveTask) -> SaveOutcome:
         """Write this rank's part. On rank 0, wait for the others and complete the checkpoint."""
@@ -333,7 +333,9 @@ class _Writer:
             *(self._received(task, rank) for rank in range(1, self._place.world_size)),
         ]
         failed = [
-            (rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)
+            (rank, answer)
+            for rank, answer in enumerate(answers)
+            if isinstance(answer, CheckpointError)
         ]
         if failed:
             discard(task.target, task.run)
@@ -342,7 +344,7 @@ class _Writer:
             return SaveOutcome(task.target, cast(CheckpointError, error))
         assert self._index is not None
         index = self._index
-        written = [one for one in answers if isinstance(one, WrittenParts)]
+        written = [answer for answer in answers if isinstance(answer, WrittenParts)]
         saved = _caught(
             lambda: finish(
                 task.target,
@@ -368,8 +370,8 @@ class _Writer:
         return self._store
 
     def _received(self, task: SaveTask, rank: int) -> WrittenParts | CheckpointError:
-        """Return the answer of another rank's process, or of that rank for its dead process. It
-        comes, or this process ends with its rank."""
+        """Return the answer of another rank's process, or of that rank if its process is dead. One
+        of them comes, or this process ends with its rank."""
         store = self._connected()
         key = _key(task, rank)
         while True:

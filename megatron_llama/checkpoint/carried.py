@@ -1,5 +1,5 @@
-"""What a run keeps of the HuggingFace folder that it began with, beside the numbers of the model:
-its ``config.json`` and its ``generation_config.json``. An export gives both back."""
+"""Files of the HuggingFace folder that a run began with, which it keeps beside the numbers of the
+model: ``config.json`` and ``generation_config.json``. An export gives both back."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NUMBERS = (
     *("typical_p", "length_penalty", "diversity_penalty", "min_p"),
     *("temperature", "top_p", "repetition_penalty"),
 )
-"""Numbers of generation_config.json. Nobody computes with them here, and others have meanings for
-many of their values (-1 is no top_k for vLLM), but JSON has none that is not finite."""
+"""Numbers of generation_config.json. They are not used here, and other programs have meanings for
+many of their values (-1 is no top_k for vLLM), but JSON has no number that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def require_generation(content: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError for a number of a ``generation_config.json`` that is none. What else it
-    says is carried as it is."""
+    """Raise CheckpointError for a value of ``NUMBERS`` in a ``generation_config.json`` that is no
+    number. All other values are carried as they are."""
     with read_fields(content, path) as fields:
         for name in NUMBERS:
             fields.number(name, default=None, null=True)
 
 
 def read_carried(folder: str | Path) -> Carried:
-    """Return what a HuggingFace folder holds of both files. Raises CheckpointError."""
+    """Return the contents of both files of a HuggingFace folder. Raises CheckpointError."""
     hf_config = read_config_json(Path(folder) / "config.json")
     generation = read_generation(Path(folder)) or derived_generation(hf_config)
     return Carried(hf_config, generation)
@@ -70,10 +70,10 @@ def read_carried(folder: str | Path) -> Carried:
 def derived_generation(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the generation config that transformers derives from a ``config.json``."""
     names = [*TOKEN_IDS, *sorted(GENERATION_FIELDS & hf_config.keys())]
-    if hf_config.get("use_cache") is False:  # true is what generate() does without a word on it
+    if hf_config.get("use_cache") is False:  # true is the default of generate()
         names.append("use_cache")
-    found = {name: hf_config[name] for name in names if hf_config.get(name) is not None}
-    return {"_from_model_config": True, **found}
+    fields = {name: hf_config[name] for name in names if hf_config.get(name) is not None}
+    return {"_from_model_config": True, **fields}
 
 
 def end_tokens(fields: Mapping[str, Any], where: str) -> list[int]:
@@ -116,8 +116,8 @@ def save_tokenizer(
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield a line for each field that another file of the same name has no longer, or with another
-    value. Their dtype is a choice of its own."""
+    """Yield a line for each field that another file of the same name lacks, or has with another
+    value. The dtype is left out, since each file chooses its own."""
     for name, value in before.items():
         if name in ("torch_dtype", "dtype"):
             continue

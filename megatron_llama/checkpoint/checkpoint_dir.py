@@ -1,8 +1,8 @@
-"""The folder with the checkpoints of one run: which are complete, which is the newest, which may be
-removed.
+"""The folder with the checkpoints of one run: which of them are complete, which is the newest, and
+which may be removed.
 
-SAVE/iter_0000100/                          one checkpoint; it has this name since everything in it
-                                            was on the disk
+SAVE/iter_0000100/                          one checkpoint; it gets this name when everything in it
+                                            is on the disk
 SAVE/latest_checkpointed_iteration.txt      100
 SAVE/last, SAVE/best                        links to the newest, and to the one with the lowest
                                             validation loss
@@ -46,19 +46,19 @@ STAGED = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?" + re.escape(INCOMPLETE))
 LAST = "last"
 BEST = "best"
 TOKENIZER = "tokenizer"
-"""Folder beside the checkpoints with the tokenizer, so that generation and export need nothing
-else."""
+"""Folder beside the checkpoints with the tokenizer, so that generation and export need no other
+file."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one is complete. The best one always does, and the newest
-    one whose values are all finite."""
+    """The rule for which checkpoints stay when a new one is complete. The best one always stays,
+    and the newest one whose values are all finite."""
 
     newest: int = 0
-    """So many of the newest stay; 0 stands for all."""
+    """Number of the newest that stay; 0 stands for all."""
     interval: int = 0
-    """Besides those, all stay whose iteration is a multiple of this; 0 stands for none."""
+    """Besides those, every iteration that is a multiple of this stays; 0 stands for none."""
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
@@ -77,14 +77,14 @@ def complete(folder: str | Path) -> dict[int, Path]:
 
 
 def _numbered(folder: str | Path) -> list[tuple[int, Path]]:
-    """Return the folders of checkpoints of ours with their iterations, oldest first, NAME before
-    NAME.replaced. Damaged ones are among them: those with one of the files that only ours have."""
+    """Return the folders of this project's checkpoints with their iterations, oldest first, NAME
+    before NAME.replaced. Damaged ones count if they have a file that no other program writes."""
     numbered: list[tuple[int, Path]] = []
     folder = storage_path(folder)
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = NUMBERED.fullmatch(entry.name)
         iteration = int(match[1]) if match else LARGEST_INTEGER + 1
-        # Other names of a number, with more zeros, are nobody's checkpoint.
+        # Other names of a number, with more zeros, are no checkpoints.
         named = iteration <= LARGEST_INTEGER and entry.name.startswith(f"iter_{iteration:07d}")
         # In an object store META comes last: without it a save was killed.
         files = (META,) if is_remote(entry) else (META, SUMS)
@@ -96,24 +96,24 @@ def _numbered(folder: str | Path) -> list[tuple[int, Path]]:
 def latest(folder: str | Path) -> Path | None:
     """Return the checkpoint that the tracker names, or the newest one if that is not there; None
     without checkpoints."""
-    found = complete(folder)
-    return found[_saved_last(folder, found)] if found else None
+    checkpoints = complete(folder)
+    return checkpoints[_saved_last(folder, checkpoints)] if checkpoints else None
 
 
-def _saved_last(folder: str | Path, found: Mapping[int, Path]) -> int:
+def _saved_last(folder: str | Path, checkpoints: Mapping[int, Path]) -> int:
     """Return the iteration that the tracker names, or the highest of the complete ones."""
     named = _tracked(storage_path(folder) / TRACKER)
-    return named if named is not None and named in found else max(found)
+    return named if named is not None and named in checkpoints else max(checkpoints)
 
 
-def _by_age(found: Mapping[int, Path], saved_last: int) -> list[int]:
-    """Return the iterations in the order in which the run came to them. A run that has gone back
-    leaves a future behind: all of that is older than what is saved since."""
-    return sorted(found, key=lambda iteration: (iteration <= saved_last, iteration))
+def _by_age(checkpoints: Mapping[int, Path], saved_last: int) -> list[int]:
+    """Return the iterations in the order in which the run reached them. A run that has gone back
+    leaves a future behind: all of that is older than its later saves."""
+    return sorted(checkpoints, key=lambda iteration: (iteration <= saved_last, iteration))
 
 
 def _tracked(tracker: Path) -> int | None:
-    """Return the iteration that the tracker names; None if it is not there, or names none."""
+    """Return the iteration that the tracker names; None without a tracker or a number in it."""
     try:
         content = read_bounded(tracker, limit=LARGEST_TRACKER, do=ANOTHER_COPY)
     except CheckpointError:
@@ -128,8 +128,8 @@ def find(path: str | Path) -> Path:
     path = storage_path(path)
     if (re.match(r"iter_\d{7}", path.name) and path.is_dir()) or (path / META).is_file():
         return path
-    found = latest(path)
-    if found is None:
+    newest = latest(path)
+    if newest is None:
         got = "a folder without complete checkpoints" if path.is_dir() else "no such folder"
         do = "check the path"
         if (path / "config.json").is_file():
@@ -138,7 +138,7 @@ def find(path: str | Path) -> Path:
                 "evaluate, generate and chat read such a folder with --init-from-hf)"
             )
         raise CheckpointError(path, got=got, expected="iter_NNNNNNN, or a folder of them", do=do)
-    return found
+    return newest
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class PassedOver:
 
     path: Path
     problem: str
-    """What is wrong with it, as the words behind its name."""
+    """The problem, as the words behind its name."""
     remedy: str
 
 
@@ -162,11 +162,11 @@ class Usable:
 
 def newest_usable(folder: str | Path, *, takes_marked: bool = False) -> Usable | None:
     """Return the newest checkpoint whose ``meta.json`` and index are as they were saved, and whose
-    files are all there at their full size; None without any checkpoint. Without ``takes_marked``
-    one whose values are not all finite is returned only if there is no other. Damage inside the
-    files is found by ``inspect checkpoint --verify``, and by loading.
+    files are all there at their full size; None without any checkpoint. Without ``takes_marked`` a
+    checkpoint with values that are not finite is returned only if there is no other. Damage inside
+    the files is found by ``inspect checkpoint --verify``, and by loading.
 
-    Raises CheckpointError where there are checkpoints and none can be used: a fresh start in their
+    Raises CheckpointError if there are checkpoints and none can be used: a fresh start in their
     place would remove them one by one."""
     passed_over: list[PassedOver] = []
     errors: list[str] = []
@@ -174,8 +174,8 @@ def newest_usable(folder: str | Path, *, takes_marked: bool = False) -> Usable |
     for path in _newest_first(folder):
         inspect = f"inspect checkpoint {path}"
         try:
-            # The mark comes first: it is read in no time, and an index of millions of chunks is
-            # not.
+            # The mark comes first: it is read in no time, while an index may have millions of
+            # chunks.
             if parse_meta(path).not_finite and not takes_marked:
                 has_marked = True
                 remedy = f"{inspect} names them, and --load {path} takes it all the same"
@@ -203,22 +203,22 @@ def _newest_first(folder: str | Path) -> Iterator[Path]:
 
 
 def newest_good(folder: str | Path) -> Path | None:
-    """Return the complete checkpoint that was saved last of those in which the save has found no
-    value that is not finite, or None."""
-    found = complete(folder)
-    newest_first = reversed(_by_age(found, _saved_last(folder, found))) if found else ()
-    return next((found[iteration] for iteration in newest_first if is_good(found[iteration])), None)
+    """Return the complete checkpoint that was saved last of those whose save has found no value
+    that is not finite, or None."""
+    paths = complete(folder)
+    newest_first = reversed(_by_age(paths, _saved_last(folder, paths))) if paths else ()
+    return next((paths[iteration] for iteration in newest_first if is_good(paths[iteration])), None)
 
 
 def is_good(checkpoint: Path) -> bool:
-    """Return whether ``meta.json`` is as it was saved, and the save has found no values that are
-    not finite."""
+    """Whether ``meta.json`` is as it was saved, and the save has found no values that are not
+    finite."""
     return read_standing(checkpoint).is_good
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What decides whether a checkpoint may go."""
+    """The facts that decide whether a checkpoint may be removed."""
 
     is_good: bool
     """See ``is_good``."""
@@ -227,7 +227,7 @@ class Standing:
 
 
 def read_standing(checkpoint: Path) -> Standing:
-    """Return what ``meta.json`` says of a checkpoint. One that cannot be read is not good."""
+    """Return the standing of a checkpoint by its ``meta.json``. If unreadable, it is not good."""
     try:
         meta = read_meta_json(checkpoint)
     except CheckpointError:
@@ -236,20 +236,19 @@ def read_standing(checkpoint: Path) -> Standing:
 
 
 def require_usable(path: Path) -> None:
-    """Raise CheckpointError where something can be said against a checkpoint without reading its
-    tensors."""
+    """Raise CheckpointError if a problem with a checkpoint shows without reading its tensors."""
     parse_meta(path)
     _require_files(path)
 
 
 def _require_files(path: Path) -> None:
-    """Do the same apart from ``meta.json``."""
+    """Raise CheckpointError for such problems apart from ``meta.json``."""
     places = open_native(path).places()
     refuse(f"{path} is incomplete:", file_problems(path, places, do=ANOTHER_COPY))
 
 
 def tidy(folder: str | Path) -> None:
-    """Remove what killed saves left behind. Nobody may be saving there meanwhile. Raises
+    """Remove the remains of killed saves. No process may be saving there meanwhile. Raises
     CheckpointError."""
     folder = storage_path(folder)
     with writing(folder):
@@ -266,15 +265,15 @@ def tidy(folder: str | Path) -> None:
 
 
 def publish(target: Path, run: str = "") -> None:
-    """Give the checkpoint that ``run`` has staged its name, and make the tracker name it, in one
-    step each."""
+    """Give the checkpoint that ``run`` has staged its name, and write its iteration into the
+    tracker, in one step each."""
     tracker = target.with_name(TRACKER)
     named = f"{int(target.name.removeprefix('iter_'))}\n".encode()
     if is_remote(target):
         tracker.write_bytes(named)
         return
     with replacing(tracker, temporary=staging(tracker)) as temporary:
-        # The tracker's content is on the disk before the first rename: a disk that is full shows
+        # The tracker's content is on the disk before the first rename: a disk that is full raises
         # here, while both old names still stand.
         write_synced(temporary, named)
         commit(target, run)
@@ -288,39 +287,39 @@ def retain(
     known: dict[str, Standing] | None = None,
 ) -> None:
     """Renew the links, then remove the checkpoints that need not stay. ``held`` is the run's lease
-    on the folder: raises LeaseError, and removes nothing more, once it is lost. ``known``: what
-    earlier calls have read in this folder, by name, which this one brings up to date."""
-    found = complete(folder)
-    saved_last = _saved_last(folder, found)
-    by_age = _by_age(found, saved_last)
+    on the folder: once it is lost, LeaseError is raised and nothing more is removed. ``known`` has
+    the standings in this folder that earlier calls have read, by name; this call updates it."""
+    paths = complete(folder)
+    saved_last = _saved_last(folder, paths)
+    by_age = _by_age(paths, saved_last)
     known = {} if known is None else known
-    # One that is saved again has the name of the one before it.
-    known.pop(found[saved_last].name, None)
+    # A checkpoint that was saved again has the name of the previous one.
+    known.pop(paths[saved_last].name, None)
     standings = {
-        iteration: known.get(path.name) or read_standing(path) for iteration, path in found.items()
+        iteration: known.get(path.name) or read_standing(path) for iteration, path in paths.items()
     }
     known.clear()
-    known.update((found[iteration].name, standing) for iteration, standing in standings.items())
+    known.update((paths[iteration].name, standing) for iteration, standing in standings.items())
     losses = {
         iteration: standing.validation_loss
         for iteration, standing in standings.items()
         if standing.is_good and standing.validation_loss is not None
     }
     best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
-    newest = by_age[-keep.newest :] if keep.newest else list(found)
-    # Where the newest ones are marked, the run has this one to go on from.
+    newest = by_age[-keep.newest :] if keep.newest else list(paths)
+    # If the newest ones are marked, the run can go on from this one.
     newest += [iteration for iteration in by_age if standings[iteration].is_good][-1:]
-    _link(folder / LAST, found[saved_last])
+    _link(folder / LAST, paths[saved_last])
     if best is not None:
-        _link(folder / BEST, found[best])
-    for iteration, path in found.items():
+        _link(folder / BEST, paths[best])
+    for iteration, path in paths.items():
         at_interval = keep.interval and iteration % keep.interval == 0
         if iteration in newest or iteration == best or at_interval:
             continue
         if held is not None:
-            # Whoever has taken the folder may be about to go on from this one.
+            # The run that has taken the folder may be about to go on from this one.
             held.require()
-        # It stops counting before its content goes: no checkpoint is ever half there.
+        # It stops counting before its content is removed: no checkpoint is ever half there.
         if is_remote(path):
             (path / META).unlink()
             remove_tree(path)
@@ -340,6 +339,6 @@ def _link(link: Path, target: Path) -> None:
     if is_remote(link) or (link.exists() and not link.is_symlink()):
         return
     with replacing(link, temporary=staging(link)) as temporary:
-        # A process that was killed may have left one.
+        # A process that was killed may have left such a file.
         temporary.unlink(missing_ok=True)
         os.symlink(target.name, temporary)

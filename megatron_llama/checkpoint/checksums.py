@@ -24,11 +24,11 @@ _NAME = re.compile(r"\.?\w[\w.-]*")
 
 
 class HashedFile:
-    """A new file for sequential writing. It computes its checksum, and is on the disk when it is
-    closed without an error."""
+    """A new file for sequential writing. It computes its checksum. When it is closed without an
+    error, it is on the disk."""
 
     def __init__(self, path: Path, *, tail_bytes: int = 0) -> None:
-        """``tail_bytes``: so many of the last bytes are kept in ``tail``."""
+        """``tail_bytes`` is the number of last bytes that ``tail`` keeps."""
         self._path = path
         self._file = path.open("wb")
         self._hash = hashlib.sha256()
@@ -47,7 +47,7 @@ class HashedFile:
         return self._file.tell()
 
     def flush(self) -> None:
-        """Flush the file, as those who write to any file expect to."""
+        """Flush the file, as writers to any file expect to."""
         self._file.flush()
 
     @property
@@ -71,8 +71,8 @@ class HashedFile:
 
 def seal(folder: Path, sums: Mapping[str, str], last: str, content: bytes) -> None:
     """Write the list of checksums, ordered by name, and then the file ``last``, which makes the
-    folder count: where folders cannot be renamed, readers take those for complete that have it.
-    Raises CheckpointError for one of them that could not be read again."""
+    folder count: where folders cannot be renamed, readers take a folder with it for complete.
+    Raises CheckpointError for a file that is too large to be read again."""
     complete = {**sums, last: hashlib.sha256(content).hexdigest()}
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(complete.items())).encode()
     require_size(folder / SUMS, len(lines), LARGEST_CHECKSUM_LIST, do="save from fewer ranks")
@@ -97,7 +97,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
         where = f"{path}:{number}"
         digest, name = parse_sum_line(line) or ("", "")
-        # The list is this project's own: anything but its own form is damage.
+        # Only this project writes the list: any other form than its own is damage.
         if line != f"{digest}  {name}" or not _NAME.fullmatch(name) or name == SUMS:
             raise CheckpointError(where, got="damaged content", expected=expected, do=do)
         if name in sums:
@@ -110,8 +110,8 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def read_listed(folder: Path, name: str, *, largest: Callable[[Path, int], int]) -> bytes:
-    """Return the content of a file of a checkpoint which has the checksum that is listed.
-    ``largest`` says how many bytes it may have: one of the functions of ``bounds``. Raises
+    """Return the content of a file of a checkpoint whose checksum is the listed one. ``largest``
+    gives the most bytes that it may have: one of the functions of ``bounds``. Raises
     CheckpointError naming the file."""
     path = folder / name
     limit = largest(folder, size_of(path))
@@ -167,8 +167,8 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 def file_sum(path: Path, kind: str = "sha256", stopped: Event | None = None) -> str:
-    """Return the checksum of a file, ``sha256`` or ``md5``, hexadecimal; that of its beginning once
-    ``stopped`` is set."""
+    """Return the checksum of a file, ``sha256`` or ``md5``, hexadecimal. Once ``stopped`` is set,
+    it is that of the file's beginning."""
     hashed = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as file:
         while (block := file.read(_READ_BYTES)) and not (stopped and stopped.is_set()):

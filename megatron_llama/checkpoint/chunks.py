@@ -27,14 +27,14 @@ from megatron_llama.engine.plan.specs import Rectangle
 
 STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22
-"""Chunks are read whole. So this bounds what a rank of another layout reads beyond its own part,
-and the host memory of one chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as
-reading a larger one."""
+"""Largest number of elements of a chunk. Chunks are read whole, so it bounds the bytes that a rank
+of another layout reads beyond its own part, and the host memory of one chunk. At 16 MiB (fp32)
+reading a chunk costs the same per byte as reading a larger one."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a saved tensor, with the tensor of its size that holds the values now."""
+    """A rectangle of a saved tensor, with the tensor of its size that holds the values."""
 
     key: str
     shape: tuple[int, ...]
@@ -62,29 +62,29 @@ class Region:
 
     @property
     def index(self) -> MetadataIndex:
-        """Its name for torch's planners."""
+        """The name of the region for torch's planners."""
         return MetadataIndex(self.key, self.offset)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Its position and size in the saved tensor."""
+        """Position and size of the region in the saved tensor."""
         return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size))
 
     def split(self) -> Iterator[Region]:
         """Yield the rectangle in blocks of rows of at most CHUNK_ELEMENTS, but at least one row."""
         rows = max(1, CHUNK_ELEMENTS // math.prod(self.size[1:]))
         for row in range(0, self.size[0], rows):
-            part = self.tensor[row : row + rows]
+            block = self.tensor[row : row + rows]
             yield Region(
                 self.key,
                 self.shape,
                 (self.offset[0] + row, *self.offset[1:]),
-                tuple(part.shape),
-                part,
+                tuple(block.shape),
+                block,
             )
 
     def write_item(self) -> WriteItem:
-        """Return the request to write it."""
+        """Return the request to write the region."""
         properties = TensorProperties.create_from_tensor(self.tensor)
         return WriteItem(
             self.index,
@@ -99,7 +99,7 @@ def state_key(state: str, name: str) -> str:
 
 
 def is_state(key: str) -> bool:
-    """Return whether a key belongs to the update rule's state."""
+    """Whether a key belongs to the update rule's state."""
     return key.startswith(STATE)
 
 
@@ -117,7 +117,7 @@ def regions(pieces: Iterable[ShardPiece]) -> Iterator[Region]:
 
 
 def make_index(plans: Iterable[list[WriteItem]]) -> Metadata:
-    """Return the index of what all ranks write, without positions in files. torch checks that the
-    chunks fill each tensor, and do not overlap."""
+    """Return the index of the tensors that all ranks write, without positions in files. torch
+    checks that the chunks fill each tensor, and do not overlap."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     return planner.create_global_plan([SavePlan(items) for items in plans])[1]

@@ -1,5 +1,5 @@
-"""State of single columns in checkpoints: how often each column has been updated and which are
-selected (ZenFlow's hot columns), in HuggingFace's coordinates.
+"""State of single columns in checkpoints: the number of updates of each column, and the selected
+columns (ZenFlow's hot columns), in HuggingFace's coordinates.
 
     optimizer.updates.NAME      fp64 [columns of NAME]
     optimizer.hot.NAME          fp64 [columns of NAME], 1 or 0
@@ -7,7 +7,7 @@ selected (ZenFlow's hot columns), in HuggingFace's coordinates.
                                 last selected (0: never)
 
 Nothing is pending in a checkpoint, so it has no sums of gradients. A rule without columns counts
-updates once for all of them: moments that it takes over are changed to mean the same with that
+updates once for all columns: moments that it takes over are rescaled to mean the same with that
 count, and a rule with columns takes that count over for every column.
 """
 
@@ -43,7 +43,7 @@ WINDOWS = "windows"
 
 
 def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterator[ShardPiece]:
-    """Yields what a checkpoint holds of the columns on this rank, live. Call ``settle`` first."""
+    """Yield the state of the columns on this rank, live. Call ``settle`` first."""
     written = set[str]()
     for column in column_state(engine):
         spec = column.spec
@@ -51,10 +51,10 @@ def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterato
         alone = mesh.dp.rank == 0 and not (spec.tied and mesh.embedding.rank)
         primary = alone and (here < column.total or mesh.tp.rank == 0)
         tensors = {UPDATES: column.updates, HOT: column.selected}
-        for name in dict.fromkeys(part.name for part in spec.slices):
+        for name in dict.fromkeys(hf_slice.name for hf_slice in spec.slices):
             rectangle = Rectangle(name, (column.total,), (column.first,), (here,), 0)
-            # Queries apart from keys and values, and all of them in one tensor of HuggingFace: they
-            # have the same columns, which are written once.
+            # Queries may be apart from keys and values here, and all in one tensor of HuggingFace:
+            # they have the same columns, which are written once.
             yield ShardPiece(rectangle, tensors, primary and name not in written)
             written.add(name)
     progress = rule_progress(engine)
@@ -64,7 +64,7 @@ def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterato
 
 
 class SavedColumns:
-    """Takes over what a checkpoint says of columns, or does not say."""
+    """Loads the columns of a checkpoint, or what stands for them if it has none."""
 
     def __init__(
         self, engine: OverlappedDistributedOptimizer, mesh: Mesh, saved: Mapping[str, StoredTensor]
@@ -72,14 +72,14 @@ class SavedColumns:
         self._engine = engine
         own = list(regions(column_pieces(engine, mesh)))
         self._missing = [
-            part.tensor
-            for part in own
-            if part.key not in saved and part.key.startswith(state_key(UPDATES, ""))
+            region.tensor
+            for region in own
+            if region.key not in saved and region.key.startswith(state_key(UPDATES, ""))
         ]
-        for part in own:
-            part.tensor.zero_()  # where the checkpoint says nothing, no column is selected
-        with_columns = {part.rectangle.name for part in column_pieces(engine, mesh)}
-        # Saved by a rule with columns, loaded by a rule without: the moments have to be changed.
+        for region in own:
+            region.tensor.zero_()  # where the checkpoint says nothing, no column is selected
+        with_columns = {piece.rectangle.name for piece in column_pieces(engine, mesh)}
+        # Saved by a rule with columns, loaded by a rule without: the moments have to be rescaled.
         self._foreign = {
             name: _whole(saved, name)
             for name in _names(shard_pieces(engine)) - with_columns
@@ -87,21 +87,21 @@ class SavedColumns:
         }
         once: dict[MetadataIndex, Region] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for part in own:
-            if part.index in once:
-                self._copies.append((part.tensor, once[part.index].tensor))
+        for region in own:
+            if region.index in once:
+                self._copies.append((region.tensor, once[region.index].tensor))
             else:
-                once[part.index] = part
-        self.regions = [part for part in once.values() if part.key in saved]
-        """What has to be read, once where several parameters have the same columns."""
+                once[region.index] = region
+        self.regions = [region for region in once.values() if region.key in saved]
+        """Regions to be read, once where several parameters have the same columns."""
         self.regions += [
             Region(state_key(UPDATES, name), (len(c),), (0,), (len(c),), c)
             for name, c in self._foreign.items()
         ]
 
     def take_up(self, step: int, optimizer: Mapping[str, Any]) -> None:
-        """The regions have been read, and all other state. ``step`` is the number of updates of a
-        rule without columns; ``optimizer`` has the options of the run that saved."""
+        """Take over the regions, which have been read as all other state. ``step`` is the number of
+        updates of a rule without columns; ``optimizer`` has the options of the run that saved."""
         numbers = UpdateOptions(
             **{name: optimizer[name] for name in ("adam_beta1", "adam_beta2") if name in optimizer}
         )
@@ -129,8 +129,8 @@ def _whole(saved: Mapping[str, StoredTensor], name: str) -> Tensor:
 
 
 def _recount(piece: ShardPiece, counts: Tensor, step: int, numbers: UpdateOptions) -> None:
-    """Change moments so that, corrected as after ``step`` updates, they are what they were when
-    corrected by the number of each column's updates."""
+    """Rescale moments so that, corrected as after ``step`` updates, they have the values that they
+    had when corrected by the number of each column's updates."""
     low = piece.rectangle.offset[1]
     counts = counts[low : low + piece.rectangle.size[1]]
     counts = counts.clamp(min=1)  # without any update the moments are zero

@@ -43,30 +43,30 @@ from megatron_llama.errors import CheckpointError, describe
 
 CONVERTED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 StoredBytes = Callable[[int, int], Tensor]
-"""Returns the bytes of a chunk's storage that begin at some place, by their number."""
+"""Returns the bytes of a chunk's storage, by their start and their number."""
 LARGEST_WHOLE_READ = 2**24 + 2**16
-"""A chunk of a native checkpoint is read at once. Of larger ones neither a tensor nor a chunk is
-ever in memory whole: values are mapped where and while they are copied."""
+"""A chunk of a native checkpoint is read at once. A larger tensor or chunk is never in memory
+whole: its values are mapped where and while they are copied."""
 COPY_AGAIN = "copy the folder again from where it was saved"
 
 
 class Box(NamedTuple):
-    """A box of a tensor, and where its values are wanted."""
+    """A box of a tensor, and the target of its values."""
 
     name: str
     offset: tuple[int, ...]
-    """Where it begins in the tensor."""
+    """Its begin in the tensor."""
     out: Tensor
-    """Of the box's size, at least one dimension, and any float dtype, or that of the file."""
+    """A tensor of the box's size, of at least one dimension, in any float dtype or the file's."""
 
 
 class Container:
     """An opened folder: its tensors by name, and their values."""
 
     def __init__(self, folder: Path, content: bytes | None = None, *, do: str = COPY_AGAIN) -> None:
-        """Read the index, whose ``content`` may have been read already. ``do``: the remedy for
-        damage. Raises CheckpointError when it is missing, damaged, contradicts itself or names code
-        to run."""
+        """Read the index, whose ``content`` may have been read already. ``do`` is the remedy for
+        damage. Raises CheckpointError when the index is missing, damaged, contradicts itself or
+        names code to run."""
         self.folder = folder
         self._do = do
         path = folder / METADATA
@@ -75,17 +75,17 @@ class Container:
         index = parse_index(path, content, do=do)
         self.tensors = index.tensors
         self.objects = index.objects
-        """What was saved with ``torch.save`` beside the tensors, by name."""
+        """Objects saved with ``torch.save`` beside the tensors, by name."""
         self._headers = dict[Place, ChunkHeader]()
 
     def places(self) -> list[Place]:
-        """Return where the chunks of all tensors lie."""
+        """Return the places of the chunks of all tensors."""
         return [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError with everything that keeps these tensors from being read: no such
-        tensor, values that are no floats, chunks that are missing, overlap, lie outside of the
-        tensor, of their files or upon each other. Values are not read."""
+        """Raise CheckpointError with all problems that keep these tensors from being read: no such
+        tensor, values that are no floats, and chunks that are missing, overlap, lie outside of the
+        tensor or of their files, or share bytes. Values are not read."""
         problems = []
         chunks = list[Chunk]()
         for name in names:
@@ -114,8 +114,8 @@ class Container:
         refuse(f"{self.folder} cannot be read:", problems)
 
     def read(self, name: str, offset: Sequence[int], out: Tensor) -> None:
-        """Read one box. The tensor has to be one that ``require`` has seen. Called by several
-        threads at a time. Raises CheckpointError when values are damaged."""
+        """Read one box. ``require`` must have seen its tensor. Several threads may call it at a
+        time. Raises CheckpointError when values are damaged."""
         self.read_boxes([Box(name, tuple(offset), out)])
 
     def read_boxes(self, boxes: Iterable[Box]) -> None:
@@ -133,8 +133,8 @@ class Container:
                         self._fill(file, name, chunk, wanted[chunk, name])
 
     def damaged(self) -> Iterator[str]:
-        """Read every chunk of every tensor, and yield a line for each that is not what was saved.
-        ``require`` has to have seen all tensors."""
+        """Read every chunk of every tensor, and yield a line for each that is damaged. ``require``
+        must have seen all tensors."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 try:
@@ -159,7 +159,7 @@ class Container:
         return content.content
 
     def _fill(self, file: IO[bytes], name: str, chunk: Chunk, boxes: Iterable[Box]) -> None:
-        """Copy what a chunk has of boxes into them."""
+        """Copy the values of a chunk into the boxes that it overlaps."""
         dtype = self.tensors[name].dtype
         header = self._headers.get(chunk.place)
         stored_bytes: StoredBytes
@@ -200,7 +200,7 @@ class Container:
 
     @contextmanager
     def _errors_at(self, name: str, chunk: Chunk) -> Iterator[None]:
-        """A section that reads a chunk, and raises CheckpointError for what goes wrong with it."""
+        """A section that reads a chunk. Its errors become CheckpointErrors."""
         try:
             yield
         except (OSError, DamageError) as error:
@@ -217,8 +217,8 @@ class Container:
 
 
 def _check_chunk(file: IO[bytes], chunk: Chunk, dtype: torch.dtype) -> ChunkHeader:
-    """Read the archive of a chunk, and compare its values with their checksum; a few MiB of them
-    are in memory at a time. Raises DamageError, OSError."""
+    """Read the archive of a chunk, and compare its values with their checksum. Only a few MiB are
+    in memory at a time. Raises DamageError, OSError."""
     window = Window(file, chunk.place.offset, chunk.place.length)
     return open_archive(window, chunk.size, dtype, chunk.place.crc32)
 

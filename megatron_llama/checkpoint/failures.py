@@ -15,8 +15,8 @@ from megatron_llama.errors import CheckpointError, UserError
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A section that writes ``path``. Whatever goes wrong in it becomes a CheckpointError that
-    names the file and the cause."""
+    """A section that writes ``path``. Any error in it becomes a CheckpointError that names the file
+    and the cause."""
     try:
         yield
     except UserError:
@@ -27,7 +27,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
     """Return the error of a file that could not be written."""
-    # The operating system's error may be the cause of causes: a full disk reaches us as a
+    # The operating system's error may be a cause of the cause: a full disk arrives as a
     # RuntimeError of torch's zip writer.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -51,16 +51,16 @@ REMEDIES: Mapping[int, str] = MappingProxyType(
 def require_writable(folder: Path) -> None:
     """Raise CheckpointError unless files can be written into a folder, or into a new one of this
     name. Nothing stays there."""
-    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     try:
-        if not there.is_dir():
+        if not existing.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        # To ask for permissions is not enough: a disk may be full or read-only.
-        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+        # A check of permissions is not enough: a disk may be full or read-only.
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
             file.write(bytes(4096))
     except OSError as error:
-        # The folder is what the user has named; the place above it is where the cause lies.
-        got = error.strerror if there == folder else f"{there}: {error.strerror}"
+        # The user has named the folder; the cause lies in the folder above it.
+        got = error.strerror if existing == folder else f"{existing}: {error.strerror}"
         do = REMEDIES.get(error.errno or 0, "give another folder")
         raise CheckpointError(
             folder, got=got, expected="a folder in which files can be written", do=do

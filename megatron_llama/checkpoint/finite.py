@@ -1,4 +1,4 @@
-"""Finds values that are infinite or no numbers in what a run saves, and in what it begins with.
+"""Finds infinite values and NaN in the tensors that a run saves, and in those that it begins with.
 
 Such a value may stand in a row that no token uses, or in a second moment: then the loss of a run
 does not show it, and every checkpoint from then on holds it.
@@ -18,10 +18,10 @@ from megatron_llama.checkpoint.chunks import Region, is_state
 from megatron_llama.errors import counted
 
 BLOCK = 2**18
-"""Elements that are copied at once, and looked at while the processor's cache still has them: a
-second pass over the memory would take twice as long."""
+"""Elements that are copied and checked together, while the processor's cache holds them: a second
+pass over the memory would take twice as long."""
 NAMED = 5
-"""So many tensors are named in a message: after a step that went wrong all may be meant."""
+"""Tensors that a message names: after a step that went wrong all may be meant."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class NotFinite:
     """The values of one saved tensor that are not finite."""
 
     name: str
-    """The key of the tensor in a checkpoint: that of the HuggingFace model, or that of a moment."""
+    """Key of the tensor in a checkpoint: that of the HuggingFace model, or that of a moment."""
     count: int
-    """Values that are infinite or NaN."""
+    """Number of values that are infinite or NaN."""
     first: tuple[int, ...]
-    """The indices of the first of them in the whole tensor."""
+    """Indices of the first of them in the whole tensor."""
     value: str
     """That value: ``nan``, ``inf`` or ``-inf``."""
 
@@ -44,7 +44,7 @@ class NotFinite:
 
     @property
     def place(self) -> str:
-        """How many values there are, and where, in words."""
+        """The number of these values, and the first of them, in words."""
         indices = ", ".join(map(str, self.first))
         return f"{counted(self.count, 'value')}, the first is {self.value} at [{indices}]"
 
@@ -54,25 +54,25 @@ class NotFinite:
 
 
 def read_not_finite(entry: Mapping[str, Any]) -> NotFinite:
-    """Return what ``NotFinite.entry`` made the fields of. Raises KeyError, TypeError or ValueError
-    for others."""
+    """Return the object whose ``entry`` has these fields. Raises KeyError, TypeError or ValueError
+    for other fields."""
     first = tuple(int(index) for index in entry["first"])
     return NotFinite(str(entry["name"]), int(entry["count"]), first, str(entry["value"]))
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return whether no value is infinite or not a number. ``values``: floats, on any device."""
+    """Whether no value is infinite or NaN. ``values`` are floats, on any device."""
     if values.device.type == "cpu" and values.is_contiguous():
         blocks = torch.split(values.view(-1), BLOCK)
         if _all_finite([block.sum(dtype=_sum_dtype(values)) for block in blocks]):
             return True
-    # The two ends tell it without a mask of the tensor's size: NaN wins in both.
+    # The two ends suffice, and need no mask of the tensor's size: NaN wins in both.
     return not values.numel() or all(bool(end.isfinite()) for end in values.aminmax())
 
 
 def find_not_finite(region: Region, values: Tensor) -> NotFinite | None:
-    """Return what is not finite in ``values``, those of the region; None if all are finite, or are
-    no floats: the codes of moments in 8 bits. Waits for the device that holds them."""
+    """Return the values of the region that are not finite; None if all are finite, or if they are
+    no floats but codes of moments in 8 bits. Waits for the device that holds them."""
     if not values.is_floating_point() or is_finite(values):
         return None
     flat = values.reshape(-1)
@@ -84,8 +84,8 @@ def find_not_finite(region: Region, values: Tensor) -> NotFinite | None:
 
 
 def copy_to_host(region: Region) -> tuple[Tensor, NotFinite | None]:
-    """Return a contiguous copy of a region's values in the memory of the host, and what is not
-    finite in it."""
+    """Return a contiguous copy of a region's values in the memory of the host, and those of them
+    that are not finite."""
     source = region.tensor.detach()
     if source.device.type != "cpu" or not source.is_contiguous() or not source.is_floating_point():
         values = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -101,22 +101,22 @@ def copy_to_host(region: Region) -> tuple[Tensor, NotFinite | None]:
 
 
 def _sum_dtype(values: Tensor) -> torch.dtype | None:
-    """Return in what a block is summed; None stands for its own dtype. Half precision would
+    """Return the dtype in which a block is summed; None stands for its own. Half precision would
     overflow in every block."""
     return torch.float32 if values.dtype == torch.float16 else None
 
 
 def _all_finite(sums: Sequence[Tensor]) -> bool:
-    """Return whether the sums are finite: then so are all of their terms. A sum may overflow all
-    the same, so otherwise the values have to be looked at again."""
+    """Whether the sums are finite: then all of their terms are. Finite terms may overflow in a sum,
+    so after False the values have to be checked themselves."""
     return not sums or all(map(math.isfinite, torch.stack(list(sums)).tolist()))
 
 
 def find_all_not_finite(regions: Iterable[Region]) -> tuple[NotFinite, ...]:
-    """Return what is not finite in the tensors of the regions, one entry for each saved tensor."""
-    parts = (part for region in regions for part in region.split())
-    found = (find_not_finite(part, part.tensor.detach()) for part in parts)
-    return merge_not_finite(entry for entry in found if entry is not None)
+    """Return the values that are not finite in these regions, one entry for each saved tensor."""
+    blocks = (block for region in regions for block in region.split())
+    problems = (find_not_finite(block, block.tensor.detach()) for block in blocks)
+    return merge_not_finite(entry for entry in problems if entry is not None)
 
 
 def merge_not_finite(entries: Iterable[NotFinite]) -> tuple[NotFinite, ...]:

@@ -1,12 +1,11 @@
 """Folders that appear whole or not at all, whenever the process dies.
 
-A folder is written as ``NAME.incomplete``, synced and renamed. Where a folder can become another
-run's while this one is stopped, the run's own name stands in it (``NAME.RUN.incomplete``): nobody
-then renames or removes what another one has begun. The one that it replaces waits as
-``NAME.replaced`` until the new one has its name: no file system renames onto a folder with files in
-it. An object store cannot rename, so there the folder is written in its place; its writer writes
-last the file without which the folder does not count.
-"""
+A folder is written as ``NAME.incomplete``, synced and renamed. Where another run can take the
+folder over while this one is stopped, the run's own name stands in it (``NAME.RUN.incomplete``): no
+run then renames or removes a folder that another one has begun. The folder that it replaces waits
+as ``NAME.replaced`` until the new one has its name: no file system renames onto a folder with files
+in it. An object store cannot rename, so there the folder is written in its place, and its last file
+is the one without which the folder does not count."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ REPLACED = ".replaced"
 
 
 def staging(target: Path, run: str = "") -> Path:
-    """Return the path at which ``target`` is written before it gets its name. ``run``: what tells
-    the run that writes it from others; it may be empty."""
+    """Return the path at which ``target`` is written before it gets its name. ``run`` tells the run
+    that writes it from others; it may be empty."""
     if is_remote(target):
         return target
     return target.with_name(target.name + (f".{run}" if run else "") + INCOMPLETE)
@@ -39,7 +38,7 @@ def set_aside(target: Path) -> Path:
 
 
 def fresh_staging(target: Path, run: str = "") -> Path:
-    """Make an empty folder to write ``target`` in. What a killed process left there is removed."""
+    """Make an empty folder to write ``target`` in. Remains of a killed process are removed."""
     folder = staging(target, run)
     if folder.exists():
         remove_tree(folder)
@@ -48,7 +47,7 @@ def fresh_staging(target: Path, run: str = "") -> Path:
 
 
 def discard(target: Path, run: str = "") -> None:
-    """Remove the staged folder, if there still is one: after an error."""
+    """Remove the staged folder, if it is there, after an error."""
     if not is_remote(target):
         shutil.rmtree(staging(target, run), ignore_errors=True)
 
@@ -59,7 +58,7 @@ def commit(target: Path, run: str = "") -> None:
         return
     staged = staging(target, run)
     old = set_aside(target)
-    # The names in the folder have to be on the disk before the folder is found under its own name.
+    # The names in the folder must be on the disk before the folder gets its own name.
     sync(staged)
     if target.exists():
         if old.exists():
@@ -68,14 +67,14 @@ def commit(target: Path, run: str = "") -> None:
     # Between these two renames only NAME.replaced is there: ``recover`` and readers know that name.
     staged.rename(target)
     sync(target.parent)
-    # The old folder goes last, when the new name has survived a crash of the machine.
+    # The old folder goes last, when the new name is safe from a crash of the machine.
     if old.exists():
         shutil.rmtree(old)
 
 
 def recover(target: Path) -> None:
-    """Finish or undo a ``commit`` that was killed: the old folder gets its name back if the new one
-    has not got it."""
+    """Finish or undo a ``commit`` that was killed: without a new folder the old one gets its name
+    back."""
     old = set_aside(target)
     if old.exists() and target.exists():
         shutil.rmtree(old)
@@ -86,9 +85,9 @@ def recover(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A section that writes the files of ``target`` into the folder it is given, which gets its
-    name when the section ends, and is removed when it raises. Errors of the operating system become
-    CheckpointErrors."""
+    """A section that writes the files of ``target`` into the folder that it yields. The folder gets
+    its name when the section ends, and is removed if it raises. Errors of the operating system
+    become CheckpointErrors."""
     try:
         with writing(target):
             recover(target)
@@ -101,10 +100,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 def require_replaceable(
     target: Path, patterns: Sequence[str], *, expected: str, marker: str | None = None
 ) -> bool:
-    """Return whether ``target`` holds anything that would be replaced.
-
-    Raises CheckpointError if it holds a name that matches none of ``patterns``, or anything without
-    a file named ``marker``: then somebody else's files are there. ``expected`` is for the message.
+    """Return whether ``target`` holds anything that would be replaced. Raises CheckpointError if it
+    holds a name that matches none of ``patterns``, or files without one named ``marker``: then they
+    are not this program's. ``expected`` is for the message.
     """
     names = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
     strange = [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)]

@@ -1,5 +1,5 @@
-"""What a run remembers of its bad steps: the samples that it leaves out, and the losses that the
-next one is compared with."""
+"""The memory of a run's bad steps: the samples that it leaves out, and the losses that the next
+loss is compared with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Skipped:
     """One bad step. Nothing of it stayed in the weights."""
 
     iteration: int
-    """The step that it would have been, counted from 1."""
+    """Number that the step would have had, counted from 1."""
     first_sample: int
     """Position of the step's first sample in the run's order, as ``consumed_samples`` counts."""
     last_sample: int
@@ -48,9 +48,9 @@ class History:
     bad_in_a_row: int = 0
 
     def first_sample(self, consumed: int, size: Callable[[int], int]) -> int:
-        """Return the position at which a step begins when ``consumed`` samples are behind the run.
-        A step that would contain a sample that is left out begins behind that one. ``size`` gives
-        the samples of a step that begins at a position."""
+        """Return the position at which a step begins after ``consumed`` samples. A step that would
+        contain a sample that is left out begins behind that sample. ``size`` gives the number of
+        samples of a step that begins at a position."""
         for left_out in sorted(self.skipped, key=lambda entry: entry.first_sample):
             if (
                 left_out.first_sample < consumed + size(consumed)
@@ -61,7 +61,7 @@ class History:
 
     def entry(self) -> dict[str, Any]:
         """Return the fields for ``meta.json``."""
-        return {**asdict(self), "skipped": [one.entry() for one in self.skipped]}
+        return {**asdict(self), "skipped": [step.entry() for step in self.skipped]}
 
 
 NO_HISTORY = History()
@@ -69,7 +69,7 @@ NO_HISTORY = History()
 
 
 def read_history(fields: Fields) -> History:
-    """Return the history of which ``entry`` made the fields. What is wrong is noted there."""
+    """Return the history whose ``entry`` has these fields. Problems are added to ``fields``."""
     skipped = []
     for step in fields.entries("skipped"):
         value = step.content.get("value")

@@ -1,8 +1,8 @@
 """The index of a folder of torch.distributed.checkpoint, ``.metadata``: its tensors by name, and
-where each of their chunks lies. Native checkpoints and Megatron-Core's have the same.
+the place of each of their chunks. Native checkpoints and Megatron-Core's have the same format.
 
 It is a pickle, and pickles may call any code. It is read with a short list of classes, which become
-inert records here, and everything that it says is checked."""
+inert records here, and all of its content is checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron_llama.errors import CheckpointError, describe
 METADATA = ".metadata"
 FILE_NAME = re.compile(r"\w[\w.-]*")
 FREE_COVER_WORK = 10**6
-"""Chunks are looked at so often whatever their number."""
+"""Comparisons of chunks that are allowed whatever their number."""
 RECORDS: Mapping[str, Mapping[str, type[Record]]] = MappingProxyType(
     {
         "torch.distributed.checkpoint.metadata": make_records(
@@ -63,17 +63,17 @@ RECORDS: Mapping[str, Mapping[str, type[Record]]] = MappingProxyType(
         "pathlib._local": make_records("PosixPath"),
     }
 )
-"""The classes that torch and Megatron-Core pickle into the index. All become records."""
+"""Classes that torch and Megatron-Core pickle into the index. All become records."""
 
 
 class Place(NamedTuple):
-    """Where something lies: bytes ``[offset, offset + length)`` of a file of the folder."""
+    """A place in a folder: bytes ``[offset, offset + length)`` of a file."""
 
     relative_path: str
     offset: int
     length: int
     crc32: int | None = None
-    """CRC-32 of the values that lie there; None where the index does not say it."""
+    """CRC-32 of the values there; None if the index has none."""
 
 
 class Chunk(NamedTuple):
@@ -91,9 +91,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
-    """In the order of their offsets."""
+    """Chunks in the order of their offsets."""
     flattened: bool
-    """Whether Megatron-Core before 0.15 has saved flat pieces of it: the chunks then do not say
+    """Whether Megatron-Core before 0.15 has saved flat pieces of it: the chunks then do not tell
     which elements they hold."""
 
     @cached_property
@@ -105,7 +105,7 @@ class StoredTensor:
         return max(chunk.size[0] for chunk in self.chunks)
 
     def within(self, offset: Sequence[int], size: Sequence[int]) -> Iterator[Chunk]:
-        """Yield the chunks that hold something of the box."""
+        """Yield the chunks that overlap the box."""
         # Chunks are sorted by their start in dimension 0, in which none is longer than _longest.
         first = bisect_right(self._starts, offset[0] - self._longest)
         last = bisect_left(self._starts, offset[0] + size[0])
@@ -116,17 +116,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredIndex:
-    """What an index says."""
+    """The content of an index."""
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Place]
-    """What was saved with ``torch.save`` beside the tensors, by name."""
+    """Objects saved with ``torch.save`` beside the tensors, by name."""
 
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """A section that makes millions of objects, none of which is garbage: the collector would look
-    at all of them again and again, which takes as long as making them."""
+    """A section that makes millions of objects, none of which is garbage. The collector would visit
+    all of them again and again, which takes as long as making them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -138,12 +138,11 @@ def paused_collector() -> Iterator[None]:
 
 @paused_collector()
 def parse_index(path: Path, content: bytes, *, do: str) -> StoredIndex:
-    """Return what the ``content`` of an index says. ``path`` and the remedy ``do`` are for
-    messages.
+    """Return the parsed ``content`` of an index. ``path`` and the remedy ``do`` are for messages.
 
-    Raises CheckpointError when it is damaged, names code to run, or has chunks of other dimensions
-    than their tensors, without a place, or in files of other folders. ``cover_problems`` and
-    ``shared_bytes`` say whether the chunks are the tensors."""
+    Raises CheckpointError when it is damaged, names code to run, or has chunks that have other
+    dimensions than their tensors, have no place, or lie in files of other folders.
+    ``cover_problems`` and ``shared_bytes`` tell whether the chunks make up the tensors."""
     index = _unpickle(path, content, do)
     described = index.get("state_dict_metadata")
     placed = index.get("storage_data")
@@ -170,7 +169,7 @@ def parse_index(path: Path, content: bytes, *, do: str) -> StoredIndex:
 
 
 def cover_problems(where: str, tensor: StoredTensor, *, do: str) -> Iterator[str]:
-    """Yield what keeps the chunks from being the tensor, cut into pieces."""
+    """Yield the problem because of which the chunks are not exactly the tensor."""
     held = 0
     for chunk in tensor.chunks:
         elements = math.prod(chunk.size)
@@ -206,16 +205,16 @@ def shared_bytes(folder: Path, places: Collection[Place], *, do: str) -> Iterato
         ends[place.relative_path] = place.offset + place.length
 
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    boxes = zip(one.offset, one.size, other.offset, other.size, strict=True)
+def _overlap(first: Chunk, second: Chunk) -> bool:
+    boxes = zip(first.offset, first.size, second.offset, second.size, strict=True)
     return all(a < c + d and c < a + b for a, b, c, d in boxes)
 
 
 def _find_overlap(chunks: Sequence[Chunk], dimensions: int) -> str | None:
-    """Return what is said of two chunks that have an element in common; None without any.
+    """Return a message on two chunks that have an element in common; None without any.
 
-    Groups of chunks are divided along each dimension in turn, where no chunk reaches over. Pairs
-    are compared only in groups that cannot be divided any more."""
+    Groups of chunks are divided along each dimension in turn, at places that no chunk crosses.
+    Pairs are compared only in groups that cannot be divided any more."""
     work = FREE_COVER_WORK + LARGEST_COVER_WORK * len(chunks)
     groups = [[chunk for chunk in chunks if 0 not in chunk.size]]
     while groups:
@@ -224,23 +223,23 @@ def _find_overlap(chunks: Sequence[Chunk], dimensions: int) -> str | None:
             continue
         work -= len(group) * max(1, dimensions)
         for dim in range(dimensions):
-            parts = _divide(group, dim)
-            if len(parts) > 1:
-                groups += parts
+            divided = _divide(group, dim)
+            if len(divided) > 1:
+                groups += divided
                 break
         else:
             for number, chunk in enumerate(group):
                 work -= number
-                for other in group[:number] if work >= 0 else ():
-                    if _overlap(other, chunk):
-                        return f"overlapping chunks at {other.offset} and {chunk.offset}"
+                for earlier in group[:number] if work >= 0 else ():
+                    if _overlap(earlier, chunk):
+                        return f"overlapping chunks at {earlier.offset} and {chunk.offset}"
         if work < 0:
             return f"{len(chunks)} chunks that are not cut along straight lines"
     return None
 
 
 def _divide(group: list[Chunk], dim: int) -> list[list[Chunk]]:
-    """Return the parts of a group between which no chunk reaches along a dimension."""
+    """Divide a group where no chunk reaches across along a dimension."""
     parts: list[list[Chunk]] = []
     end = -1
     for chunk in sorted(group, key=lambda chunk: chunk.offset[dim]):
@@ -252,16 +251,16 @@ def _divide(group: list[Chunk], dim: int) -> list[list[Chunk]]:
 
 
 def _size(values: Any = ()) -> tuple[Any, ...]:
-    """Stand for ``torch.Size``. A list, which a pickle could name a thousand times, would be copied
-    each time; a tuple is taken as it is."""
+    """Stand for ``torch.Size``. A pickle could name a list a thousand times, and each time it would
+    be copied; a tuple is taken as it is."""
     if type(values) is not tuple:
         raise pickle.UnpicklingError(f"a size made of a {type(values).__name__}")
     return values
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """The unpickler of CPython, which is quick: the index of a large model has millions of opcodes.
-    All that it can make are records."""
+    """The unpickler of CPython, which is fast: the index of a large model has millions of opcodes.
+    It can make nothing but records."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, {}):
@@ -284,7 +283,7 @@ def _unpickle(path: Path, content: bytes, do: str) -> Record:
         expected = "the classes of torch's index only (nothing was run)"
         raise CheckpointError(path, got=error, expected=expected, do=trust) from error
     except Exception as error:
-        # A damaged pickle raises whatever its bytes happen to mean.
+        # A damaged pickle may raise any error, since its bytes may mean anything.
         got = f"damaged content ({type(error).__name__})"
         if type(error) is pickle.UnpicklingError:
             got = f"damaged content ({error})"
@@ -296,14 +295,15 @@ def _unpickle(path: Path, content: bytes, do: str) -> Record:
 
 
 class _IndexReader:
-    """Reads the records of an index, and raises CheckpointError for what cannot be meant."""
+    """Reads the records of an index, and raises CheckpointError for impossible values."""
 
     def __init__(self, path: Path, do: str) -> None:
         self._path = path
         self._do = do
 
     def read_places(self, placed: Mapping[Any, Any]) -> dict[tuple[Any, Any], Place]:
-        """Return where each chunk lies, by name and offset, and each object, by name and None."""
+        """Return the place of each chunk, by name and offset, and of each object, by name and
+        None."""
         places = dict[tuple[Any, Any], Place]()
         files = set[str]()
         for key, value in placed.items():
@@ -389,10 +389,10 @@ class _IndexReader:
 
 
 def _is_count(value: object) -> bool:
-    """Return whether a value is an integer that is not negative, and that torch can hold."""
+    """Whether a value is an integer that is not negative, and that torch can hold."""
     return type(value) is int and 0 <= value <= LARGEST_INTEGER
 
 
 def _shown(value: object) -> str:
-    """Return a value of a pickle for a message: cut, also where values hold themselves."""
+    """Return a value of a pickle for a message, cut even if values hold themselves."""
     return reprlib.repr(value)[:SHOWN_CHARACTERS]

@@ -1,24 +1,23 @@
-"""The lease of a run on its folder of checkpoints: two runs that write into one folder destroy each
-other's files, and neither sees why.
+"""The lease of a run on its folder of checkpoints. Without it two runs that write into one folder
+would destroy each other's files, and neither would see why.
 
-SAVE/lease.1.json      who writes here; gone when the run has ended
+SAVE/lease.1.json      the run that writes here; gone when the run has ended
 
-The highest number counts. Whoever takes the folder writes the next number, and no file that exists:
-the file system lets one of several do that. So nobody overwrites what he has not seen, and a run
-that was stopped for hours finds on its return that the folder is another's.
+The highest number counts. A run that takes the folder writes the next number, and no file that
+exists: the file system lets only one of several do that. So no run overwrites a lease that it has
+not seen, and a run that was stopped for hours finds on its return that the folder is another's.
 
-- A holder on the same machine is looked up: it runs or it does not, and nobody waits.
-- Of one elsewhere (another machine, another container) only the file is seen. A thread of the
+- A holder on the same machine is looked up: it runs or it does not, without any wait.
+- Of a holder elsewhere (another machine, another container) only the file is seen. A thread of the
   holder renews a count in it; if the count stands still for a period, the holder is gone. Clocks
   of two machines are never compared.
-- The count is renewed once while the folder is taken. Where that fails it stays 0, and standing
-  still means nothing: such a lease goes only with its process or with --steal-save.
+- The count is renewed once while the folder is taken. If that fails it stays 0, and standing still
+  means nothing: such a lease goes only with its process or with --steal-save.
 - A run that has lost its lease writes nothing more. It removes its own file, which tells the other
-  one so.
+  run so.
 
 An object store has no "unless it exists": the file is written and read back a moment later. Two
-starts within that moment may both go on, until the first renewal of the one whose file is gone.
-"""
+starts within that moment may both go on, until the first renewal of the one whose file is gone."""
 
 from __future__ import annotations
 
@@ -55,15 +54,15 @@ from megatron_llama.launch.processes import Process, this_process
 PATTERN = re.compile(r"lease\.(\d+)\.json")
 DRAFT = ".draft"
 JOIN_SECONDS = 15.0
-"""A run that ends waits so long for a renewal under way."""
+"""Seconds that a run which ends waits for a renewal under way."""
 WARN_FAILURES = 3
-"""So many renewals fail in a row before people hear of it."""
+"""Renewals that fail in a row before a warning is printed."""
 MOUNTS = Path("/proc/self/mountinfo")
 SETTLE_SECONDS = 1.0
-"""After so long a file in an object store is read back."""
+"""Seconds after which a file in an object store is read back."""
 CHECK_PAUSES = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between tries to see whose the folder is: less than a period, and no more than the other
-ranks can wait in a collective."""
+"""Seconds between tries to find the owner of the folder: less than a period, and no more than the
+other ranks can wait in a collective."""
 COUNT_DIGITS = 12
 COMMAND_CHARACTERS = 200
 RUN_CHARACTERS = 8
@@ -71,34 +70,34 @@ RUN_CHARACTERS = 8
 
 @dataclass(frozen=True)
 class Pace:
-    """How often a lease is renewed, in seconds."""
+    """Intervals of a lease's renewals, in seconds."""
 
     renewal: float
     period: float
-    """For so long the count of a holder that cannot be looked up has to stand still before it
-    counts as gone: several renewals, of a thread and a file system that may be slow."""
+    """Seconds for which the count of a holder that cannot be looked up has to stand still before it
+    counts as gone: several renewals, since its thread and the file system may be slow."""
 
 
 DISK = Pace(3.0, 15.0)
 STORE = Pace(30.0, 300.0)
-"""In an object store each renewal is a request that costs something. What mounts one as a file
-system (gcsfuse, blobfuse2) shows what others write only after one or two minutes."""
+"""Pace in an object store, where each renewal costs a request. Programs that mount a store as a
+file system (gcsfuse, blobfuse2) show files of others only after one or two minutes."""
 LONGEST_PERIOD = 3600.0
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has taken a folder."""
+    """The run that has taken a folder."""
 
     id: str
-    """Drawn at random when it was taken."""
+    """Drawn at random when the folder was taken."""
     process: Process
     """Rank 0 of the run."""
     job: str
     """The launcher's name of the job, or empty."""
     command: str
     since: str
-    """By the clock of its machine; for people."""
+    """Time by the clock of its machine, for messages."""
     period: float
     """The period at its own pace: another machine may see the folder by another way."""
 
@@ -107,13 +106,13 @@ class Holder:
         return f"{self.process}, since {self.since}{job}"
 
     def content(self, renewals: int) -> bytes:
-        """The content of its file. Its length does not depend on the count."""
+        """Return the content of its file, whose length does not depend on the count."""
         text = json.dumps(asdict(self), indent=1).removesuffix("\n}")
         return f'{text},\n "renewals": {renewals:>{COUNT_DIGITS}}\n}}\n'.encode()
 
     @staticmethod
     def read(content: bytes) -> Holder | None:
-        """The holder that a file names; None if it names none."""
+        """Return the holder that a file names; None if it names none."""
         try:
             values = json.loads(content)
             process = Process(**values["process"])
@@ -155,17 +154,17 @@ class Held:
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """The file of the lease."""
         return _path(self.folder, self.number)
 
     @property
     def draft(self) -> Path:
-        """What becomes its file, or takes its place, under another name."""
+        """Another name under which the file is written, before it is linked or renamed."""
         return self.folder / f"lease.{self.holder.id}{DRAFT}"
 
     @property
     def run(self) -> str:
-        """What stands in the names of folders that this run has begun: see ``folders.py``."""
+        """The mark in the names of folders that this run has begun: see ``folders.py``."""
         return self.holder.id[:RUN_CHARACTERS]
 
     def is_valid(self) -> bool:
@@ -173,10 +172,10 @@ class Held:
         return _newest(self.folder) == self.number and self.is_own()
 
     def require(self) -> None:
-        """Raise LeaseError if the folder is another's, and CheckpointError if, after several tries,
-        that cannot be seen."""
+        """Raise LeaseError if the folder is another's, and CheckpointError if that cannot be seen
+        after several tries."""
         for pause in CHECK_PAUSES:
-            # A file system fails for a moment, or shows no file while a new one gets its name.
+            # A file system may fail for a moment, or show no file while a new one gets its name.
             with suppress(Exception):
                 if self.is_valid():
                     return
@@ -189,14 +188,14 @@ class Held:
 
     def _is_anothers(self) -> bool:
         """Whether another start's file is there, in its place or after it. Raises OSError."""
-        there = Holder.read(_read(self.folder, self.number))
-        replaced = there is not None and there.id != self.holder.id
+        holder = Holder.read(_read(self.folder, self.number))
+        replaced = holder is not None and holder.id != self.holder.id
         return replaced or _newest(self.folder) > self.number
 
     def lost(self) -> LeaseError:
-        """The error of the run that had it."""
+        """Return the error of the run that has lost the lease."""
         number, thief = 0, None
-        # Who has it is for people: that it is lost stands, whether or not that can be read.
+        # The thief is for people: the lease is lost, whether or not its name can be read.
         with suppress(Exception):
             number = _newest(self.folder)
             thief = Holder.read(_read(self.folder, number))
@@ -217,13 +216,13 @@ class Held:
         )
 
     def is_own(self) -> bool:
-        """Whether its file is there, and no other start's. Raises OSError."""
-        found = Holder.read(_read(self.folder, self.number))
-        return found is not None and found.id == self.holder.id
+        """Whether the lease's file is there, and is this run's. Raises OSError."""
+        holder = Holder.read(_read(self.folder, self.number))
+        return holder is not None and holder.id == self.holder.id
 
 
 class _Renewals:
-    """Renews the count of a lease, in a way that its place allows."""
+    """Renews the count of a lease in a way that its place allows."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -233,7 +232,7 @@ class _Renewals:
         )
 
     def renew(self) -> None:
-        """Renew it. Raises what the last way raises if none works."""
+        """Renew the count. If no way works, the error of the last one is raised."""
         content = self._held.holder.content(self._count + 1)
         for way in self._ways:
             try:
@@ -242,8 +241,8 @@ class _Renewals:
                 if way is self._ways[-1]:
                     raise
             else:
-                # The next time it comes first: a write that is refused may not be harmless.
-                self._ways = (way, *(other for other in self._ways if other is not way))
+                # This way is tried first the next time: a write that is refused may do harm.
+                self._ways = (way, *(left for left in self._ways if left is not way))
                 self._count += 1
                 return
 
@@ -253,7 +252,7 @@ def _write_object(held: Held, content: bytes) -> None:
 
 
 def _write_in_place(held: Held, content: bytes) -> None:
-    """Write over a file that is there, so that none comes back which another start has removed."""
+    """Write over a file that is there: a file that another start has removed must not come back."""
     with held.path.open("r+b") as file:
         file.write(content)
 
@@ -273,12 +272,12 @@ def _write_and_rename(held: Held, content: bytes) -> None:
 
 
 class Lease:
-    """A rank's part of the run's lease: rank 0 takes and renews it. It is made before the writing
-    process is forked, and released when that has ended."""
+    """A rank's end of the run's lease: rank 0 takes and renews it. It is made before the writing
+    process is forked, and released when that process has ended."""
 
     def __init__(self, save: str | None, *, steal: bool = False) -> None:
-        """``save``: None for a run that saves nothing. ``steal``: take it from a run that
-        writes."""
+        """``save`` is None for a run that saves nothing. With ``steal`` the folder is taken from a
+        run that writes."""
         self._save = save
         self._steal = steal
         self._made: list[Path] = []
@@ -288,9 +287,9 @@ class Lease:
         self._lost = threading.Event()
         self._losing = threading.Lock()
         self.held: Held | None = None
-        """What was taken, the same on every rank; None before, and for a run that saves nothing."""
+        """The lease, the same on every rank; None before ``take``, and if nothing is saved."""
         self.notes: list[str] = []
-        """What is to be said of a folder that was another's, on rank 0."""
+        """Messages about a folder that was another's, on rank 0."""
         self._when_lost: Callable[[str], None] = lambda words: None
         """See ``tell_loss``."""
 
@@ -301,7 +300,7 @@ class Lease:
 
     def take(self, world: Axis) -> None:
         """Take the folder. Collective. Raises LeaseError on every rank while another run writes
-        there, and CheckpointError if nobody can write there."""
+        there, and CheckpointError if the folder cannot be written."""
         if self._save is None:
             return
         taking = self._taking(self._save) if world.rank == 0 else iter(())
@@ -323,9 +322,9 @@ class Lease:
 
     def tell_loss(self, when_lost: Callable[[str], None]) -> None:
         """Have ``when_lost`` called once on rank 0, in any thread, when the folder has become
-        another's, or now if it has: from its return on nothing is to be written there. Its argument
-        says what has happened, for a last line in the folder's files; it is empty where the other
-        run no longer waits for it."""
+        another's, or now if it has: nothing is to be written there after it has returned. Its
+        argument says what has happened, for a last line in the folder's files; it is empty if the
+        other run no longer waits for it."""
         with self._losing:
             self._when_lost = when_lost
             if self.is_lost:
@@ -342,14 +341,13 @@ class Lease:
                 self._lost.set()
 
     def release(self) -> None:
-        """Leave the folder to others. A folder that is empty then was made for nothing, and
-        goes."""
+        """Leave the folder to others. If it is empty it was made for nothing, and is removed."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)  # no longer: a file system may not answer
-        # Clients of object stores raise errors of their own. The run has ended, whatever they say.
+        # Clients of object stores raise errors of their own. The run has ended in any case.
         with suppress(Exception):
-            # Also where the folder is another's: that one may be waiting for it.
+            # Also if the folder is another's: that run may be waiting for this file to go.
             if self._own is not None and self._own.is_own():
                 self._own.path.unlink()
         for folder in reversed(self._made):
@@ -357,35 +355,35 @@ class Lease:
                 folder.rmdir()
 
     def _taking(self, save: str) -> Iterator[bool]:
-        """Take the folder, with a pause wherever the other ranks are to be met."""
+        """Take the folder. Each value is a pause in which the other ranks are met."""
         folder = storage_path(save)
         require_writable(local_folder(save) if is_remote(folder) else folder)
         with writing(folder):
             self._made = _make(folder)
             own = None
             while own is None:
-                # Another start, which was refused, may have removed what it had made for nothing.
+                # Another start that was refused may have removed a folder that it had made.
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
                     pace = _pace(folder)
                 except FileNotFoundError:
                     continue
-                there = _numbers(folder)
-                before = _read(folder, max(there, default=0))
-                if there and not self._steal:
-                    yield from self._until_gone(folder, there[-1], before, pace.period)
-                own = _take_after(folder, there, pace.period)
-            # From here on it is renewed, and released, whatever happens.
+                numbers = _numbers(folder)
+                before = _read(folder, max(numbers, default=0))
+                if numbers and not self._steal:
+                    yield from self._until_gone(folder, numbers[-1], before, pace.period)
+                own = _take_after(folder, numbers, pace.period)
+            # From here on it is renewed and released in any case.
             self._own = own
             renewals = _Renewals(own)
             renewed = self._show_sign(own, renewals)
             self._thread = start_thread(self._renew, own, renewals, pace, renewed, name="lease")
-            if there and self._steal:
+            if numbers and self._steal:
                 yield from self._until_left(own, before, pace.period)
             _remove_others(own)
 
     def _show_sign(self, own: Held, renewals: _Renewals) -> bool:
-        """Renew for the first time. Returns whether that was possible."""
+        """Renew for the first time. Return whether that was possible."""
         try:
             renewals.renew()
         except Exception as error:
@@ -401,7 +399,7 @@ class Lease:
     def _until_gone(
         self, folder: Path, number: int, before: bytes, period: float
     ) -> Iterator[bool]:
-        """Wait until it is certain that the holder is gone. Raises LeaseError if it is not."""
+        """Wait until the holder is certainly gone. Raises LeaseError if it is not."""
         holder = Holder.read(before)
         if holder is not None and holder.process.visible:
             if holder.process.state:
@@ -420,10 +418,10 @@ class Lease:
             if now and now != before:  # empty: it is being written
                 raise _in_use(folder, Holder.read(now) or holder)
         if holder is not None and not Holder.was_renewed(before):
-            # Its silence proves nothing: it may be training where no file can be renewed. A restart
-            # that has to ask for the folder costs an option; a healthy run that loses it costs what
-            # it would have computed. (A holder that was killed within the moment between taking and
-            # its first renewal looks the same.)
+            # Its silence proves nothing: it may be training where no file can be renewed. If a
+            # restart has to ask for the folder, that costs an option; if a healthy run loses it,
+            # that costs its work. (A holder that was killed between taking the folder and its first
+            # renewal looks the same.)
             raise _in_doubt(folder, holder)
         self.notes.append(
             f"--save {folder}: taken over from {whom}, which gave no sign for {period:g} s"
@@ -431,7 +429,7 @@ class Lease:
 
     def _until_left(self, own: Held, before: bytes, period: float) -> Iterator[bool]:
         """Wait until the run from which the folder was taken has seen that, or is gone, so that
-        nothing of it is under way when this one begins to write."""
+        none of its writes is under way when this run begins to write."""
         number = own.number - 1
         holder = Holder.read(before)
         period = max(period, holder.period if holder is not None else 0.0)
@@ -452,20 +450,20 @@ class Lease:
         self.notes.append(f"--save {own.folder}: taken over from {whom} (--steal-save)")
 
     def _renew(self, held: Held, renewals: _Renewals, pace: Pace, renewed: bool) -> None:
-        failures = 0 if renewed else WARN_FAILURES  # of which the notes have told
+        failures = 0 if renewed else WARN_FAILURES  # the notes already have that warning
         while not self._over.wait(pace.renewal):
             try:
                 if not held.is_valid():
                     self._lose(held)
-                    # The last thing that is written: who has taken the folder waits for it.
+                    # The last write: the run that has taken the folder waits for it.
                     if held.is_own():
                         held.path.unlink()
                     return
                 renewals.renew()
                 failures = 0
             except Exception as error:
-                # A file system fails for a moment, or a store's client with an error of its own.
-                # What it means for what is saved, a save will say.
+                # A file system may fail for a moment, or a store's client with an error of its own.
+                # If it matters for a save, the save will raise.
                 failures += 1
                 if failures == WARN_FAILURES:
                     print(
@@ -505,13 +503,13 @@ def _in_doubt(folder: Path, holder: Holder) -> LeaseError:
 
 
 def _pace(folder: Path) -> Pace:
-    """How often a lease on a folder is renewed."""
+    """Return the pace at which a lease on a folder is renewed."""
     return STORE if is_remote(folder) or _is_mounted_by_program(folder) else DISK
 
 
 def _is_mounted_by_program(folder: Path) -> bool:
-    """Whether a program of a user answers for the file system of a folder (FUSE), which may keep an
-    object store there, and in memory what it has seen of it. False where nothing says so."""
+    """Whether a program of a user serves the file system of a folder (FUSE). It may keep an object
+    store there, and old listings in memory. False if nothing says so."""
     status = folder.stat()
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     with suppress(OSError):
@@ -524,7 +522,7 @@ def _is_mounted_by_program(folder: Path) -> bool:
 
 
 def _take_after(folder: Path, judged: list[int], period: float) -> Held | None:
-    """Take a folder behind the leases that were judged. Returns None if these are not all: another
+    """Take a folder behind the leases that were judged. Return None if these are not all: another
     start was faster, or a holder has left."""
     if _numbers(folder) != judged:
         return None
@@ -543,7 +541,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """The numbers of the leases in a folder, ascending."""
+    """Return the numbers of the leases in a folder, ascending."""
     try:
         matches = [PATTERN.fullmatch(entry.name) for entry in folder.iterdir()]
     except FileNotFoundError:
@@ -552,12 +550,12 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _newest(folder: Path) -> int:
-    """The highest number; 0 without a lease."""
+    """Return the highest number; 0 without a lease."""
     return max(_numbers(folder), default=0)
 
 
 def _read(folder: Path, number: int) -> bytes:
-    """The content of a lease; empty if there is none of this number."""
+    """Return the content of a lease; empty if there is none of this number."""
     try:
         return _path(folder, number).read_bytes()
     except FileNotFoundError:
@@ -565,14 +563,14 @@ def _read(folder: Path, number: int) -> bytes:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Make a folder and what lies above it. Returns what was not there, the topmost first."""
+    """Make a folder and those above it. Return the ones that were missing, the topmost first."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return [] if is_remote(folder) else missing[::-1]
 
 
 def _write_new(own: Held) -> bool:
-    """Write the file of a lease unless there is one of its number. Returns whether it was
+    """Write the file of a lease unless there is one of its number. Return whether it was
     written."""
     content = own.holder.content(0)
     if is_remote(own.folder):
@@ -581,19 +579,19 @@ def _write_new(own: Held) -> bool:
         own.path.write_bytes(content)
         time.sleep(SETTLE_SECONDS)
         return own.is_own()
-    # A link to a file that is whole, so that nobody reads half of it.
+    # A link to a file that is whole, so that no run reads half of it.
     draft = own.draft
     try:
         write_synced(draft, content)
         os.link(draft, own.path)
     except FileExistsError:
-        # A network file system may say so of a link that it has just made: its answer was lost.
+        # A network file system may say so of a link that it has just made, if its answer was lost.
         return own.is_own()
     except FileNotFoundError:
-        return False  # whoever was faster has removed the draft
+        return False  # the start that was faster has removed the draft
     except OSError:
-        # File systems without links say so with EPERM, EINVAL, EXDEV, ENOTSUP, the kernel's own 524
-        # and more. If something else is wrong, this says it, too.
+        # File systems without links raise EPERM, EINVAL, EXDEV, ENOTSUP, the kernel's own 524 and
+        # more. If something else is wrong, the open below raises, too.
         try:
             with own.path.open("xb") as file:
                 file.write(content)
@@ -605,7 +603,7 @@ def _write_new(own: Held) -> bool:
 
 
 def _remove_others(own: Held) -> None:
-    """Remove the leases before this one, and what starts that were killed have left."""
+    """Remove the leases before this one, and the drafts of starts that were killed."""
     for entry in list(own.folder.iterdir()):
         match = PATTERN.fullmatch(entry.name)
         earlier = match is not None and int(match[1]) < own.number

@@ -1,7 +1,7 @@
-"""Lists of checksums beside a model: written by exports and conversions, checked by whoever reads
-the model. Small files are checked where they are read (``config/model_files.py``); here it is the
-large ones, of which readers take pieces in any order, and with which a run begins to train before
-they are compared."""
+"""Lists of checksums beside a model: exports and conversions write them, readers of the model check
+them. Small files are checked where they are read (``config/model_files.py``). This module checks
+the large ones: their readers take pieces in any order, and a run begins to train before they are
+compared."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_llama.engine.comm.device import take_least_priority, thread_pool
 from megatron_llama.errors import CheckpointError
 
 HASHING_THREADS = 2
-"""Threads of one process that compare files while others are read."""
+"""Threads of one process that compare files while the same files are read."""
 
 
 def seal_files(folder: Path, workers: int = HASHING_THREADS) -> None:
-    """Write the checksums of all files of a folder that is about to get its name, but for those
-    that a program which goes on there writes anew."""
+    """Write the checksums of all files of a folder that is about to get its name. Left out are
+    files that a program which goes on there writes anew."""
     paths = sorted(
         path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, TRACKER)
     )
@@ -50,8 +50,8 @@ class ListedFile(NamedTuple):
 
 class ListedFilesCheck:
     """Compares files of a folder with the lists of checksums there and in the folder above, in
-    threads, while others read the same files: the bytes come from the disk once. It is a section,
-    whose end stops what has not been compared."""
+    threads, while other code reads the same files: the bytes come from the disk once. It is a
+    context manager, whose end stops comparisons that are left."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class ListedFilesCheck:
         in_background: bool = False,
     ) -> None:
         """``files`` are by default all ``listed_files`` of the folder. With ``in_background`` the
-        threads leave the processors to whoever computes meanwhile. Raises CheckpointError for a
-        list that cannot be read."""
+        threads leave the processors to other work. Raises CheckpointError for a list that cannot be
+        read."""
         self._folder = folder
         self._stopped = Event()
         files = listed_files(folder) if files is None else files
@@ -75,7 +75,7 @@ class ListedFilesCheck:
 
     @property
     def problem(self) -> CheckpointError | None:
-        """What is wrong with the files that have been compared so far."""
+        """The damage to the files that have been compared so far."""
         try:
             self._refuse_damaged()
         except CheckpointError as error:
@@ -92,14 +92,14 @@ class ListedFilesCheck:
         return not wait(self._comparisons.values(), seconds).not_done
 
     def require(self) -> None:
-        """Wait for all comparisons, and raise CheckpointError with the files that differ. Files
-        that are missing are not looked for: their readers miss them."""
+        """Wait for all comparisons, and raise CheckpointError with the files that differ. Missing
+        files are left to their readers."""
         wait(self._comparisons.values())
         self._refuse_damaged()
 
     def _refuse_damaged(self) -> None:
-        ended = [one for one in self._comparisons.values() if one.done() and not one.cancelled()]
-        problems = [problem for one in ended if (problem := one.result()) is not None]
+        ended = [job for job in self._comparisons.values() if job.done() and not job.cancelled()]
+        problems = [problem for job in ended if (problem := job.result()) is not None]
         refuse(f"{self._folder} is damaged, or its files stand for each other:", problems)
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ def listed_files(folder: Path | None) -> list[ListedFile]:
 
 
 def _compare(file: ListedFile, stopped: Event, *, in_background: bool) -> str | None:
-    """Return what is wrong with a file; None if nothing is, or if the comparison was stopped."""
+    """Return the damage to a file; None without any, or if the comparison was stopped."""
     path, listed, _ = file
     if in_background:
         take_least_priority()

@@ -1,5 +1,5 @@
-"""``meta.json``: what a checkpoint holds besides tensors. Here it is written, read, and compared
-with the model of a run."""
+"""``meta.json``: the content of a checkpoint besides tensors. Here it is written, read, and
+compared with the model of a run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megatron_llama.model.rope import normal_rope, reads_max_positions
 
 META = "meta.json"
 NOT_FINITE = "not_finite"
-"""The field with the tensors of which some values are infinite or NaN: empty where all are finite.
-It is missing in what no save has looked at: checkpoints of earlier versions, and converted ones."""
+"""Field with the tensors that have infinite values or NaN: empty if all values are finite. It is
+missing if no save has checked them: in checkpoints of earlier versions, and in converted ones."""
 FORMAT_VERSION = 1
 WITHOUT_EFFECT = frozenset(
     {
@@ -43,15 +43,15 @@ WITHOUT_EFFECT = frozenset(
         "pad_token_id",
     }
 )
-"""Model fields that do not change what the weights compute: a run may resume with others. Some
-rotary scalings read max_position_embeddings."""
+"""Model fields that do not change the computation of the weights: a run may resume with others.
+Some rotary scalings read max_position_embeddings."""
 EPSILON = "rms_norm_eps"
 """A run may have another epsilon, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2
 that of LLaMA 1."""
 NUMBERED = re.compile(rf"iter_([0-9]{{7,19}})(?:{re.escape(REPLACED)})?")
 """Names of checkpoints. More digits are no iteration that a run can have."""
 PLACE_NUMBERS = 4
-"""Where a lane has come to in a text: so many numbers."""
+"""Number of integers in the place of a lane."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class TrainState:
     """Samples behind the run, those that bad steps left out included."""
     history: History = NO_HISTORY
     data: Mapping[str, Any] | None = None
-    """What identifies the training samples (``Samples.identity``); None if that is not known."""
+    """Identity of the training samples (``Samples.identity``); None if it is not known."""
     places: Sequence[Sequence[Sequence[int]]] | None = None
-    """Where each lane of each text that is streamed has come to (``TextStream.rows``); None in a
-    run of counted samples."""
+    """Place of each lane of each streamed text (``TextStream.rows``); None in a run of counted
+    samples."""
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The ``config.json`` that the model came with, which is no position; empty if there was
     none."""
     callbacks: Mapping[str, Any] = field(default_factory=dict)
-    """What the callbacks of users keep, by their names."""
+    """State of the users' callbacks, by their names."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class CheckpointMeta:
     weight_sum: float
     """The sum of the weights of all steps in schedule-free AdamW's average; 0 for others."""
     loss_scale: list[float]
-    """Scale, steps without overflow, overflows in a row. It says nothing without --fp16, nor in a
-    converted checkpoint: there it is 1, 0, 0."""
+    """Scale, steps without overflow, overflows in a row. Only with --fp16 does it have a meaning;
+    in a converted checkpoint it is 1, 0, 0."""
     model: ModelConfig
     seed: int
     tokenizer_model: str | None
     torch_version: str
     config: dict[str, Any]
-    """The configuration of the run that saved it, section by section."""
+    """Configuration of the run that saved it, section by section."""
     not_finite: tuple[NotFinite, ...] | None = None
-    """The tensors of which some values are infinite or NaN, as the save found them; None where no
-    save has looked."""
+    """The tensors with infinite values or NaN, as the save found them; None if no save has
+    checked."""
 
 
 def meta_json(
@@ -136,20 +136,20 @@ def meta_json(
 
 def read_meta_json(folder: Path) -> dict[str, Any]:
     """Return the content of ``meta.json`` of one checkpoint, after a comparison with its checksum.
-    What the fields hold is not looked at. Raises CheckpointError naming the file."""
+    Its fields are not checked. Raises CheckpointError naming the file."""
     content = read_listed(folder, META, largest=largest_meta)
     return parse_json_object(content, folder / META, do=ANOTHER_COPY)
 
 
 def marked_meta(content: bytes, not_finite: Sequence[NotFinite]) -> bytes:
-    """Return the content of the file for a checkpoint whose values have been looked at."""
+    """Return the content of the file for a checkpoint whose values have been checked."""
     marked = {**json.loads(content), NOT_FINITE: [entry.entry() for entry in not_finite]}
     return (json.dumps(marked, indent=2) + "\n").encode()
 
 
 def parse_meta(folder: Path) -> CheckpointMeta:
-    """Read ``meta.json`` of one checkpoint. Raises CheckpointError naming the file, with all fields
-    that cannot be meant."""
+    """Read ``meta.json`` of one checkpoint. Raises CheckpointError naming the file, with all
+    invalid fields."""
     path = folder / META
     content = read_meta_json(folder)
     version = content.get("format_version")
@@ -196,7 +196,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
 
 
 def _not_finite(fields: Fields) -> tuple[NotFinite, ...] | None:
-    """Return what the save has found; None where none has looked."""
+    """Return the tensors that the save found not finite; None if no save has checked."""
     if NOT_FINITE not in fields.content:
         return None
     entries = fields.sequence(NOT_FINITE, dict)
@@ -208,7 +208,7 @@ def _not_finite(fields: Fields) -> tuple[NotFinite, ...] | None:
 
 
 def _stream_places(fields: Fields) -> list[list[list[int]]] | None:
-    """Return where each lane of each text has come to; None in a run of counted samples."""
+    """Return the place of each lane of each text; None in a run of counted samples."""
     name = "stream_places"
     streams: list[list[list[int]]] | None
     streams = fields.sequence(name, list, default=None, null=True)
@@ -224,9 +224,8 @@ def _stream_places(fields: Fields) -> list[list[list[int]]] | None:
 
 
 def _sections(config: Fields) -> dict[str, dict[str, Any]]:
-    """Return the sections of a saved configuration, every one that this version knows among them.
-    Fields of other versions are left as they are; those that are known have to be of their
-    kind."""
+    """Return the sections of a saved configuration, with every section that this version knows.
+    Fields of other versions are left as they are; the known ones have to be of their kind."""
     sections: dict[str, dict[str, Any]] = {
         name: section for name, section in config.content.items() if isinstance(section, dict)
     }
@@ -241,8 +240,8 @@ def _sections(config: Fields) -> dict[str, dict[str, Any]]:
 
 
 def _require_kind(fields: Fields, name: str, annotation: Any) -> None:
-    """Note a problem where an option has a value that its annotation does not allow. Choices are
-    not looked at: other versions have others."""
+    """Note a problem if an option has a value that its annotation does not allow. Choices are not
+    checked: other versions have others."""
     kind, null = strip_optional(annotation)
     origin = get_origin(kind)
     if origin is tuple:
@@ -262,17 +261,17 @@ def _require_kind(fields: Fields, name: str, annotation: Any) -> None:
 
 def _listed_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the token ids of which there are several. Conversions by earlier versions have them
-    among the fields of the model, and nothing else of a ``config.json``."""
+    among the fields of the model, and no other part of a ``config.json``."""
     return {name: hf_config[name] for name in TOKEN_IDS if isinstance(hf_config.get(name), list)}
 
 
 def model_differences(
     where: str, saved: ModelConfig, model: ModelConfig, *, resumes: bool = True
 ) -> list[str]:
-    """Return a line for each field that makes saved weights compute something else than ``model``,
-    epsilon apart. ``where`` names the weights.
+    """Return a line for each field, apart from epsilon, with which saved weights compute something
+    else than ``model``. ``where`` names the weights.
 
-    A run that ``resumes`` goes on with its optimizer. One that only begins with the weights may
+    A run that ``resumes`` goes on with its optimizer. A run that only begins with the weights may
     have other rotary positions too, so only the shapes have to agree, and a language model may
     become a reward model, whose score is new."""
     problems = []
@@ -280,23 +279,23 @@ def model_differences(
     ignored = without_effect(saved, model)
     names = [name for name in fields if name not in (*ignored, EPSILON)]
     for name in names if resumes else MODEL_SHAPE:
-        found = getattr(saved, name)
+        before = getattr(saved, name)
         expected = getattr(model, name)
         if name == "rope_scaling":
             expected = normal_rope(expected)
-        if name == "num_labels" and not found and not resumes:
+        if name == "num_labels" and not before and not resumes:
             continue
-        if found != expected:
+        if before != expected:
             do = "take the model fields from the checkpoint, or load another one"
-            if name == "vocab_size" and expected > found:
+            if name == "vocab_size" and expected > before:
                 do += ", or give --resize-embeddings --finetune to begin anew with more rows"
-            problems.append(describe(f"{where} {name}", got=found, expected=expected, do=do))
+            problems.append(describe(f"{where} {name}", got=before, expected=expected, do=do))
     return problems
 
 
 def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[str]:
-    """Return a warning for each field that a run may change, and that changes what its loaded
-    weights compute."""
+    """Return a warning for each field that a run may change and that changes the computation of its
+    loaded weights."""
     changes = []
     ignored = without_effect(saved, model)
     fields = (field.name for field in dataclasses.fields(ModelConfig))
@@ -309,6 +308,6 @@ def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[st
 
 
 def without_effect(saved: ModelConfig, model: ModelConfig) -> frozenset[str]:
-    """Return the fields that may differ, since they do not change what the weights compute."""
-    scaled = any(reads_max_positions(normal_rope(each.rope_scaling)) for each in (saved, model))
+    """Return the fields that may differ: they do not change the computation of the weights."""
+    scaled = any(reads_max_positions(normal_rope(config.rope_scaling)) for config in (saved, model))
     return WITHOUT_EFFECT - {"max_position_embeddings"} if scaled else WITHOUT_EFFECT

@@ -79,33 +79,33 @@ from megatron_llama.pipeline.build import compute_dtype
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """How a save has ended that raised no error."""
+    """Result of a save that raised no error."""
 
     path: Path
     not_finite: tuple[NotFinite, ...]
-    """The tensors of which some values are infinite or NaN."""
+    """The tensors with infinite values or NaN."""
     published: bool
     """Whether ``path`` is there."""
 
 
 @dataclass(frozen=True)
 class RankSavePlan:
-    """What a rank writes at every save of a run. The ranks agree on it once."""
+    """The part of a rank in every save of a run. The ranks agree on it once."""
 
     parts: tuple[Region, ...]
-    """The chunks that this rank writes, with the tensors that hold their values now."""
+    """The chunks that this rank writes, with the tensors that hold their values."""
     index: Metadata | None
     """The index of all ranks' chunks, on rank 0; None on the others."""
     room: str
-    """Prefix of the keys in the job's store under which the ranks say that they are done. It is
+    """Prefix of the keys in the job's store under which the ranks report that they are done. It is
     drawn anew for each run."""
 
 
 def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> RankSavePlan:
-    """Agree on who writes what. Collective."""
+    """Agree on the chunks that each rank writes. Collective."""
     pieces = chain(shard_pieces(engine), column_pieces(engine, mesh))
-    # Several ranks may hold the same piece, such as a norm under tensor parallelism. One of them
-    # writes it: torch refuses an index whose chunks overlap.
+    # Several ranks may hold the same piece, such as a norm under tensor parallelism. Only one of
+    # them writes it: torch refuses an index whose chunks overlap.
     primary = (piece for piece in pieces if piece.primary)
     parts = tuple(part for region in regions(primary) for part in region.split())
     plans = gather_object([part.write_item() for part in parts], mesh.world)
@@ -127,8 +127,8 @@ def save(
     keep: Retention | None = None,
     held: Held | None = None,
 ) -> Path:
-    """Write ``folder/iter_NNNNNNN``, point the tracker at it, and return its path, whatever the
-    values are. See ``save_checked``."""
+    """Write ``folder/iter_NNNNNNN``, point the tracker at it, and return its path, even if values
+    are not finite. See ``save_checked``."""
     saved = save_checked(
         folder,
         engine,
@@ -159,14 +159,12 @@ def save_checked(
     """Write ``folder/iter_NNNNNNN`` and point the tracker at it. Collective. All ranks return the
     same.
 
-    A checkpoint of which some values are not finite is marked, or, without
-    ``publishes_not_finite``, removed before it gets its name. A failure on any rank raises the same
-    CheckpointError on all, and leaves earlier checkpoints as they were. ``keep`` says which
-    checkpoints stay; without it all stay, and no links are made. ``held`` is the run's lease on the
-    folder: raises LeaseError if it is lost. Without one, what killed saves left behind is removed
-    first; a run with a lease has done that when it began. ``known`` is for ``retain``, the same at
-    each save of a run.
-    """
+    A checkpoint with values that are not finite is marked, or, without ``publishes_not_finite``,
+    removed before it gets its name. A failure on any rank raises the same CheckpointError on all,
+    and leaves earlier checkpoints as they were. ``keep`` says which checkpoints stay; without it
+    all stay, and no links are made. ``held`` is the run's lease on the folder: LeaseError is raised
+    if it is lost. Without one, the remains of killed saves are removed first; a run with a lease
+    has removed them when it began. ``known`` is for ``retain``, the same at each save of a run."""
     target = checkpoint_path(folder, state.iteration)
     plan = plan_save(engine, mesh)
     meta = describe_state(engine, mesh, state, config, validation_loss)
@@ -182,15 +180,15 @@ def save_checked(
         written = None
         with raise_on_all_ranks(mesh.world):
             written = write_parts(staging(target, run), mesh.rank, plan.parts)
-        everybody = gather_object(written, mesh.world)
+        of_all_ranks = gather_object(written, mesh.world)
         saved = None
         with raise_on_all_ranks(mesh.world), writing(target):
-            if everybody is not None:
+            if of_all_ranks is not None:
                 assert plan.index is not None
                 saved = finish(
                     target,
                     plan.index,
-                    everybody,
+                    of_all_ranks,
                     meta,
                     keep,
                     held,
@@ -215,10 +213,10 @@ def describe_state(
     """Wait for the engine's last update, and return the content of ``meta.json`` for its state.
     Collective."""
     engine.settle()
-    # A rank without parameters has no numbers of its own.
+    # A rank without parameters has no counts or sums of its own.
     updates, weight_sum = (
-        max(all_gather_float(max(map(float, found), default=0.0), mesh.world))
-        for found in (step_counts(engine), weight_sums(engine))
+        max(all_gather_float(max(map(float, values), default=0.0), mesh.world))
+        for values in (step_counts(engine), weight_sums(engine))
     )
     return meta_json(
         state, int(updates), engine.loss_scale.state(), config, validation_loss, weight_sum
@@ -236,12 +234,12 @@ def finish(
     publishes_not_finite: bool,
     known: dict[str, Standing] | None = None,
 ) -> SavedCheckpoint:
-    """Complete a checkpoint of which every rank has written its part: write index, checksums and
+    """Complete a checkpoint after every rank has written its part: write index, checksums and
     ``meta.json``, give it its name, then renew the links and remove old checkpoints. Raises
-    CheckpointError; LeaseError where the folder is no longer this run's. ``known``: see ``retain``.
+    CheckpointError; LeaseError if the folder is no longer this run's. ``known``: see ``retain``.
 
-    ``meta.json`` says which values are not finite. If there are some, without
-    ``publishes_not_finite`` the staged folder stays as it is, and is for the caller to remove."""
+    ``meta.json`` names the values that are not finite. If there are some, without
+    ``publishes_not_finite`` the staged folder stays as it is, and the caller has to remove it."""
     not_finite = merge_not_finite(entry for rank in written for entry in rank.not_finite)
     if not_finite and not publishes_not_finite:
         return SavedCheckpoint(target, not_finite, published=False)
@@ -263,7 +261,7 @@ def finish(
 
 
 def read_meta(path: str | Path) -> CheckpointMeta:
-    """Return what a checkpoint, or the latest one in a folder, holds besides tensors. Raises
+    """Return the ``meta.json`` of a checkpoint, or of the latest one in a folder. Raises
     CheckpointError."""
     return parse_meta(find(path))
 
@@ -279,16 +277,16 @@ def load(
     """Fill the engine from a checkpoint, or the latest one in a folder, whatever layout it was
     saved under. Collective.
 
-    ``model`` is the one that the engine was built for, derived fields filled in. Without
-    ``optimizer`` the optimizer's state is that of a fresh one, and the loss scale as configured.
-    Everything that can be checked without reading the tensors is checked first. A failure on any
-    rank raises the same CheckpointError on all.
+    ``model`` is the one that the engine was built for, with its derived fields. Without
+    ``optimizer`` the optimizer's state becomes that of a fresh one, and the loss scale as
+    configured. All checks that need no tensors come first. A failure on any rank raises the same
+    CheckpointError on all.
     """
     engine.settle()
     with raise_on_all_ranks(mesh.world):
         folder = find(path) if mesh.rank == 0 else storage_path(path)
-    # Machines may see different states of a shared folder for a while. That they load different
-    # iterations would go unnoticed, so all take what rank 0 has found.
+    # Machines may see different states of a shared folder for a while. Loads of different
+    # iterations would go unnoticed, so all ranks take the folder that rank 0 has found.
     folder = broadcast_object(folder, mesh.world)
     with raise_on_all_ranks(mesh.world):
         meta, container, wanted, columns, resumes = _open(folder, engine, mesh, model, optimizer)
@@ -306,8 +304,8 @@ def load(
     for weight_sum in weight_sums(engine):
         weight_sum.fill_(meta.weight_sum if resumes else 0.0)
     columns.take_up(updates, meta.config["optimizer"])
-    # A run without --fp16 writes a scale of 1, which an fp16 run may also have reached: the scale
-    # itself does not tell them apart.
+    # A run without --fp16 writes a scale of 1, which an fp16 run may also reach: the scale itself
+    # does not tell them apart.
     if resumes and meta.config["training"].get("fp16"):
         engine.loss_scale.load(meta.loss_scale)
     else:
@@ -318,8 +316,8 @@ def load(
 
 def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
     """Raise CheckpointError unless a checkpoint has every tensor that a run with this resolved
-    configuration loads, whatever its layout, and the files are all there. ``optimizer``: the run
-    takes up the optimizer's state."""
+    configuration loads, whatever its layout, and all files are there. ``optimizer``: the run takes
+    up the optimizer's state."""
     container = open_native(folder)
     # A converted checkpoint has no optimizer state.
     optimizer = optimizer and any(is_state(key) for key in container.tensors)
@@ -337,10 +335,10 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
 def _whole_tensors(
     spec: ParamSpec, part: HFSlice, config: Config, *, optimizer: bool
 ) -> Iterator[Region]:
-    """Yield what a checkpoint has of a tensor, without values; with ``optimizer`` its state too."""
+    """Yield a tensor of a checkpoint without values; with ``optimizer`` its state too."""
     options = config.optimizer
     dtype = torch.float64 if config.training.fp64 else torch.float32
-    # A frozen weight has no master beside what the model computes with.
+    # A frozen weight has no master besides the weight that the model computes with.
     weight = dtype if spec.trainable else compute_dtype(config)
     yield Region.without_values(part.name, part.shape, weight)
     if not optimizer:
@@ -358,21 +356,21 @@ def _whole_tensors(
             yield Region.without_values(state_key(state, part.name), part.shape, dtype)
             continue
         blocks = in_blocks(Rectangle(part.name, part.shape, (0, 0), part.shape, 0))
-        codes, scales = (state_key(f"{state}_{what}", part.name) for what in ("codes", "scales"))
+        codes, scales = (state_key(f"{state}_{kind}", part.name) for kind in ("codes", "scales"))
         yield Region.without_values(codes, part.shape, torch.uint8)
         yield Region.without_values(scales, blocks.shape)
 
 
 def _refuse_other_optimizer(container: Container, wanted: Sequence[Region]) -> None:
-    """Raise CheckpointError if a tensor has optimizer state in the files of another kind than is
-    wanted. What is merely missing is for others to say."""
-    found = _states_by_tensor(container.tensors)
-    for name, states in _states_by_tensor(part.key for part in wanted).items():
-        there = found.get(name, set())
-        if states - there and there - states:
+    """Raise CheckpointError if a tensor has optimizer state of another kind in the files than is
+    wanted. State that is merely missing is reported by ``require_regions``."""
+    saved = _states_by_tensor(container.tensors)
+    for name, states in _states_by_tensor(region.key for region in wanted).items():
+        saved_states = saved.get(name, set())
+        if states - saved_states and saved_states - states:
             problem = describe(
                 name,
-                got=f"the optimizer's {' and '.join(sorted(there))}",
+                got=f"the optimizer's {' and '.join(sorted(saved_states))}",
                 expected=" and ".join(sorted(states)),
                 do="go on with the --optimizer and the precision of moments that saved it, or give "
                 "--no-load-optim",
@@ -381,12 +379,12 @@ def _refuse_other_optimizer(container: Container, wanted: Sequence[Region]) -> N
 
 
 def _states_by_tensor(keys: Iterable[str]) -> dict[str, set[str]]:
-    """Return which optimizer state each tensor has among the keys of a checkpoint."""
-    found: dict[str, set[str]] = {}
+    """Return the optimizer state of each tensor among the keys of a checkpoint."""
+    states: dict[str, set[str]] = {}
     for key in filter(is_state, keys):
         state, name = parse_state_key(key)
-        found.setdefault(name, set()).add(state)
-    return found
+        states.setdefault(name, set()).add(state)
+    return states
 
 
 def _open(
@@ -396,7 +394,7 @@ def _open(
     model: ModelConfig,
     optimizer: bool,
 ) -> tuple[CheckpointMeta, Container, list[Region], SavedColumns, bool]:
-    """Check everything that can be checked without reading tensors. The last part of the answer is
+    """Check everything that can be checked without reading tensors. The last value returned is
     whether the optimizer goes on with its saved state."""
     meta = parse_meta(folder)
     differences = model_differences(str(folder / META), meta.model, model, resumes=optimizer)
@@ -407,10 +405,10 @@ def _open(
     # A converted checkpoint has no optimizer state: then the optimizer starts afresh.
     resumes = optimizer and any(is_state(key) for key in container.tensors)
     if not resumes:
-        for part in wanted:
-            if is_state(part.key):
-                part.tensor.zero_()
-        wanted = [part for part in wanted if not is_state(part.key)]
+        for region in wanted:
+            if is_state(region.key):
+                region.tensor.zero_()
+        wanted = [region for region in wanted if not is_state(region.key)]
     _refuse_other_optimizer(container, wanted)
     require_regions(container, wanted, any_dtype=False)
     return meta, container, wanted, columns, resumes
@@ -420,7 +418,7 @@ class NativeWeights:
     """The weights of a checkpoint, without an engine: a WeightSource that holds one chunk in memory
     at a time.
 
-    Low-rank additions are added to the weights. ``stored`` gives what is in the files."""
+    Low-rank additions are added to the weights. ``stored`` returns the values in the files."""
 
     def __init__(self, path: str | Path) -> None:
         """Open a checkpoint, or the latest one in a folder. Raises CheckpointError."""
@@ -450,7 +448,7 @@ class NativeWeights:
         self._merged(rectangle, out)
 
     def stored(self, rectangle: Rectangle, out: Tensor) -> None:
-        """Do the same for a tensor as it is in the files, low-rank additions among them."""
+        """Write the values of a tensor as the files have it, low-rank additions among them."""
         read_regions(self._container, [Region.of(rectangle, out)])
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a native checkpoint, and the regions of an engine that are read from them."""
+"""The tensors of a native checkpoint, and reading an engine's regions from them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_llama.checkpoint.storage import file_problems, refuse
 from megatron_llama.errors import describe
 
 SAVED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8})
-"""The dtypes of what an engine saves."""
+"""Dtypes of the tensors that an engine saves."""
 
 
 @paused_collector()
 def open_native(folder: Path) -> Container:
-    """Open the files of a native checkpoint. Raises CheckpointError when the index is not what was
-    saved, names code to run, or has chunks that are not its tensors, cut into pieces."""
+    """Open the files of a native checkpoint. Raises CheckpointError when the index is not as it was
+    saved, names code to run, or has chunks that do not make up its tensors."""
     path = folder / METADATA
     content = read_listed(folder, METADATA, largest=largest_index)
     container = Container(folder, content, do=ANOTHER_COPY)
@@ -79,7 +79,7 @@ def _region_problems(container: Container, region: Region, *, any_dtype: bool) -
         yield describe(where, got=f"shape {saved.shape}", expected=region.shape, do=do)
         return
     dtypes = {saved.dtype, region.tensor.dtype}
-    # A moment that is kept in bf16 is the rounded one, whenever it is rounded.
+    # A moment that is kept in bf16 is a rounded one, whether it is rounded in the save or the load.
     converted = is_state(region.key) and dtypes <= {torch.float32, torch.bfloat16}
     if len(dtypes) > 1 and not any_dtype and not converted:
         do = "resume in the precision that it was saved in"

@@ -1,10 +1,10 @@
-"""Looks at the bytes of a pickle before they are read.
+"""Checks the bytes of a pickle before they are read.
 
 A pickle names the place of its memo into which a value goes, and the lengths of its strings, and
-CPython's reader makes room for whatever is named: 9 bytes can take 34 GB. No classes have to be
-allowed for that, so a list of classes does not help. Nor does it help against tuples that hold the
-one before twice: the hash of the last one takes forever. So the stack is followed here, with a
-number in the place of each value: how many values it is made of, if it can be hashed.
+CPython's reader makes room for any number: 9 bytes can take 34 GB. No classes have to be allowed
+for that, so a list of classes does not help. Nor does it help against tuples that each hold the
+previous one twice: the hash of the last one takes forever. So the stack is followed here, with a
+number in the place of each value: the number of values that it is made of, if it can be hashed.
 
 Opcodes: CPython's ``pickletools``."""
 
@@ -24,13 +24,13 @@ from megatron_llama.config.limits import (
 )
 
 FREE_OBJECTS = 2**18
-"""A pickle may make so many objects whatever its length."""
+"""Number of objects that a pickle may make whatever its length."""
 FREE_HASHED = 2**16
-"""So many values may be hashed whatever the length."""
+"""Number of values that may be hashed whatever the length."""
 
 
 class ForbiddenNames(pickle.UnpicklingError):
-    """A pickle names what it must not."""
+    """A pickle names classes or functions that are not allowed."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(f"a pickle that calls {', '.join(names)}")
@@ -38,21 +38,21 @@ class ForbiddenNames(pickle.UnpicklingError):
 
 @dataclass(frozen=True, slots=True)
 class _Opcode:
-    """What an opcode does."""
+    """Effect of an opcode."""
 
     argument: int
-    """Bytes of its argument; for those of no fixed size the (negative) kind of pickletools."""
+    """Bytes of its argument; without a fixed size, the (negative) kind of pickletools."""
     pops: int
-    """Values that it takes from the stack, apart from those above a mark."""
+    """Number of values that it takes from the stack, apart from those above a mark."""
     to_mark: bool
     """Whether it takes everything above the last mark, and the mark."""
     pushes: int
     joins: bool
-    """Whether the result is made of what was taken, and hashed with it."""
+    """Whether the result is made of the taken values, and hashed with them."""
     keeps: bool
-    """Whether the result is the first of the values that were taken."""
+    """Whether the result is the first of the taken values."""
     hashes: bool
-    """Whether something that was taken is hashed."""
+    """Whether one of the taken values is hashed."""
     makes: bool
     """Whether the result is a new object that takes memory."""
 
@@ -106,7 +106,7 @@ CONSTANTS: Mapping[int, int] = MappingProxyType(
         and chr(byte) not in "(hj"
     }
 )
-"""Opcodes that do nothing but push a value of their own, with their length, argument included."""
+"""Opcodes that only push a value of their own, with their length, argument included."""
 LENGTH_BYTES: Mapping[int, int] = MappingProxyType(
     {
         pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -140,16 +140,16 @@ SMALL_OBJECT = re.compile(
 )
 """An object of a class, whose fields are integers, values of the memo, and at most two results of a
 call with up to three integers, such as ``torch.Size``. The groups are the places of the class and
-of what is called."""
+of the called functions."""
 SMALL = 8
-"""No value that a SMALL_OBJECT puts into the memo is made of more, where its groups are of one."""
+"""Bound on the size of values that a SMALL_OBJECT puts into the memo, if its groups have size 1."""
 PLACES = frozenset({PUT, BINPUT, LONG_BINPUT, GET, BINGET, LONG_BINGET})
 """Opcodes whose argument is a place of the memo."""
 
 
 def require_bounded(content: bytes) -> int:
     """Return the length of the pickle at the beginning of ``content``. Raises
-    pickle.UnpicklingError where it claims a length beyond its end, a place of the memo that no
+    pickle.UnpicklingError if it claims a length beyond its end or a place of the memo that no
     pickler would use next, or makes values that take much more memory or time than its bytes."""
     stack: list[int] = []
     marks: list[int] = []
@@ -159,15 +159,15 @@ def require_bounded(content: bytes) -> int:
     objects = FREE_OBJECTS + end // PICKLED_BYTES_PER_OBJECT
     hashed = FREE_HASHED + end * HASHED_PER_PICKLED_BYTE
     largest = 1
-    # Opcodes that get a value of one from the memo; None stands for a group that is not there.
+    # Opcodes that get a value of size one from the memo; None stands for a group without a match.
     ones: set[bytes | None] = {None}
     while at < end:
         byte = content[at]
-        # The index of a large model has millions of opcodes. Nearly all are those of three objects
-        # for each chunk, which are taken whole.
+        # The index of a large model has millions of opcodes. Nearly all of them belong to three
+        # objects for each chunk, which are taken whole.
         if byte in (BINGET, LONG_BINGET):
             match = SMALL_OBJECT.match(content, at)
-            # A value of the memo takes two bytes or more: so none takes more than its bytes allow.
+            # A value of the memo takes two bytes or more, so none takes more than its bytes allow.
             if match is not None and largest <= 2 * HASHED_PER_PICKLED_BYTE:
                 named = match.groups()
                 if not ones.issuperset(named):
@@ -265,15 +265,14 @@ def require_bounded(content: bytes) -> int:
 
 
 def _is_one(memo: list[int], get: bytes) -> bool:
-    """Return whether an opcode with its argument gets a value from the memo that is made of no
-    other."""
+    """Whether an opcode with its argument gets a value from the memo that contains no other."""
     place = int.from_bytes(get[1:], "little")
     return place < len(memo) and memo[place] == 1
 
 
 def _end_of_argument(content: bytes, start: int, opcode: int, size: int) -> int:
-    """Return the end of an argument that begins at ``start``, of so many bytes, or of a kind of
-    pickletools. Raises pickle.UnpicklingError where it would lie behind the end."""
+    """Return the end of an argument that begins at ``start`` and has so many bytes, or is of a kind
+    of pickletools. Raises pickle.UnpicklingError if it would lie behind the end."""
     end = len(content)
     at = start
     if size >= 0:

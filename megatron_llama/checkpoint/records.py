@@ -1,5 +1,5 @@
-"""Stand-ins for the classes that an index of torch and Megatron names. They keep what the pickle
-gives them, and do nothing: nothing of torch's is called, and no attribute of it is set."""
+"""Stand-ins for the classes that an index of torch and Megatron names. They keep the arguments and
+state that the pickle gives them, and do nothing: no code of torch runs, and no attribute is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides when a run saves, and whether training waits for it."""
+"""Decides when a run saves, and whether training waits for the save."""
 
 from __future__ import annotations
 
@@ -78,15 +78,14 @@ class Saver:
     be used on their own.
 
     With ``background`` they are written while training goes on; without it training waits.
-    ``data`` identifies the training samples; ``carried`` is what the model came with. ``lease`` is
-    that of this run, which has been taken. ``begins_finite``: whether all values were finite with
-    which the run has begun.
+    ``data`` identifies the training samples; ``carried`` has the files that the model came with.
+    ``lease`` is this run's, and has been taken. ``begins_finite``: whether all values were finite
+    with which the run has begun.
 
-    What a save finds that is not finite is known to rank 0 alone until the ranks have agreed on
-    it, which they do in ``save`` and ``finish``; what this class answers follows from what they
-    have agreed on, ``failed`` and ``found_refusal`` apart.
-    Raises CheckpointError or DataError on every rank when nothing can be written to --save: at the
-    start, not at the first save."""
+    Only rank 0 knows of values that are not finite until the ranks have agreed on them, which they
+    do in ``save`` and ``finish``. Results of this class follow from that agreement, apart from
+    ``failed`` and ``found_refusal``. Raises CheckpointError or DataError on every rank when nothing
+    can be written to --save: at the start, not at the first save."""
 
     def __init__(
         self,
@@ -113,20 +112,20 @@ class Saver:
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
         self._known: dict[str, Standing] = {}
-        """What has been read of the checkpoints there; with ``background`` its process has that."""
+        """Standings of the checkpoints there; with ``background`` its process has them."""
         self._plan: native.RankSavePlan | None = None
         policy = options.on_bad_checkpoint
-        # With WARN a lost value stays lost: where all that was trained since is given up for it,
-        # the run comes to the same place again and again.
+        # With WARN a lost value stays lost: if the run gave up all training since then for it, it
+        # would come to the same place again and again.
         self._returns_to_good = begins_finite and policy != WARN
-        # What a run has begun with comes again, however often it goes back to it.
+        # A value with which a run has begun comes again, however often the run goes back to it.
         self._policy = STOP if policy == ROLLBACK and not begins_finite else policy
         self._saved: int | None = None
         self._good: int | None = None
-        """The newest saved iteration whose values are all finite."""
+        """Newest saved iteration whose values are all finite."""
         self._refused: RefusedSave | None = None
         self._agreed: RefusedSave | None = None
-        """What the ranks have agreed on of ``_refused``."""
+        """The refused save on which the ranks have agreed, from ``_refused``."""
         self._written: list[Path] = []
         self._error: CheckpointError | None = None
         if self._folder is not None:
@@ -150,10 +149,10 @@ class Saver:
 
     @property
     def return_point(self) -> Path | None:
-        """The newest checkpoint of this run whose values are all finite, or None where the run has
-        to return to its start. Call ``finish`` first.
+        """The newest checkpoint of this run whose values are all finite, or None if the run has to
+        return to its start. Call ``finish`` first.
 
-        With WARN, and where the values at the start were not finite either, it is the newest
+        With WARN, and if the values at the start were not finite either, it is the newest
         checkpoint."""
         return self._path(self._good if self._returns_to_good else self._saved)
 
@@ -163,8 +162,8 @@ class Saver:
         return checkpoint_path(self._folder, iteration)
 
     def due(self, state: TrainState, *, last: bool) -> bool:
-        """Return whether the run saves after this step: at the interval, after its last one, and
-        with --save-first-step after the first."""
+        """Whether the run saves after this step: at the interval, after its last one, and with
+        --save-first-step after the first."""
         options = self._config.checkpoint
         now = state.iteration
         at_interval = options.save_interval > 0 and now % options.save_interval == 0
@@ -180,8 +179,8 @@ class Saver:
         last: bool = False,
     ) -> None:
         """Save, unless the run has no --save or this iteration is saved already. Collective.
-        ``validation_loss`` is that of this iteration, if it was measured. ``last``: the run may end
-        here, so it has to be known on return whether ``refusal`` keeps it from that.
+        ``validation_loss`` is that of this iteration, if it was measured. With ``last`` the run may
+        end here, so it has to be known on return whether ``refusal`` keeps it from that.
 
         Raises CheckpointError on every rank, also for an earlier save in the background, and
         LeaseError if --save has become another run's. Earlier checkpoints stay as they were."""
@@ -207,7 +206,7 @@ class Saver:
                 known=self._known,
             )
         except CheckpointError:  # on every rank
-            # Whoever has taken the folder removes what is staged there, under our hands.
+            # A run that has taken the folder over removes the staged files during this save.
             self._raise_failure()
             raise
         self._saved = state.iteration
@@ -250,15 +249,15 @@ class Saver:
         self._saved = state.iteration
 
     def take_written(self) -> list[Path]:
-        """Return the checkpoints that have been written since this was called last. Of a save in
-        the background, rank 0 knows the whole, another rank its part."""
+        """Return the checkpoints that have been written since the last call. Of a save in the
+        background, rank 0 knows the whole, another rank its part."""
         written = self._written
         self._written = []
         return written
 
     def failed(self, log: MetricLog) -> bool:
-        """Log the saves that have ended meanwhile, and return whether one has failed, or no other
-        one can succeed. Then this rank should ask for a stop, and ``finish`` raises."""
+        """Log the saves that have ended, and return whether one has failed or no other one can
+        succeed. Then this rank should ask for a stop, and ``finish`` raises."""
         if self._background is not None:
             self._collect(self._background, log, 0.0)
         lost = self._lease is not None and self._lease.is_lost
@@ -267,24 +266,24 @@ class Saver:
 
     @property
     def found_refusal(self) -> bool:
-        """Whether this rank knows of a save that the run has to go back behind. Then it should ask
+        """Whether this rank knows of a save behind which the run has to go back. Then it should ask
         for that."""
         return self._refused is not None and self._policy == ROLLBACK
 
     @property
     def refusal(self) -> RefusedSave | None:
-        """The save that the run has to go back behind, the same on all ranks; None if there is
+        """The save behind which the run has to go back, the same on all ranks; None if there is
         none."""
         return self._agreed
 
     @property
     def newest_good(self) -> int | None:
-        """The newest iteration that this run has saved and whose values are all finite. Call
+        """The newest iteration that this run has saved with values that are all finite. Call
         ``finish`` first."""
         return self._good
 
     def rewind(self) -> None:
-        """The run goes back to ``return_point``. Call ``finish`` first."""
+        """Go back to ``return_point``. Call ``finish`` first."""
         self._saved = self._good if self._returns_to_good else self._saved
         self._refused = None
         self._agreed = None
@@ -298,29 +297,29 @@ class Saver:
         self._agree()
 
     def _agree(self) -> None:
-        """Bring what rank 0 knows to all ranks. Collective. Raises CheckpointError on every rank,
-        for a save that has failed, and for values that are not finite where the run is to stop."""
+        """Bring rank 0's knowledge to all ranks. Collective. Raises CheckpointError on every rank,
+        for a save that has failed, and for values that are not finite if the run is to stop."""
         self._raise_failure()
         self._good, self._refused = broadcast_object((self._good, self._refused), self._mesh.world)
         self._agreed = self._refused
         if self._agreed is None:
             return
         if self._policy == STOP:
-            # All ranks say the same, so none is named as the one that has failed.
+            # All ranks raise the same, so none is named as the one that has failed.
             raise_error_on_all_ranks(self._agreed.error(), self._mesh.world)
         self._saved = self._good
 
     def _raise_failure(self) -> None:
-        """Raise what has gone wrong with saving, the same on every rank. Collective."""
+        """Raise the error of a failed save or a lost lease, the same on every rank. Collective."""
         error = self._error
         if self._lease is not None:
             try:
                 self._lease.require()
-            except LeaseError as found:
-                # That the folder is another's is why a save has failed, if one has.
-                error = found
+            except LeaseError as lost:
+                # If a save has failed, the loss of the folder is the reason.
+                error = lost
             except CheckpointError:
-                # Nobody can see whose it is. That ends no run whose saves have succeeded, and the
+                # The holder cannot be seen. That ends no run whose saves have succeeded, and the
                 # next save asks again before it publishes anything.
                 pass
         raise_error_on_all_ranks(error, self._mesh.world)
@@ -329,8 +328,8 @@ class Saver:
         self, waits: Callable[[], bool], background: BackgroundSaver, log: MetricLog
     ) -> None:
         """Take outcomes as long as this ``waits`` on any rank. Collective."""
-        # Rank 0's process waits for the parts of all others. If one of these ranks dies, rank 0
-        # hears of it here alone.
+        # Rank 0's process waits for the parts of all other ranks. If one of these ranks dies, rank
+        # 0 hears of it only here.
         waiting = True
         while waiting:
             if waits():
@@ -340,7 +339,7 @@ class Saver:
             waiting = bool(waits_somewhere)
 
     def _collect(self, background: BackgroundSaver, log: MetricLog, seconds: float) -> None:
-        """Take all outcomes that are there; wait ``seconds`` for the first."""
+        """Take all outcomes that have arrived; wait ``seconds`` for the first."""
         while (outcome := background.collect(seconds)) is not None:
             seconds = 0.0
             if outcome.error is None:
@@ -348,7 +347,7 @@ class Saver:
             self._error = self._error or outcome.error
 
     def _record(self, target: Path, not_finite: Sequence[NotFinite], log: MetricLog) -> None:
-        """Say and remember how a save has ended that raised no error."""
+        """Log and remember the result of a save that raised no error."""
         kept = not not_finite or self._policy == WARN
         if kept:
             log.say(f" saved {target}")

@@ -25,12 +25,12 @@ from megatron_llama.checkpoint.torch_zip import TAIL_BYTES, values_crc32
 from megatron_llama.errors import CheckpointError, describe, listing
 
 LISTED = 10
-"""So many problems are listed: a damaged checkpoint of a large model has thousands of one kind."""
+"""Number of problems that are listed: a damaged checkpoint may have thousands of one kind."""
 
 
 @dataclass(frozen=True)
 class WrittenParts:
-    """What one rank has written."""
+    """The chunks that one rank has written."""
 
     places: dict[MetadataIndex, _StorageInfo]
     """File and position of each chunk."""
@@ -42,7 +42,7 @@ class WrittenParts:
 
 def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenParts:
     """Write and sync this rank's file: one ``torch.save`` after the other, as torch's own writer
-    does. A copy of one part is in memory at a time. Raises CheckpointError naming the file."""
+    does. Only a copy of one part is in memory at a time. Raises CheckpointError naming the file."""
     name = f"__{rank}_0{DEFAULT_SUFFIX}"
     places = {}
     not_finite: list[NotFinite] = []
@@ -58,7 +58,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
             torch.save(values, cast(IO[bytes], file))
             del values  # not in memory while the next part is read
             place = _StorageInfo(name, start, file.tell() - start)
-            # What binds the file to this index. torch pickles all attributes, and reads over it.
+            # This binds the file to its index. torch pickles all attributes, and reads over it.
             place.crc32 = values_crc32(file.tail)  # type: ignore[attr-defined]
             places[part.index] = place
     sums = {name: file.sum} if places else {}
@@ -67,7 +67,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
 
 def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) -> dict[str, str]:
     """Write the index of all ranks' chunks and return the checksums of all files so far. Raises
-    CheckpointError unless the files of every rank can be seen from here, and the index read again.
+    CheckpointError unless the files of every rank can be seen here, and the index can be read.
     """
     index.storage_data = {key: place for rank in written for key, place in rank.places.items()}
     with writing(folder / METADATA), HashedFile(folder / METADATA) as file:
@@ -84,8 +84,8 @@ def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) 
 
 
 def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
-    """Return a line for each file that is missing, no regular file, or too short for its chunks, of
-    which ``places`` holds (relative_path, offset, length)."""
+    """Return a line for each file that is missing, no regular file, or too short for its chunks;
+    ``places`` has their (relative_path, offset, length)."""
     needed: dict[str, int] = {}
     for place in places:
         end = place.offset + place.length

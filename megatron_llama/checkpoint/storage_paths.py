@@ -1,8 +1,8 @@
 """Folders on a disk, and folders in an object store (``s3://bucket/run``), which knows neither
 renaming nor links.
 
-Both behave as ``pathlib.Path``. What differs is in ``folders.py`` and ``checkpoint_dir.py``, behind
-``is_remote``.
+Both behave as ``pathlib.Path``. The differences are in ``folders.py`` and ``checkpoint_dir.py``,
+behind ``is_remote``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_llama.errors import CheckpointError
 
 
 def storage_path(name: str | Path) -> Path:
-    """Return the folder of that name. Raises CheckpointError for a URL that nothing installed can
-    read."""
+    """Return the folder of that name. Raises CheckpointError for a URL that no installed package
+    can read."""
     if not isinstance(name, str):
         return name
     if "://" not in name:
@@ -28,9 +28,9 @@ def storage_path(name: str | Path) -> Path:
         from upath import UPath
 
         # Listings are not cached: other processes write there too.
-        found = UPath(name, use_listings_cache=False)
-        found.fs.invalidate_cache()  # asks for the store's package
-        return cast(Path, found)
+        path = UPath(name, use_listings_cache=False)
+        path.fs.invalidate_cache()  # asks for the store's package
+        return cast(Path, path)
     except ImportError as error:
         do = "pip install '.[fsspec]' and the package of the store, such as s3fs"
         raise CheckpointError(
@@ -42,16 +42,16 @@ def storage_path(name: str | Path) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether the path lies in an object store."""
+    """Whether the path lies in an object store."""
     return not isinstance(path, Path)
 
 
 def local_folder(name: str) -> Path:
-    """Return where the small files of a run are that grow line by line: the folder itself. For an
-    object store, whose objects are written once, it is a folder in the working directory that is
-    named as the last part of the URL."""
-    found = storage_path(name)
-    return Path(found.name) if is_remote(found) else found
+    """Return the folder for a run's small files that grow line by line: the folder itself. For an
+    object store, whose objects are written once, it is a folder in the working directory with the
+    name of the last part of the URL."""
+    path = storage_path(name)
+    return Path(path.name) if is_remote(path) else path
 
 
 def remove_tree(folder: Path) -> None:
@@ -78,8 +78,8 @@ def local_copy(folder: Path) -> Iterator[Path]:
 def copy_files(folder: Path, target: Path) -> None:
     """Copy the files of a folder, and those of the folders in it, between any two places."""
     target.mkdir(parents=True, exist_ok=True)
-    for found in folder.iterdir():
-        if found.is_dir():
-            copy_files(found, target / found.name)
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            copy_files(entry, target / entry.name)
         else:
-            (target / found.name).write_bytes(found.read_bytes())
+            (target / entry.name).write_bytes(entry.read_bytes())

@@ -29,17 +29,17 @@ from megatron_llama.errors import CheckpointError
 
 
 class TorchFile:
-    """The content of one file: memory-mapped tensors in whatever dicts and lists they were saved
-    in."""
+    """The content of one file: memory-mapped tensors in the dicts and lists in which they were
+    saved."""
 
     def __init__(self, path: Path, part: bytes | None = None) -> None:
-        """Open the file, or what ``torch.save`` wrote as a ``part`` of it, which is in memory.
+        """Open the file, or a ``part`` of it that ``torch.save`` wrote and that is in memory.
         Raises CheckpointError when it is damaged, of another kind, or names code to run."""
         self.path = path
         self._lock = Lock()
         self._verified = set[int]()
         self._sums: dict[int, int] = {}
-        """The checksum of each storage's bytes, by the address of the storage."""
+        """Checksum of each storage's bytes, by the address of the storage."""
         try:
             if part is None:
                 require_regular(path)
@@ -65,8 +65,8 @@ class TorchFile:
     def _load_storage(
         self, entries: Mapping[str, Entry], whole: Any, part: bytes | None, key: str, nbytes: int
     ) -> Any:
-        """Return the values of one entry: of the map of the ``whole`` file, or a copy of them in
-        the ``part``. Raises UnpicklingError unless there are ``nbytes`` of them."""
+        """Return the values of one entry: a slice of the map of the ``whole`` file, or a copy from
+        the ``part``. Raises UnpicklingError unless the entry has ``nbytes``."""
         entry = find_entry(entries, key, nbytes)
         stop = entry.start + entry.size
         if not nbytes:
@@ -81,8 +81,8 @@ class TorchFile:
         return storage
 
     def verify(self, tensor: Tensor) -> None:
-        """Compare the storage behind a tensor with the file's checksum, once: torch does not.
-        Raises CheckpointError."""
+        """Compare the storage behind a tensor with the file's checksum, once, since torch does
+        not. Raises CheckpointError."""
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return
@@ -95,8 +95,8 @@ class TorchFile:
             self._verified.add(storage.data_ptr())
 
     def verify_all(self) -> None:
-        """Compare every tensor of ``content`` with the file's checksums. For files whose tensors
-        are few and small. Raises CheckpointError."""
+        """Compare every tensor of ``content`` with the file's checksums. For files with few and
+        small tensors. Raises CheckpointError."""
         values = [self.content]
         while values:
             value = values.pop()
@@ -121,4 +121,4 @@ _UNREADABLE = (
     ValueError,
     struct.error,
 )
-"""Errors of zipfile and of the reader of pickles for content that is not what it should be."""
+"""Errors of zipfile and of the reader of pickles for damaged or foreign content."""

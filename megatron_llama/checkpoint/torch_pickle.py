@@ -1,8 +1,8 @@
 """Reads the pickle in a file of ``torch.save``: tensors, settings, and containers of them.
 
-Torch's own restricted reader calls what torch allows with whatever arguments the file has:
+Torch's own restricted reader calls the functions that torch allows with any arguments of the file:
 ``torch.FloatTensor(10**12)``, ``bytearray(10**12)``, a tensor larger than its storage. Here a name
-of the pickle stands for a function of this module, which checks its arguments, or for nothing.
+of the pickle stands for a function of this module, which checks its arguments, or is refused.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ FOREIGN = (
     "_io.BytesIO",
     "datetime.",
 )
-"""Names (or their beginnings) that stand for settings and random states in checkpoints: read as
+"""Beginnings of names that stand for settings and random states in checkpoints: they are read as
 inert objects."""
 RENAMED: Mapping[str, str] = MappingProxyType(
     {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 )
-"""Modules of Python 2, whose names stand in pickles of protocol 2, and today's."""
+"""Modules of Python 2 that pickles of protocol 2 name, and today's names."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
-"""Kinds of values that hold no others."""
+"""Types of values that contain no others."""
 
 
 class Inert:
-    """Stands for an object of a class that is not wanted here. It takes what a pickle gives it and
+    """Stands for an object of a class that is not wanted here. It takes any state from a pickle and
     does nothing."""
 
 
 @dataclass(frozen=True)
 class StoredValues:
     """Values of the file that tensors are views of: their bytes, and the dtype that the pickle
-    names. None: bytes."""
+    names. With None they are bytes."""
 
     storage: torch.UntypedStorage
     dtype: torch.dtype | None
@@ -66,24 +66,24 @@ class StoredValues:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """A class of storages, which the pickle names for its dtype."""
+    """A class of storages. The pickle names it to give the dtype."""
 
     dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
 class Constructor:
-    """A name of a pickle that may be called: what is called in its place."""
+    """A name of a pickle that may be called, and the function that is called in its place."""
 
     call: Callable[..., Any]
 
 
 def read_pickle(content: bytes, load_storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
-    """Return what a pickle of ``torch.save`` holds. ``load_storage`` returns the storage of a key
-    that has a number of bytes: on the meta device, where only shapes are wanted.
+    """Return the value of a pickle of ``torch.save``. ``load_storage`` returns the storage of a key
+    with a number of bytes, on the meta device if only shapes are wanted.
 
-    Raises ForbiddenNames for names that are not known here, before anything is made, and
-    pickle.UnpicklingError for anything else that is wrong."""
+    Raises ForbiddenNames for unknown names, before anything is made, and pickle.UnpicklingError for
+    any other problem."""
     if len(content) > LARGEST_PICKLE:
         raise pickle.UnpicklingError(
             f"a pickle of {len(content):,} bytes, where {LARGEST_PICKLE:,} are allowed"
@@ -213,7 +213,7 @@ class _Machine:
         self._stack.append(function.call(*arguments))
 
     def _build(self) -> None:
-        """Give an object its state. Only objects that this pickle has made have one."""
+        """Give an object its state. Only objects that this pickle has made may have one."""
         state = self._stack.pop()
         target = self._stack[-1]
         if isinstance(target, argparse.Namespace | types.SimpleNamespace):
@@ -248,7 +248,7 @@ _CONSTANTS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "EMPTY_DICT": dict,
     }
 )
-"""Opcodes without an argument that push a value: what makes it."""
+"""Opcodes without an argument that push a value, and the functions that make it."""
 _ARGUMENTS = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"})
 """Opcodes that push their argument."""
 _ACTIONS: Mapping[str, Callable[[_Machine], None]] = MappingProxyType(
@@ -268,12 +268,12 @@ _ACTIONS: Mapping[str, Callable[[_Machine], None]] = MappingProxyType(
         "BINPERSID": _Machine._load_persistent,
     }
 )
-"""Opcodes that change what is on the stack."""
+"""Opcodes that change the values on the stack."""
 
 
 def _require_key(key: Any) -> None:
-    """Raise UnpicklingError for a key of a dict whose hash is not computed at once: that of a tuple
-    of tuples of tuples overflows the stack of the process."""
+    """Raise UnpicklingError for a key of a dict whose hash could take long: that of a tuple of
+    tuples of tuples overflows the stack of the process."""
     flat = key if type(key) is tuple else (key,)
     if not all(isinstance(value, PLAIN) for value in flat):
         raise pickle.UnpicklingError(f"a key of kind {type(key).__name__}")
@@ -281,7 +281,7 @@ def _require_key(key: Any) -> None:
 
 def _require_tree(value: Any) -> None:
     """Raise UnpicklingError for values that are nested deeply, hold themselves, or hold others so
-    often that whoever walks through them would not end."""
+    often that a walk through them would not end."""
     level = [value]
     total = 1
     for _ in range(LARGEST_DEPTH):
@@ -295,7 +295,7 @@ def _require_tree(value: Any) -> None:
 
 
 def _held_values(value: Any) -> Sequence[Any]:
-    """Return the values in a container that may hold others."""
+    """Return those values in a container that may hold others."""
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         value = vars(value)
     inner = value.values() if isinstance(value, dict) else value
@@ -305,7 +305,7 @@ def _held_values(value: Any) -> Sequence[Any]:
 
 
 def _constructor(name: str) -> Any:
-    """Return what stands for a name of a pickle; None: nothing may."""
+    """Return the stand-in for a name of a pickle; None if the name is not allowed."""
     if name in _CONSTRUCTORS:
         return _CONSTRUCTORS[name]
     if name.startswith(FOREIGN):
@@ -358,8 +358,8 @@ def _rebuild_tensor(
     numel = 1
     for count in size:
         numel *= count
-    # Where strides are 0 a tensor has more values than its storage: a small file would say that it
-    # is a large one.
+    # Where strides are 0 a tensor has more values than its storage: a small file would pose as a
+    # large one.
     if numel and (last >= values or numel > values):
         raise pickle.UnpicklingError(
             f"a tensor of {numel:,} values up to place {last:,}, where its storage has {values:,}"
@@ -405,7 +405,7 @@ def _encode(text: str, encoding: str = "utf-8") -> bytes:
 
 
 def _make_bytearray(*arguments: Any) -> bytearray:
-    """Return a bytearray of bytes; one of a number would take as much memory as it says."""
+    """Return a bytearray of bytes. One of a number could take any amount of memory."""
     if not arguments:
         return bytearray()
     if isinstance(arguments[0], str) and arguments[1:] in (("latin-1",), ("latin1",)):
@@ -466,4 +466,4 @@ _CONSTRUCTORS: Mapping[str, Constructor] = MappingProxyType(
         "builtins.complex": Constructor(complex),
     }
 )
-"""Names that ``torch.save`` writes for what checkpoints hold."""
+"""Names that ``torch.save`` writes for the objects in checkpoints."""

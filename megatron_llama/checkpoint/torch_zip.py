@@ -1,7 +1,8 @@
 """The zip archives that ``torch.save`` writes: one pickle, and one entry for each storage.
 
-No entry may be compressed, or share bytes with another: what an archive claims to hold is bounded
-by its size. The values are not read here. Their checksums are for whoever reads them."""
+No entry may be compressed, or share bytes with another: the content that an archive claims is
+bounded by its size. The values are not read here. Their checksums are for the code that reads
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ LOCAL_HEADER = 30
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a zip archive: where its bytes are, and their checksum."""
+    """One entry of a zip archive: the place of its bytes, and their checksum."""
 
     start: int
     size: int
@@ -37,8 +38,7 @@ def read_entries(
     by their keys.
 
     Entries of other purposes have at most ``largest`` bytes: they are read, which checks them.
-    Raises BadZipFile for bytes that are compressed, that two entries share, or that are not
-    there."""
+    Raises BadZipFile for bytes that are compressed, shared by two entries, or missing."""
     if file.read(4) != b"PK\x03\x04":
         raise zipfile.BadZipFile("no zip archive: torch before 1.6 wrote others")
     with zipfile.ZipFile(file) as archive:
@@ -83,10 +83,10 @@ def find_entry(entries: Mapping[str, Entry], key: str, nbytes: int) -> Entry:
 
 def values_crc32(tail: bytes) -> int | None:
     """Return the CRC-32 of the values in an archive that ``torch.save`` has just written for one
-    tensor, by the directory in the last bytes of the file, the ``tail``. None where torch wrote an
+    tensor, from the directory in the ``tail``, the last bytes of the file. None if torch wrote an
     archive of another kind."""
     try:
-        # The directory is enough for zipfile: it looks for the entries only when they are read.
+        # The directory is enough for zipfile, which looks for the entries only to read them.
         with zipfile.ZipFile(io.BytesIO(tail)) as archive:
             sums = [info.CRC for info in archive.infolist() if info.filename.endswith("/data/0")]
     except (zipfile.BadZipFile, ValueError):
@@ -103,7 +103,7 @@ def _require_stored(infos: Iterable[zipfile.ZipInfo]) -> None:
 
 
 def _place(file: IO[bytes], info: zipfile.ZipInfo) -> Entry:
-    """Return where the bytes of an entry are, by the header in front of them."""
+    """Return the place of an entry's bytes, by the header in front of them."""
     file.seek(info.header_offset)
     header = file.read(LOCAL_HEADER)
     if len(header) != LOCAL_HEADER or header[:4] != b"PK\x03\x04":
@@ -116,7 +116,7 @@ def _place(file: IO[bytes], info: zipfile.ZipInfo) -> Entry:
 def _require_apart(
     infos: Iterable[zipfile.ZipInfo], places: Mapping[str, Entry], size: int
 ) -> None:
-    """Raise BadZipFile where entries share bytes or end behind the file."""
+    """Raise BadZipFile if entries share bytes or end behind the file."""
     last = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         place = places[info.filename]

@@ -1,2 +1,2 @@
-"""The options of a run and the shape of a model: their schema, and how files and flags become
-them."""
+"""The options of a run and the shape of a model: their schema, and their parser for files and
+flags."""

@@ -1,7 +1,7 @@
 """Samples in each step, and the steps of a run.
 
-A step has --global-batch-size samples, fewer while --rampup-batch-size grows, and in the last step
-of --epochs those that are left."""
+A step has --global-batch-size samples, fewer while --rampup-batch-size grows. The last step of
+--epochs has those that are left."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ class BatchSizes:
     full: int
     """``--global-batch-size``."""
     ramp: tuple[int, ...] = ()
-    """(first size, what it grows by, samples over which it grows to ``full``); empty: it does not
-    grow."""
+    """(first size, increment, samples over which it grows to ``full``); empty: it does not grow."""
     end: int = 0
-    """The run ends after so many samples, and its last step has what is left. 0: every step has its
-    whole size."""
+    """Samples after which the run ends; its last step has those that are left. 0: every step has
+    its whole size."""
 
     @staticmethod
     def from_training(training: TrainingConfig) -> BatchSizes:
-        """The batch sizes of a run."""
+        """Return the batch sizes of a run."""
         return BatchSizes(
             training.global_batch_size,
             training.rampup_batch_size,
@@ -36,12 +35,12 @@ class BatchSizes:
         )
 
     def at(self, consumed: int) -> int:
-        """The samples of the step that begins after ``consumed`` samples."""
+        """Return the number of samples of the step that begins after ``consumed`` samples."""
         size = self.places(consumed)
         return min(size, self.end - consumed) if consumed < self.end else size
 
     def places(self, consumed: int) -> int:
-        """The size of that step before ``end`` is taken into account."""
+        """Return the size of that step without regard to ``end``."""
         if not self.ramp:
             return self.full
         start, increment, samples = self.ramp
@@ -54,12 +53,12 @@ class BatchSizes:
         )
 
     def all(self) -> Iterator[int]:
-        """Every size that can occur, rising."""
+        """Yield every size that can occur, in ascending order."""
         yield from range(self.ramp[0], self.full, self.ramp[1]) if self.ramp else ()
         yield self.full
 
     def samples(self, steps: int) -> int:
-        """The samples of the first steps of a run."""
+        """Return the number of samples of the first ``steps`` steps of a run."""
         consumed = 0
         while self.ramp and steps and consumed <= self.ramp[2]:
             consumed += self.places(consumed)
@@ -82,11 +81,11 @@ class BatchSizes:
 
 
 def with_decay(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Fill in where the learning rate's decay ends, if the length of the run is known.
+    """Fill in the end of the learning rate's decay, if the length of the run is known.
 
-    As in Megatron it ends after so many samples if something of the schedule is given in samples,
-    or if the length of the run is and nothing of the schedule is given in iterations. Otherwise it
-    ends after so many iterations."""
+    As in Megatron the end is counted in samples if any length of the schedule is given in samples,
+    or if the run's length is and no length of the schedule is given in iterations. Otherwise it is
+    counted in iterations."""
     in_iterations = (
         optimizer.lr_decay_iters or optimizer.lr_warmup_iters or optimizer.lr_wsd_decay_iters
     )
@@ -105,7 +104,7 @@ def with_epochs(
 ) -> Config:
     """Fill in the length of a run of --epochs, now that its training samples are counted.
 
-    ``steps_done`` and ``samples_done`` say where a resumed run goes on."""
+    A resumed run goes on after ``steps_done`` and ``samples_done``."""
     training = config.training
     if not training.epochs:
         return config
@@ -118,7 +117,7 @@ def with_epochs(
 
 
 def length_problems(training: TrainingConfig) -> Iterator[str]:
-    """Yield what is wrong with the length of a resolved run."""
+    """Yield problems of the length of a resolved run."""
     iterations = training.train_iters
     samples = training.train_samples
     epochs = training.epochs
@@ -144,8 +143,8 @@ def length_problems(training: TrainingConfig) -> Iterator[str]:
 
 
 def size_problems(training: TrainingConfig, unit: int) -> Iterator[str]:
-    """Yield what is wrong with --rampup-batch-size in a resolved run. ``unit``: samples in one
-    microbatch of all data-parallel ranks."""
+    """Yield problems of --rampup-batch-size in a resolved run. ``unit``: samples in one microbatch
+    of all data-parallel ranks."""
     full = training.global_batch_size
     ramp = training.rampup_batch_size
     if ramp and full > 0:
@@ -173,14 +172,14 @@ def size_problems(training: TrainingConfig, unit: int) -> Iterator[str]:
 
 
 def run_samples(training: TrainingConfig) -> int:
-    """The samples of a whole run as Megatron counts them when it shuffles its datasets: a batch
-    that grows is counted in full."""
+    """Return the number of samples of a run as Megatron counts them when it shuffles its datasets:
+    a growing batch counts with its full size."""
     return training.train_samples or training.train_iters * training.global_batch_size
 
 
 def planned_iterations(training: TrainingConfig) -> int:
-    """The steps of a run whose length is given in samples; otherwise, and for invalid sizes,
-    ``train_iters`` as it is."""
+    """Return the number of steps of a run whose length is given in samples. Otherwise, and for
+    invalid sizes, return ``train_iters``."""
     full = training.global_batch_size
     ramp = training.rampup_batch_size
     if (

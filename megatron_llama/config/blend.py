@@ -20,10 +20,10 @@ class Blend:
 
     prefixes: tuple[str, ...]
     weights: tuple[int, ...] | None
-    """Whole numbers in the ratio of the weights that were given. None: each dataset contributes all
-    that it has."""
+    """Whole numbers in the ratio of the given weights. None: each dataset contributes all its
+    samples."""
     shares: tuple[float, ...] | None = None
-    """The weights as they were given."""
+    """The weights as given."""
 
 
 def read_blend(words: Sequence[str]) -> Blend:
@@ -43,7 +43,7 @@ def read_blend(words: Sequence[str]) -> Blend:
     if len(weights) != len(prefixes) or not all(map(is_number, weights)):
         do = "give every dataset a weight, or none; a folder whose name is a number is ./NUMBER"
         raise ConfigError(describe("--data-path", got=" ".join(words), expected=_FORMS, do=do))
-    # Exactly what is written: 0.1 is a tenth, not the float next to it.
+    # Exact values: 0.1 is a tenth, not the float next to it.
     shares = [Fraction(word) for word in weights]
     if min(shares) <= 0:
         raise ConfigError(
@@ -60,8 +60,8 @@ def read_blend(words: Sequence[str]) -> Blend:
 
 
 def is_number(word: str) -> bool:
-    """Whether a word is a weight. One with an exponent beyond any weight is a name: as a whole
-    number it would fill the memory."""
+    """Whether a word is a weight. A number with an exponent beyond any weight counts as a name: as
+    a whole number it would fill the memory."""
     _, _, exponent = word.lower().partition("e")
     if len(word) > LONGEST_WEIGHT or len(exponent.lstrip("+-0")) > WEIGHT_EXPONENT_DIGITS:
         return False
@@ -73,7 +73,7 @@ def is_number(word: str) -> bool:
 
 
 def blend_problems(words: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with ``--data-path``."""
+    """Yield problems of ``--data-path``."""
     try:
         read_blend(words)
     except ConfigError as error:

@@ -1,5 +1,5 @@
-"""YAML that cannot take more than its file is long: bounded in depth, and in what its aliases stand
-for together."""
+"""YAML with bounds on its depth and on the number of values for which its aliases stand, so that a
+short file cannot take much memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bounded_loader(text: str) -> Any:
         def __init__(self, text: str) -> None:
             super().__init__(text)
             self.sizes: dict[int, int] = {}
-            """How many values a node stands for, by its identity."""
+            """The number of values for which a node stands, by the node's identity."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             """Compose the next node, and count it."""

@@ -1,5 +1,5 @@
-"""Reads typed fields of an object that a file holds: kind, range and finiteness of each, and all
-problems at once. Every number that comes from a file goes through here."""
+"""A reader of the typed fields of an object in a file. It checks kind, range and finiteness of
+each, and reports all problems at once. Every number that comes from a file goes through here."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from megatron_llama.config.limits import LARGEST_INTEGER, SHOWN_CHARACTERS
 from megatron_llama.errors import CheckpointError, UserError, describe, listing
 
 REQUIRED: Any = object()
-"""The default of a field that has to be there."""
+"""The default of a field that must be there."""
 
 
 class Fields:
-    """The fields of one object. What is wrong with them is collected in ``problems``; a field that
-    is refused has a value of its kind that nothing should be computed with."""
+    """The fields of one object. ``problems`` collects all that is wrong with them. A refused field
+    has a value of its kind that must not be used."""
 
     def __init__(
         self, content: Mapping[str, Any], where: str | Path, *, do: str = COPY_AGAIN
     ) -> None:
-        """``where`` names the file, and the object in it; ``do`` is the remedy: both are for
-        messages."""
+        """``where`` names the file and the object in it, ``do`` is the remedy, for messages."""
         self.content = content
         self.where = where
         self.problems: list[str] = []
         self.seen: set[str] = set()
-        """Names that were asked for: fields that count, whether the file has them or not."""
+        """Names that were asked for, whether the file has these fields or not."""
         self._do = do
         self._refused: set[str] = set()
 
@@ -61,7 +60,7 @@ class Fields:
         null: bool = False,
     ) -> Any:
         """Return an integer between ``low`` and ``high``, both allowed. With ``null`` the file may
-        say null, and None is returned. 2.0 is no integer, and neither is true."""
+        have null, which gives None. 2.0 is no integer, and neither is true."""
         value = self.value(name, default)
         if name in self._refused:
             return low
@@ -157,8 +156,8 @@ class Fields:
         default: Sequence[Any] | None = REQUIRED,
         null: bool = False,
     ) -> Any:
-        """Return an array of so many values of one kind, as a list. A number has to be finite, and
-        true is none."""
+        """Return an array of so many values of one kind, as a list. A number must be finite; true
+        is no number."""
         value = self.value(name, default)
         if name in self._refused:
             return []
@@ -173,7 +172,7 @@ class Fields:
     def inner(self, name: str, *, default: Mapping[str, Any] = REQUIRED) -> Fields:
         """Return the reader of an object within this one. Its problems count among these."""
         reader = Fields(self.mapping(name, default=default), f"{self.where} {name}", do=self._do)
-        # Where the object itself is refused, nothing is to be said about its fields.
+        # The fields of a refused object have no problems of their own.
         reader.problems = [] if name in self._refused else self.problems
         return reader
 
@@ -189,8 +188,8 @@ class Fields:
         return readers
 
     def _is_null(self, name: str, value: Any, default: Any, null: bool) -> bool:
-        """Return whether a field is null and may be: in the file with ``null``, or as the default
-        of an absent one."""
+        """Whether a field is null and may be: in the file with ``null``, or as its default if
+        absent."""
         return value is None and (null or (default is None and name not in self.content))
 
 
@@ -202,8 +201,8 @@ def read_fields(
     do: str = COPY_AGAIN,
     error: type[UserError] = CheckpointError,
 ) -> Iterator[Fields]:
-    """A section that reads the fields of an object. At its end ``error`` is raised with all that
-    was wrong, also when the section stumbled over a value of a field that was refused."""
+    """Yield the reader of an object's fields. The end of the section raises ``error`` with all
+    problems, also if the section failed on the value of a refused field."""
     fields = Fields(content, where, do=do)
     try:
         yield fields

@@ -1,5 +1,5 @@
-"""Names of options in other trainers, and what to give here instead: for errors about names that
-are no options. ``docs/migrating.md`` explains them."""
+"""Options of other trainers, and their equivalents here, for errors about unknown names.
+``docs/migrating.md`` explains them."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "activation_offloading": f"{_RECOMPUTE} selective or full",
     }
 )
-"""Foreign name (with underscores) -> what to give here."""
+"""Foreign name (with underscores) -> the equivalent here."""
 
 NOT_NEEDED: Mapping[str, str] = MappingProxyType(
     {
@@ -196,7 +196,7 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
         "disable_dropout": "there is no dropout",
     }
 )
-"""Foreign name -> why nothing stands for it here."""
+"""Foreign name -> why it has no equivalent here."""
 
 _EXPERTS = "models with experts are not written here: a LLaMA has one MLP in each layer"
 _REINFORCEMENT = (
@@ -237,11 +237,11 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "max_restarts": _TORCHRUN,
     }
 )
-"""The first words of foreign names -> what to say about all of them."""
+"""The first words of foreign names -> the remedy for all names that begin so."""
 
 
 def remedy_for(name: str) -> str | None:
-    """Return what to do about another trainer's option, or None if the name is not known."""
+    """Return the remedy for another trainer's option, or None if the name is unknown."""
     key = name.replace("-", "_")
     if key in INSTEAD:
         return f"give {INSTEAD[key]} ({_PAGE})"

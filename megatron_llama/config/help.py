@@ -45,8 +45,8 @@ _INTRODUCTION = (
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """The string literal under every field, read from the class's source, on one line. A field
-    without one is left out. For a part of a section they are those of the whole."""
+    """Return the string literal under every field, read from the class's source, on one line. A
+    field without one is left out. A part of a section has those of the whole."""
     body = _class_body(getattr(section, "WHOLE", section))
     docs: dict[str, str] = {}
     for field, after in pairwise(body):
@@ -62,7 +62,8 @@ def field_docs(section: type[Any]) -> dict[str, str]:
 
 
 def _class_body(owner: type[Any]) -> list[ast.stmt]:
-    """The statements of a class. ``inspect.getsource`` would parse the whole file for each."""
+    """Return the statements of a class. ``inspect.getsource`` would parse the whole file for
+    each."""
     node: ast.AST = _module_tree(owner.__module__)
     for name in owner.__qualname__.replace(".<locals>", "").split("."):
         definitions = (ast.ClassDef, ast.FunctionDef)
@@ -77,7 +78,7 @@ def _module_tree(module: str) -> ast.Module:
 
 
 def help_text(usage: str, summary: str, sections: Sequence[type[Any]]) -> str:
-    """What ``--help`` prints: the line that one types, and every option with its type, default and
+    """Return the text of ``--help``: the usage line, and every option with its type, default and
     meaning, by section."""
     lines = [f"usage: {usage}", "", summary.strip()]
     sections = [section for section in sections if fields(section)]
@@ -95,13 +96,14 @@ def help_text(usage: str, summary: str, sections: Sequence[type[Any]]) -> str:
 
 
 def _wrapped(text: str, hanging: str = "") -> list[str]:
-    """Lines that leave flags whole: ``--lr-warmup-iters`` has hyphens, but is one word."""
+    """Return wrapped lines that leave flags whole: ``--lr-warmup-iters`` is one word despite its
+    hyphens."""
     width = _WIDTH - 6
     return textwrap.wrap(text, width, subsequent_indent=hanging, break_on_hyphens=False)
 
 
 def options_markdown(sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> str:
-    """``docs/options.md``: one table per section, then the aliases."""
+    """Return ``docs/options.md``: one table per section, then the aliases."""
     lines = [_HEADER]
     for section in sections:
         docs = field_docs(section)
@@ -131,14 +133,14 @@ def options_markdown(sections: Sequence[type[Any]], aliases: Mapping[str, Alias]
 
 
 def metavar(kind: Any) -> str:
-    """How a value is written: ``INT``, ``a|b``; empty for a boolean, which needs none."""
-    parts = [part for part in get_args(kind) if part is not type(None)]
+    """Return the form of a value: ``INT``, ``a|b``; empty for a boolean, which needs none."""
+    members = [member for member in get_args(kind) if member is not type(None)]
     if type(None) in get_args(kind):
-        return metavar(parts[0])
+        return metavar(members[0])
     if get_origin(kind) is Literal:
-        return "|".join(parts)
+        return "|".join(members)
     if get_origin(kind) is tuple:
-        return metavar(parts[0]) + " ..."
+        return metavar(members[0]) + " ..."
     if get_origin(kind) is dict:
         return "JSON"
     names: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", bool: ""}
@@ -146,7 +148,7 @@ def metavar(kind: Any) -> str:
 
 
 def _summary(section: type[Any]) -> str:
-    """The first paragraph of a section's docstring, on one line."""
+    """Return the first paragraph of a section's docstring, on one line."""
     first = (section.__doc__ or "").strip().split("\n\n")[0]
     return " ".join(first.split()).replace("``", "`")
 

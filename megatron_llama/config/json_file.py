@@ -1,4 +1,4 @@
-"""Reads the JSON files that lie beside a model or a tokenizer: one reader, one error."""
+"""The reader of the JSON files beside a model or a tokenizer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def read_json_object(
     error: type[UserError] = CheckpointError,
     limit: int = LARGEST_SMALL_FILE,
 ) -> dict[str, Any]:
-    """Return the JSON object in a file, which is opened as ``read_model_file`` does. ``do`` is the
-    remedy, for messages.
+    """Return the JSON object in a file, which ``read_model_file`` opens. ``do`` is the remedy, for
+    messages.
 
-    What transformers refuses is refused: a byte-order mark, another encoding than UTF-8, and any
-    value but an object. Raises ``error`` with the file, and with the line where there is one."""
+    As in transformers, a byte-order mark, an encoding other than UTF-8, and any value but an object
+    are refused. Raises ``error`` with the file, and with the line where there is one."""
     data = read_model_file(
         Path(path) if isinstance(path, str) else path, limit=limit, do=do, error=error
     )
@@ -66,14 +66,14 @@ def parse_json_object(
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the name of the file that holds each tensor, by an index of weights. Raises
+    """Return the name of the file of each tensor, from an index of weights. Raises
     CheckpointError."""
-    found = read_json_object(path).get("weight_map")
-    is_map = isinstance(found, dict) and all(isinstance(name, str) for name in found.values())
-    if not found or not is_map:
+    files = read_json_object(path).get("weight_map")
+    is_map = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
+    if not files or not is_map:
         expected = "a weight_map with the file of each tensor"
         raise CheckpointError(path, got="none", expected=expected, do=COPY_AGAIN)
-    outside = [name for name in found.values() if not is_name_within(name)]
+    outside = [name for name in files.values() if not is_name_within(name)]
     if outside:
         expected = f"names of files in {path.parent}"
         raise CheckpointError(
@@ -82,4 +82,4 @@ def read_weight_map(path: Path) -> dict[str, str]:
             expected=expected,
             do=COPY_AGAIN,
         )
-    return dict(found)
+    return dict(files)

@@ -1,5 +1,5 @@
-"""Reads files of lines that another program may have written, or that were damaged: no line and no
-nesting takes more memory than its bound."""
+"""Readers of files of lines that another program may have written, or that may be damaged: no line
+and no nesting takes more memory than its bound."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KINDS: Mapping[int, str] = MappingProxyType(
         stat.S_IFDIR: "a folder",
     }
 )
-"""What may have the name of a file, by its type in the file system."""
+"""Things that may have the name of a file, by their type in the file system."""
 
 
 def require_regular(path: Path) -> None:
-    """Raise OSError unless a path leads to a regular file: a pipe would wait for ever when it is
-    opened, and a device has no end."""
+    """Raise OSError unless a path leads to a regular file: opening a pipe would wait forever, and a
+    device has no end."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
@@ -46,8 +46,8 @@ def bounded_lines(file: IO[AnyStr], limit: int = LARGEST_LINE) -> Iterator[AnySt
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError, also for one that is nested so deeply
-    that whoever walks through it fails."""
+    """Return the value of a JSON text. Raises ValueError, also for nesting so deep that a walk
+    through it would fail."""
     try:
         value = json.loads(text)
     except RecursionError:

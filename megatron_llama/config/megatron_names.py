@@ -1,5 +1,5 @@
-"""Megatron's names for options that carry another name here, and Megatron's switches that every
-LLaMA needs.
+"""Megatron's names of options that have another name here, and Megatron's switches that every LLaMA
+needs.
 
 Most Megatron flags need no alias: ``--micro-batch-size``, ``--lr``, ``--seq-length`` and so on are
 field names in ``schema.py``.
@@ -21,26 +21,26 @@ class Alias:
     """
 
     field: str | None = None
-    """The option it sets. None: it sets nothing, and is refused unless it says what is so here
+    """The option it sets. None: it sets nothing, and is refused unless it asks for what holds here
     anyway."""
     value: str | None = None
-    """The text that the switch stands for, read as the field's value; with no field: the only
+    """The text for which the switch stands, read as the field's value; without a field: the only
     boolean that is accepted."""
     convert: Callable[[str], str] | None = None
     """Text as Megatron has it -> text for the field. Raises ValueError with what is expected."""
     help: str = ""
-    """What it does here, and the remedy when it is refused."""
+    """Its effect here, and the remedy when it is refused."""
     implies: tuple[str, str] | None = None
-    """Another option and its text, where the switch is on and that option is not given."""
+    """Another option and its text, used if the switch is on and that option is not given."""
 
     @property
     def remedy(self) -> str:
-        """What to do about a value that is refused: the help, which may call others accepted."""
+        """The remedy for a refused value: the help, which may call others accepted."""
         return self.help.replace(_UNCHANGED, ": leave it out")
 
 
 def only(*accepted: str, meaning: str | None = None) -> Callable[[str], str]:
-    """A check that accepts some words, each as it is or as ``meaning``."""
+    """Return a check that accepts some words, each as it is or as ``meaning``."""
 
     def check(text: str) -> str:
         if text not in accepted:
@@ -62,12 +62,12 @@ def zero(text: str) -> str:
 
 
 def anything(text: str) -> str:
-    """Accept any word: whatever it is, nothing changes."""
+    """Accept any word: it changes nothing."""
     return text
 
 
 def _all_alike(names: str, alias: Alias) -> dict[str, Alias]:
-    """The same alias under several names."""
+    """Return the same alias under several names."""
     return dict.fromkeys(names.split(), alias)
 
 
@@ -250,7 +250,7 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
 
 
 def _replaced_by(option: str) -> Callable[[str], str]:
-    """A converter that accepts nothing, for an option that another one has replaced."""
+    """Return a converter that accepts nothing, for an option that another one has replaced."""
 
     def refuse(text: str) -> str:
         raise ValueError(option)

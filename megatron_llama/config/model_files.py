@@ -1,9 +1,9 @@
-"""The one way to the files of a folder that came from elsewhere: a model, a tokenizer, an adapter.
+"""The reader of the files of a folder that came from elsewhere: a model, a tokenizer, an adapter.
 
 A folder may hold names that lead out of it, links to files of the machine that reads it, devices,
-pipes, and files that say they are huge. What is read here ends in exports that are published, so a
-file is opened only if it is a regular one, lies in the folder, and is not larger than its kind can
-be; and it has to be the one that a list of checksums beside it names."""
+pipes, and files that claim to be huge. Its content ends in published exports. So a file is opened
+only if it is regular, lies in the folder, and is not larger than its kind can be. It must be the
+file that a list of checksums beside it names."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing import NamedTuple
 
 from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST, LARGEST_SMALL_FILE, LONGEST_NAME
 from megatron_llama.config.lines import require_regular
-from megatron_llama.errors import CheckpointError, UserError
+from megatron_llama.errors import CheckpointError, UserError, describe
 
 SUMS = "SHA256SUMS"
 META_SUMS = "checklist.chk"
 """The list of MD5 sums that comes with Meta's downloads."""
 MANIFEST = "integrity.json"
 """The list of checksums of a folder of torch_dist: SHA-256 of every other file. Later releases of
-Megatron-Core compare it with ``--verify-integrity``; here it is compared where it lies beside."""
+Megatron-Core compare it with ``--verify-integrity``; here it is always compared."""
 
 
 class ListedSum(NamedTuple):
-    """What a list of checksums says of one file."""
+    """The entry of one file in a list of checksums."""
 
     kind: str
     """``sha256`` or ``md5``."""
     digest: str
     """Hexadecimal, in lower case."""
     list: Path
-    """The list that says it."""
+    """The list that has the entry."""
 
 
 def read_model_file(
@@ -46,9 +46,9 @@ def read_model_file(
 ) -> bytes:
     """Return the content of a file of a folder that came from elsewhere.
 
-    Raises ``error`` with the remedy ``do`` where there is none that can be read, and where it is
-    not a regular file, leads out of its folder, is larger than ``limit`` bytes, or is not the one
-    that a list of checksums in its folder, or in the one above, names."""
+    Raises ``error`` with the remedy ``do`` if it cannot be read, is not a regular file, leads out
+    of its folder, is larger than ``limit`` bytes, or differs from the checksum of a list in its
+    folder or in the one above."""
     content = read_bounded(path, limit=limit, do=do, error=error)
     # An object store has neither links nor lists beside a file.
     on_disk = isinstance(path, Path)
@@ -72,7 +72,7 @@ def read_bounded(
         require_model_file(path, do=do, error=error)
     try:
         with path.open("rb") as file:
-            # Room is made for what is asked for, so no more is than the file has.
+            # Reading allocates the requested size, so no more is requested than the file has.
             content: bytes = file.read(min(path.stat().st_size, limit) + 1)
     except OSError as problem:
         got = problem.strerror or problem
@@ -87,8 +87,8 @@ def read_bounded(
 
 
 def is_there(path: Path, *, error: type[UserError] = CheckpointError) -> bool:
-    """Return whether a folder has a file that it may lack. Raises ``error`` where it lacks one that
-    a list of checksums beside it names: without it the others would mean something else."""
+    """Whether a folder has an optional file. Raises ``error`` if it lacks one that a list of
+    checksums beside it names: without it the others would mean something else."""
     if path.is_file():
         return True
     if not isinstance(path, Path):
@@ -104,8 +104,8 @@ def is_there(path: Path, *, error: type[UserError] = CheckpointError) -> bool:
 def require_model_file(
     path: Path, *, do: str = "copy the file again", error: type[UserError] = CheckpointError
 ) -> None:
-    """Raise ``error`` unless a path leads to a regular file: a pipe would wait for ever when it is
-    opened, and a device has no end."""
+    """Raise ``error`` unless a path leads to a regular file: opening a pipe would wait forever, and
+    a device has no end."""
     try:
         require_regular(path)
     except OSError as problem:
@@ -115,9 +115,9 @@ def require_model_file(
 
 def require_within(path: Path, content: bytes, *, error: type[UserError] = CheckpointError) -> None:
     """Raise ``error`` where a path is a link that leads out of its folder. A snapshot in the hub's
-    cache links to the blobs of its own repository. A store in which the name of a file is the
-    digest of its ``content`` may lie anywhere (DVC's, git-annex's, the hub's for downloads of
-    2023): only who has a content can make such a link to it."""
+    cache links to the blobs of its own repository. A store that names files by the digest of their
+    ``content`` may lie anywhere (DVC's, git-annex's, the hub's for downloads of 2023): such a link
+    can only be made by those who have the content."""
     target = path.resolve()
     folder = path.parent.resolve()
     # .../models--org--name/snapshots/COMMIT/file -> .../models--org--name/blobs/DIGEST
@@ -135,7 +135,7 @@ def require_within(path: Path, content: bytes, *, error: type[UserError] = Check
 
 
 def _is_named_by_digest(path: Path, content: bytes) -> bool:
-    """Return whether the name of a file is the digest of its content."""
+    """Whether the name of a file is the digest of its content."""
     name = path.name
     # DVC: files/md5/ab/cdef...; git-annex: SHA256E-s123--DIGEST.json
     names = {name, path.parent.name + name, name.rpartition("--")[2].partition(".")[0]}
@@ -146,10 +146,10 @@ def _is_named_by_digest(path: Path, content: bytes) -> bool:
 
 
 def is_name_within(name: str) -> bool:
-    """Return whether a name that a file gives is one of a file in the folder of that file."""
+    """Whether a name in a file is that of a file in the same folder."""
     parts = PurePosixPath(name).parts
     within = bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
-    return within and all(len(os.fsencode(part)) <= LONGEST_NAME for part in parts)
+    return within and all(len(os.fsencode(component)) <= LONGEST_NAME for component in parts)
 
 
 def parse_sum_line(line: str, kind: str = "sha256") -> tuple[str, str] | None:
@@ -165,9 +165,9 @@ def parse_sum_line(line: str, kind: str = "sha256") -> tuple[str, str] | None:
 def read_sums(
     folder: Path, *, asked: str | None = None, error: type[UserError] = CheckpointError
 ) -> tuple[dict[str, ListedSum], int]:
-    """Return what the lists of checksums in a folder say of its files, by their paths in it, and
-    how many of their lines say nothing of a file in it. Raises ``error`` for two sums of one file;
-    where one file is ``asked`` for, only for two of that."""
+    """Return the entries of the lists of checksums in a folder by the paths of their files in it,
+    and the number of lines that concern no file in it. Raises ``error`` for two sums of one file;
+    if one file is ``asked`` for, only for two of that file."""
     sums: dict[str, ListedSum] = {}
     others = 0
     for kind, list_name in (("md5", META_SUMS), ("sha256", SUMS)):
@@ -196,8 +196,7 @@ def read_sums(
 
 
 def _manifest_sums(path: Path) -> dict[str, ListedSum]:
-    """Return what the manifest of a folder of torch_dist says of its files; nothing where it is of
-    another form."""
+    """Return the entries of the manifest of a torch_dist folder; none where it has another form."""
     if not path.is_file():
         return {}
     with path.open("rb") as file:
@@ -219,8 +218,8 @@ def _manifest_sums(path: Path) -> dict[str, ListedSum]:
 
 
 def listed_sum(path: Path, *, error: type[UserError] = CheckpointError) -> ListedSum | None:
-    """Return what a list in the folder of a file, or in the folder above, says of it; None where
-    none does."""
+    """Return the entry of a file in a list in its folder, or in the folder above; None if there is
+    none."""
     folder = path.parent
     for place, name in ((folder, path.name), (folder.parent, f"{folder.name}/{path.name}")):
         if any((place / listing).is_file() for listing in (SUMS, META_SUMS, MANIFEST)):
@@ -231,13 +230,13 @@ def listed_sum(path: Path, *, error: type[UserError] = CheckpointError) -> Liste
 
 
 def sum_problem(path: Path, got: str, listed: ListedSum) -> str:
-    """Return the message that a file is not the one that was written, with both remedies."""
+    """Return the message that a file differs from the one that was written, with both remedies."""
     pattern = f"{path.relative_to(listed.list.parent)}".replace(".", r"\.").replace("/", r"\/")
-    return (
-        f"{path}: got {got}, expected {listed.kind} {listed.digest}, by {listed.list.name}; copy "
-        "the file again from where the model came from; if you changed it yourself, take its line "
-        f"out of the list: sed -i '/ {pattern}$/d' {listed.list}"
-        if listed.list.name != MANIFEST
-        else f"{path}: got {got}, expected {listed.kind} {listed.digest}, by {listed.list.name}; "
-        f"copy the folder again, or remove {listed.list.name} if you changed the file yourself"
+    expected = f"{listed.kind} {listed.digest}, by {listed.list.name}"
+    do = (
+        "copy the file again from where the model came from; if you changed it yourself, take its "
+        f"line out of the list: sed -i '/ {pattern}$/d' {listed.list}"
     )
+    if listed.list.name == MANIFEST:
+        do = f"copy the folder again, or remove {MANIFEST} if you changed the file yourself"
+    return describe(path, got=got, expected=expected, do=do)

@@ -1,10 +1,9 @@
-"""One YAML file and command-line flags -> frozen dataclasses ("sections"); every command uses this
-one parser.
+"""The parser of every command: one YAML file and command-line flags -> frozen dataclasses
+("sections").
 
-A section is a frozen dataclass: its fields are the options, the string under a field is its help,
-which ``help.py`` prints. ``option.py`` has what a field says beside that. Values stay text until
-the field's annotation converts them, so that YAML and the command line understand exactly the same
-spellings.
+A section is a frozen dataclass. Its fields are the options; the string under a field is its help,
+which ``help.py`` prints. ``option.py`` has the other rules of a field. Values stay text until the
+field's annotation converts them, so that YAML and the command line understand the same spellings.
 """
 
 from __future__ import annotations
@@ -40,51 +39,49 @@ class Option:
     kind: Any
     default: Any
     rules: Rules = PLAIN
-    """What the field says of it beside that."""
+    """The other rules of the field."""
 
     @property
     def flag(self) -> str:
-        """As written on a command line."""
+        """The option as written on a command line."""
         return flag(self.name)
 
     @property
     def check(self) -> Check | None:
-        """What a value has to be, whatever the other options are."""
+        """The condition on a value, whatever the other options are."""
         return self.rules.check or (NOT_NEGATIVE if self.kind in _NUMBERS else None)
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The sections that a command line and its YAML file give, and where each value came from."""
+    """The sections of a command line and its YAML file, and the source of each value."""
 
     instances: Mapping[type[Any], Any]
     sources: Mapping[str, str]
-    """Field name -> ``--lr`` or ``run.yaml:3 lr``, for the fields that were given."""
+    """Field name -> ``--lr`` or ``run.yaml:3 lr``, for the given fields."""
     notes: tuple[str, ...] = ()
-    """A line for keys that were accepted and set nothing, saying what holds here anyway, and one
-    for every flag that replaced an earlier one."""
+    """A line for each meaning of accepted keys that set nothing, since it holds here anyway, and
+    one for every flag that replaced an earlier one."""
 
     def get(self, section: type[T]) -> T:
-        """The instance of ``section``. Fields that were not given have their defaults."""
+        """Return the instance of ``section``. Fields that were not given have their defaults."""
         instance: T = self.instances[section]
         return instance
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Names of the fields given in the YAML file or on the command line, defaults restated
-        included."""
+        """Names of the fields given in the YAML file or as flags, restated defaults included."""
         return frozenset(self.sources)
 
     def differences(self) -> dict[str, Any]:
-        """Fields whose value is not the default."""
+        """Return the fields whose value is not the default."""
         return differences(self.instances.values())
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A key as it was written. ``raw`` holds the words after a flag, or what YAML has: text, a list
-    of texts, a mapping or None (null). ``group`` is the section's name under which YAML has the
-    key."""
+    """A key as it was written. ``raw`` holds the words after a flag, or the value of YAML: text, a
+    list of texts, a mapping or None (null). ``group`` is the name of the key's section in YAML."""
 
     key: str
     raw: Any
@@ -107,7 +104,7 @@ def section_name(section: type[Any]) -> str:
 
 
 def options_of(sections: Sequence[type[Any]]) -> dict[str, Option]:
-    """Every option by field name. Names must be unique over the sections, since flags carry no
+    """Return every option by field name. Names are unique over the sections: flags name no
     section."""
     table: dict[str, Option] = {}
     for section in sections:
@@ -135,7 +132,7 @@ def _own_options(section: type[Any]) -> tuple[Option, ...]:
 
 
 def differences(instances: Iterable[Any]) -> dict[str, Any]:
-    """Fields of the given sections whose value is not the default, in order of definition."""
+    """Return the fields of the sections whose value is not the default, in order of definition."""
     changed: dict[str, Any] = {}
     for instance in instances:
         for name, option in options_of([type(instance)]).items():
@@ -153,33 +150,32 @@ def parse(
     owners: Callable[[str], Sequence[str]] = lambda name: (),
     values: Sequence[Mapping[str, object]] = (),
 ) -> Parsed:
-    """Read ``--config FILE`` and flags into instances of ``sections``. Flags win over the file, and
-    of a flag that is repeated the last one wins, with a note. A program gives ``values`` instead of
-    flags: by the names of options, also under those of their sections. Later ones win.
+    """Read ``--config FILE`` and flags into instances of ``sections``. Flags win over the file. The
+    last of repeated flags wins, with a note. A program gives ``values`` instead of flags, by the
+    names of options, also under those of their sections. Later ones win.
 
-    ``aliases`` maps snake-case names to options; those whose field is in none of the sections are
-    not known to this command. ``owners`` names the other commands that have an option, for the
-    error about a name that this one does not know. Raises ConfigError with every problem of the
-    file and the flags.
+    ``aliases`` maps snake-case names to options; an alias of a field in none of the sections is
+    unknown to this command. ``owners`` names the other commands with an option, for the error about
+    an unknown name. Raises ConfigError with every problem of the file and the flags.
     """
     reader = _Reader(sections, aliases, owners)
     flags, file = reader.read_command_line(argv)
-    found = reader.convert(reader.read_yaml(file)) if file is not None else {}
-    found |= reader.convert(flags)
-    for each in values:
-        found |= reader.convert(reader.read_values(each))
+    settings = reader.convert(reader.read_yaml(file)) if file is not None else {}
+    settings |= reader.convert(flags)
+    for given in values:
+        settings |= reader.convert(reader.read_values(given))
     for switch, alias in reader.implying:
         assert alias.field is not None and alias.implies is not None
-        chosen, _ = found[alias.field]
+        chosen, _ = settings[alias.field]
         if chosen == read(reader.options[alias.field].kind, alias.value):  # and not replaced since
             name, text = alias.implies
-            found.setdefault(name, (read(reader.options[name].kind, text), switch))
+            settings.setdefault(name, (read(reader.options[name].kind, text), switch))
     reader.problems.extend(
         describe(
             option.flag, got="nothing", expected=expected(option.kind), do=f"give {option.flag}"
         )
         for name, option in reader.options.items()
-        if option.default is MISSING and name not in found and name not in reader.refused
+        if option.default is MISSING and name not in settings and name not in reader.refused
     )
     if reader.problems:
         raise ConfigError(listing("These options cannot be used:", reader.problems))
@@ -187,17 +183,17 @@ def parse(
     for section in sections:
         own = {
             name: value
-            for name, (value, _) in found.items()
+            for name, (value, _) in settings.items()
             if reader.options[name].section is section
         }
         instances[section] = section(**own)
-    sources = MappingProxyType({name: where for name, (_, where) in found.items()})
+    sources = MappingProxyType({name: where for name, (_, where) in settings.items()})
     unneeded = (f"{', '.join(keys)}: {said}" for said, keys in reader.unneeded.items())
     return Parsed(MappingProxyType(instances), sources, (*unneeded, *reader.notes))
 
 
 def expected(kind: Any) -> str:
-    """Say in words which values an annotation takes."""
+    """Return the values that an annotation takes, in words."""
     inner, optional = strip_optional(kind)
     if get_origin(inner) is Literal:
         return "one of " + ", ".join(get_args(inner))
@@ -219,7 +215,7 @@ def expected(kind: Any) -> str:
 
 def read(kind: Any, raw: Any) -> Any:
     """Convert text (a list of texts, a mapping, None) to a value of the annotation. Raises
-    ValueError for text that is none, and RepeatedKey for a mapping that has a key twice."""
+    ValueError for other text, and RepeatedKey for a mapping that has a key twice."""
     inner, optional = strip_optional(kind)
     if optional and (raw is None or (raw == "null" and inner is not str)):
         return None
@@ -242,7 +238,7 @@ def read(kind: Any, raw: Any) -> Any:
 def strip_optional(kind: Any) -> tuple[Any, bool]:
     """Return the annotation without ``| None``, and whether it had that."""
     if get_origin(kind) in (Union, UnionType):
-        inner = [part for part in get_args(kind) if part is not NoneType]
+        inner = [member for member in get_args(kind) if member is not NoneType]
         assert len(inner) == 1, f"only X | None is supported, not {kind}"
         return inner[0], True
     return kind, False
@@ -281,12 +277,12 @@ class RepeatedKey(ValueError):
 
 def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object of JSON, as ``object_pairs_hook``. Raises RepeatedKey."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise RepeatedKey(f"{key} stands there twice")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _read_mapping(raw: Any) -> dict[str, Any]:
@@ -319,7 +315,7 @@ class _Reader:
         self.options = options_of(sections)
         self.owners = owners
         self.trains = "train_iters" in self.options
-        # What sets nothing is Megatron's own, for the commands that take a run's options.
+        # Aliases that set nothing are Megatron's own, for the commands that take a run's options.
         self.aliases = {
             name: alias
             for name, alias in aliases.items()
@@ -330,17 +326,17 @@ class _Reader:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.unneeded: dict[str, list[str]] = {}
-        """What is said of keys that set nothing -> those keys, as written."""
+        """Words about keys that set nothing -> those keys, as written."""
         self.implying: list[tuple[str, Alias]] = []
-        """Switches that are on and imply another option: as written, and what they stand for."""
+        """Switches that are on and imply another option: as written, with their alias."""
         self.refused: set[str] = set()
-        """Options that were given, but wrongly: not reported as missing too."""
+        """Options that were given wrongly: they are not reported as missing too."""
 
     def problem(self, where: str, *, got: object, expected: object, do: str) -> None:
         self.problems.append(describe(where, got=got, expected=expected, do=do))
 
     def read_command_line(self, argv: Sequence[str]) -> tuple[list[_Given], str | None]:
-        """The command line as keys with their words, and the file named by ``--config``."""
+        """Return the command line as keys with their words, and the file named by ``--config``."""
         given: list[_Given] = []
         files: list[list[str]] = []
         for name, inline, words in _flags_with_words(argv):
@@ -367,10 +363,10 @@ class _Reader:
             else:
                 given.append(_Given(key, words, where))
         if [len(words) for words in files] not in ([], [1]):
-            found = " ".join(word for words in files for word in words)
+            got = " ".join(word for words in files for word in words)
             self.problem(
                 "--config",
-                got=found or "nothing",
+                got=got or "nothing",
                 expected="one YAML file",
                 do="give --config FILE once",
             )
@@ -378,26 +374,26 @@ class _Reader:
         return given, files[0][0] if files else None
 
     def _negated(self, key: str) -> Option | None:
-        """The boolean that ``--no-<boolean>`` switches off."""
+        """Return the boolean that ``--no-<boolean>`` switches off."""
         option = self.options.get(key.removeprefix("no_"))
         known = key in self.options or key in self.aliases
         return None if known or option is None or option.kind is not bool else option
 
     def read_values(self, values: Mapping[str, object]) -> Iterator[_Given]:
-        """What a program gives, as keys of YAML."""
+        """Yield the values of a program as keys of YAML."""
         for key, value in values.items():
             name = str(key).replace("-", "_")
             if isinstance(value, Mapping) and name in self.groups:
-                for inner, each in value.items():
+                for inner, content in value.items():
                     below = _Given(
-                        str(inner).replace("-", "_"), _as_text(each), f"{key}.{inner}", name
+                        str(inner).replace("-", "_"), _as_text(content), f"{key}.{inner}", name
                     )
                     yield self._with_section_name(below)
             else:
                 yield _Given(name, _as_text(value), name)
 
     def read_yaml(self, path: str) -> list[_Given]:
-        """The keys of a YAML file, flat or one level down under a section's name."""
+        """Return the keys of a YAML file, flat or one level down under a section's name."""
         try:
             # A link may lead to a device that has no end.
             with open(path, encoding="utf-8") as file:
@@ -459,8 +455,7 @@ class _Reader:
         return _Given(str(key.value).replace("-", "_"), _yaml_raw(loader, node), where, group)
 
     def _refuse_repeated_keys(self, path: str, node: Any) -> None:
-        """A key that stands twice in one mapping is a problem: YAML's reader would silently take
-        the last."""
+        """Report keys that stand twice in one mapping: YAML would silently take the last."""
         if node.id == "sequence":
             for item in node.value:
                 self._refuse_repeated_keys(path, item)
@@ -481,8 +476,8 @@ class _Reader:
             self._refuse_repeated_keys(path, value)
 
     def _with_section_name(self, item: _Given) -> _Given:
-        """Under its section's name a key may leave that name out: ``rank`` under ``lora:`` is
-        ``lora_rank``."""
+        """Return the key with the name of its section, which it may leave out under that name:
+        ``rank`` under ``lora:`` is ``lora_rank``."""
         name = f"{item.group}_{item.key}"
         return (
             replace(item, key=name)
@@ -491,11 +486,10 @@ class _Reader:
         )
 
     def convert(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
-        """Return option -> (value, where it was given). Of a flag that is repeated the last one
-        counts, as scripts that end in ``"$@"`` expect, and a note names what it replaced; one that
-        ``repeats`` collects its values. Another value is a problem in a file, which says everything
-        once, and where a Megatron switch that stands for a value meets another flag: which of them
-        was meant does not depend on order."""
+        """Return option -> (value, source). The last of repeated flags counts, as scripts that end
+        in ``"$@"`` expect, and a note names what it replaced; one that ``repeats`` collects its
+        values. A second value is a problem in a file, which says everything once. It is also one
+        between a Megatron switch that stands for a value and another flag: order cannot decide."""
         values: dict[str, tuple[Any, str]] = {}
         switches: dict[str, str] = {}
         for item in given:
@@ -576,7 +570,7 @@ class _Reader:
             return None
 
     def _one_word(self, item: _Given, absent: str | None, kind: Any) -> str | None:
-        """The single word after a flag, or ``absent`` when there is none."""
+        """Return the single word after a flag, or ``absent`` when there is none."""
         words = item.raw or ([absent] if absent is not None else [])
         if len(words) == 1:
             return str(words[0])
@@ -652,12 +646,12 @@ class _Reader:
         self.problem(item.where, got=got, expected="an option of this command", do=do)
 
     def _remedy(self, item: _Given) -> str:
-        """What to write instead of a name that this command does not know: another trainer's name
-        for an option, an option of another command, or a misspelt name."""
+        """Return the remedy for a name that this command does not know: another trainer's name of
+        an option, an option of another command, or a misspelt name."""
         if item.key in self.groups:
             return f"write its options below it, as in {item.key}: {{option: value}}"
         if self.trains:
-            # Names of other trainers are loaded for an error alone.
+            # Names of other trainers are loaded only for an error.
             from megatron_llama.config.foreign_names import remedy_for
 
             if foreign := remedy_for(item.key):
@@ -675,7 +669,8 @@ class _Reader:
         return " ".join(remedies)
 
     def _nearest(self, item: _Given) -> list[str]:
-        """Up to three names that begin or end like the key, or one that is spelt almost like it."""
+        """Return up to three names that begin or end like the key, or one that is spelt
+        similarly."""
         from difflib import get_close_matches
 
         known = [*self.options, *(name for name, alias in self.aliases.items() if alias.field)]
@@ -683,7 +678,7 @@ class _Reader:
             known += self.groups
         key = item.key
         longer = [name for name in known if name.startswith(key) or name.endswith(f"_{key}")]
-        # Of names that differ in a quarter of their letters most mean something else.
+        # Most names that differ in a quarter of their letters mean something else.
         return longer if 1 <= len(longer) <= 3 else get_close_matches(key, known, 1, 0.8)
 
     def _nearest_choice(self, kind: Any, raw: Any) -> str | None:
@@ -695,18 +690,19 @@ class _Reader:
 
 
 def in_words(names: Sequence[str], last: str) -> str:
-    """``a, b or c``. There is at least one name."""
+    """Return ``a, b or c``. There is at least one name."""
     return f" {last} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _separated(item: _Given, kind: Any, raw: Any) -> str | None:
-    """How to write a list whose values were given as one text: ``3,1`` or, in YAML, ``3 1``."""
+    """Return the remedy for a list whose values were given as one text: ``3,1`` or, in YAML, ``3
+    1``."""
     if get_origin(kind) is not tuple:
         return None
     entries = raw if isinstance(raw, list) else [raw]
-    if any(isinstance(one, dict) for one in entries):
+    if any(isinstance(entry, dict) for entry in entries):
         return "put a text with a colon in it in quotes"
-    if not all(isinstance(one, str) for one in entries):
+    if not all(isinstance(entry, str) for entry in entries):
         return None
     words = re.split(r"[,;\s]+", " ".join(raw) if isinstance(raw, list) else str(raw))
     if len(words) < 2 or words == raw:
@@ -728,8 +724,8 @@ def _flags_with_words(argv: Sequence[str]) -> Iterator[tuple[str | None, str | N
 
 
 def _yaml_raw(loader: Any, node: Any) -> Any:
-    """Scalars keep their text: YAML 1.1 would read 3e-4 as text, and the dataset name 007 as a
-    number."""
+    """Return a node whose scalars keep their text: YAML 1.1 would read 3e-4 as text, and the
+    dataset name 007 as a number."""
     if node.id == "scalar":
         return None if node.tag == "tag:yaml.org,2002:null" else node.value
     if node.id == "sequence":
@@ -738,7 +734,7 @@ def _yaml_raw(loader: Any, node: Any) -> Any:
 
 
 def _as_text(value: object) -> Any:
-    """A value of Python as YAML would have it: text, a list of texts, a mapping or None."""
+    """Return a value of Python as YAML would have it: text, a list of texts, a mapping or None."""
     if value is None or isinstance(value, str | Mapping):
         return dict(value) if isinstance(value, Mapping) else value
     if isinstance(value, bool):
@@ -749,7 +745,7 @@ def _as_text(value: object) -> Any:
 
 
 def _cut(text: str) -> str:
-    """Return a text as a message shows it."""
+    """Return a text, cut to the length of a message."""
     return text if len(text) <= SHOWN_OPTION else f"{text[:SHOWN_OPTION]}..."
 
 

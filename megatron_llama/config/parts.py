@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def part_of(section: type[Any], doc: str, *names: str) -> type[Any]:
-    """Return a section with the named options of ``section``, of which ``doc`` says what they are.
-    It has the name of the whole, and ``help.py`` takes the help of the options from there."""
+    """Return a section with the named options of ``section``, described by ``doc``. It has the name
+    of the whole, from which ``help.py`` takes the help of the options."""
     options = options_of([section])
     return make_dataclass(
         section.__name__,
@@ -23,8 +23,8 @@ def part_of(section: type[Any], doc: str, *names: str) -> type[Any]:
 
 
 def completed(section: type[T], parsed: Parsed) -> T:
-    """Return the ``section`` with the values that any section of the command line has for its
-    options; those that none has have their defaults."""
+    """Return the ``section`` with the values of any section of the command line for its options,
+    and otherwise with their defaults."""
     values = {
         name: value
         for instance in parsed.instances.values()

@@ -33,7 +33,7 @@ from megatron_llama.option import (
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 """The names of ``schedule/builders.py``."""
 
-# What prove does with options of which there are several alike.
+# The treatment by prove of options of which several are alike.
 OWN_TEXT = left_out("prove reads text of its own, with a tokenizer of its own")
 OWN_START = left_out("prove writes the weights to begin with")
 OWN_FOLDERS = left_out("prove writes checkpoints and exports of its own")
@@ -272,9 +272,9 @@ class ParallelConfig:
     data_parallel_sharding_strategy: Literal[
         "no_shard", "optim", "optim_grads", "optim_grads_params", "auto"
     ] = option("optim", small=scaled("of all strategies it does most"))
-    """What each data-parallel rank holds a share of: nothing (plain DDP), the optimizer state
-    (reduce once per step), state and gradients (reduce after every microbatch), or parameters as
-    well (gather before use). auto: by memory and microbatches."""
+    """The tensors of which each data-parallel rank holds a share: none (plain DDP), the optimizer
+    state (reduce once per step), state and gradients (reduce after every microbatch), or parameters
+    as well (gather before use). auto: by memory and microbatches."""
     data_parallel_shard_size: int = option(
         0, largest=LARGEST_RANKS, small=scaled("shards, and replicas of them, as yours")
     )
@@ -443,8 +443,8 @@ class TrainingConfig:
     )
     """After a step whose loss or gradient norm is not finite, or whose loss is a spike: stop with
     an error; leave the weights as they are and go on with the next samples (needs --clip-grad); or
-    go back to the newest checkpoint and leave out that step's samples when they come again. What is
-    left out is listed in `skipped.jsonl` next to the checkpoints."""
+    go back to the newest checkpoint and leave out that step's samples when they come again. Samples
+    that are left out are listed in `skipped.jsonl` next to the checkpoints."""
     loss_spike_factor: float = option(
         0.0,
         check=Check(
@@ -728,7 +728,7 @@ class CheckpointConfig:
 @section(changes="nothing", small=NOT_COMPUTED)
 @dataclass(frozen=True)
 class LogConfig:
-    """What is printed and written while training."""
+    """Output and files of a run while it trains."""
 
     log_interval: int = option(100, check=POSITIVE)
     """Print and write a log line every so many iterations; the last iteration always."""

@@ -9,6 +9,6 @@ from megatron_llama.config.schema import Config
 
 
 def config_sections() -> list[type[Any]]:
-    """The sections of ``Config``, in order."""
+    """Return the sections of ``Config``, in order."""
     kinds = get_type_hints(Config)
     return [kinds[field.name] for field in fields(Config)]

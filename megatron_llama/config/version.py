@@ -1,4 +1,4 @@
-"""The version of this package: git's tags say it, and what was made from them remembers it.
+"""The version of this package, from git's tags, or as remembered by what was built from them.
 
 ``pyproject.toml`` calls ``version`` when a wheel is built, and loads this file alone to do so:
 it imports the standard library only."""
@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import SubprocessError, run
 
 NEXT = "0.1.0"
-"""The release that comes next where no tag says which was the last one."""
+"""The next release, for a clone without tags."""
 UNKNOWN = f"{NEXT}.dev0+unknown"
 ARCHIVED = "$Format:%(describe:tags=true,match=v[0-9]*,abbrev=8) %h$"
 """``git archive``, which makes the archives that GitHub offers, replaces what is between the dollar
@@ -24,13 +24,13 @@ def version(root: Path | None = None, archived: str = ARCHIVED) -> str:
     In a clone: ``0.1.0`` at the tag ``v0.1.0``, ``0.1.1.dev3+gabcdef12`` three commits later, and
     with ``.dirty`` at the end if tracked files differ from the commit. Without a tag the commits
     since the first one count towards ``NEXT``; a shallow clone does not know their number and says
-    0. In an installed package or an unpacked sdist: what it had when it was built. In an archive of
-    git: what git wrote into ``ARCHIVED``. Where nothing is known, ``UNKNOWN``.
+    0. In an installed package or an unpacked sdist: the version at its build. In an archive of git:
+    the version that git wrote into ``ARCHIVED``. Otherwise ``UNKNOWN``.
     """
     root = Path(__file__).parents[2] if root is None else root
     if (root / ".git").exists():  # a folder, or the file of a worktree
         return _of_clone(root)
-    # In this folder only: a copy of the sources must not take the version of what is installed.
+    # Only in this folder: a copy of the sources must not take the version of an installed package.
     for built in distributions(name="megatron-llama", path=[str(root)]):
         return built.version
     if not archived.startswith("$"):
@@ -40,24 +40,25 @@ def version(root: Path | None = None, archived: str = ARCHIVED) -> str:
 
 
 def of_description(description: str) -> str:
-    """The version of what ``git describe --tags`` says: ``v0.1.0`` or ``v0.1.0-3-gabcdef12``, with
-    ``-dirty`` where files were changed. Behind a tag it is a development version of the next one
-    (``0.1.1.dev3``, ``0.2.0rc2.dev3``), so that it is later than the tag and earlier than that."""
-    found = re.fullmatch(
+    """Return the version of the output of ``git describe --tags``: ``v0.1.0`` or
+    ``v0.1.0-3-gabcdef12``, with ``-dirty`` where files were changed. After a tag it is a
+    development version of the next release (``0.1.1.dev3``, ``0.2.0rc2.dev3``), later than the tag
+    and earlier than that release."""
+    match = re.fullmatch(
         r"v((?:[0-9][\w.]*?)?)([0-9]+)(?:-([0-9]+)-(g[0-9a-f]+))?(-dirty)?", description
     )
-    if found is None:
+    if match is None:
         return UNKNOWN
-    before, last, distance, commit, dirty = found.groups()
+    before, last, distance, commit, dirty = match.groups()
     if distance is None and dirty is None:
         return f"{before}{last}"
-    local = ".".join(part for part in (commit, dirty and "dirty") if part)
+    local = ".".join(label for label in (commit, dirty and "dirty") if label)
     return f"{before}{int(last) + 1}.dev{distance or 0}+{local}"
 
 
 def _of_clone(root: Path) -> str:
-    """The version that git says. It is unknown if there is no git, or git does not trust the
-    folder: what was built here earlier would be the version of another commit."""
+    """Return git's version. It is unknown without git, or if git does not trust the folder: an
+    earlier build here may be of another commit."""
     described = _git(root, "describe", "--tags", "--match=v[0-9]*", "--dirty", "--abbrev=8")
     if described is not None:
         return of_description(described)
@@ -70,8 +71,9 @@ def _of_clone(root: Path) -> str:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """What git prints, without the newline. None if it does not succeed."""
-    # Named, because a git hook has GIT_DIR in its environment, which may be another repository's.
+    """Return the output of git, without the newline. None if git fails."""
+    # The folders are named, because a git hook has GIT_DIR in its environment, which may be another
+    # repository's.
     place = (f"--git-dir={root / '.git'}", f"--work-tree={root}")
     try:
         done = run(["git", *place, *words], capture_output=True, text=True, timeout=30)

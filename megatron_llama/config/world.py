@@ -1,4 +1,4 @@
-"""Processes and parallel sizes: whether they fit, and how many data-parallel ranks they give."""
+"""Processes and parallel sizes: whether they fit, and the number of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from megatron_llama.errors import ConfigError, describe, nearest_multiples
 
 
 def dp_size(config: Config, world_size: int) -> int:
-    """The number of data-parallel ranks: processes / (tp x cp x pp). Raises ConfigError when that
-    is no whole number."""
+    """Return the number of data-parallel ranks: processes / (tp x cp x pp). Raises ConfigError if
+    that is no whole number."""
     problem = world_problem(config, world_size)
     if problem is not None:
         raise ConfigError(problem)
@@ -21,7 +21,7 @@ def dp_size(config: Config, world_size: int) -> int:
 
 
 def world_problem(config: Config, world_size: int) -> str | None:
-    """What is wrong with the number of processes; None when data-parallel ranks can be counted."""
+    """Return the problem of the number of processes; None if it gives whole data-parallel ranks."""
     tp = config.parallel.tensor_model_parallel_size
     pp = config.parallel.pipeline_model_parallel_size
     cp = config.parallel.context_parallel_size

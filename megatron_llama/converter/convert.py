@@ -33,11 +33,11 @@ CONVERSION_FILES = (
     "consolidated.*.pth",
     "params.json",
 )
-"""What a conversion to any format may hold, and --overwrite may therefore replace."""
+"""Names that a conversion to any format may contain, and that --overwrite may therefore replace."""
 
 
 def require_free(target: Path, source: Path, *, overwrite: bool) -> None:
-    """Raise CheckpointError unless ``target`` may be written: it is not there, empty, or an earlier
+    """Raise CheckpointError unless ``target`` may be written: it is missing, empty, or an earlier
     conversion that is to be replaced."""
     do = "give another path"
     if target == source or target in source.parents or source in target.parents:
@@ -53,7 +53,7 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> None:
 
 def require_sound(source: ModelReader, workers: int) -> None:
     """Raise CheckpointError unless the files of a model match the list of checksums in their
-    folder, where there is one. A native checkpoint is compared with its own where it is read."""
+    folder, if there is one. A native checkpoint is compared with its own list where it is read."""
     if source.format != "native":
         with ListedFilesCheck(source.folder, workers=workers) as check:
             check.require()
@@ -72,8 +72,8 @@ def convert(
 ) -> int:
     """Write ``folder``, which appears whole or not at all, and return the bytes of its weights.
 
-    ``tokenizer_files`` names the folder under ``folder`` that the tokenizer's files are copied to.
-    Raises CheckpointError."""
+    ``tokenizer_files`` names the folder under ``folder`` that gets the tokenizer's files. Raises
+    CheckpointError."""
     folder = folder.resolve()
     require_free(folder, source.folder.resolve(), overwrite=overwrite)
     progress = ProgressSource(source)
@@ -85,8 +85,8 @@ def convert(
             if source.tokenizer_files:
                 (fresh / tokenizer_files).mkdir(exist_ok=True)
                 copy_tokenizer_files(source.tokenizer_files, fresh / tokenizer_files)
-            # A native checkpoint has a list of its own, and a run that goes on beside it replaces
-            # the folder of the tokenizer.
+            # A native checkpoint has a list of its own. Beside it only the tokenizer's folder gets
+            # one, because a run that goes on there replaces that folder.
             native = any(fresh.glob(f"iter_*/{SUMS}"))
             seal_files(fresh / tokenizer_files if native else fresh, workers)
     finally:

@@ -1,4 +1,4 @@
-"""What this room hangs into the trainer (``megatron_llama/hooks.py``)."""
+"""Commands and formats that this room registers with the trainer (``megatron_llama/hooks.py``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tensors of foreign files as pieces of HuggingFace tensors. One table, ``TensorMap``, says where
-each row belongs; reading and writing use the same."""
+"""Tensors of foreign files as pieces of HuggingFace tensors. One table, ``TensorMap``, maps their
+rows; reading and writing use the same."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megatron_llama.errors import describe
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Which rows of a tensor in a foreign file are which rows of HuggingFace's tensors. Rows that
-    no slice covers are padding: zeros."""
+    """The rows of HuggingFace's tensors in the rows of a tensor in a foreign file. Rows that no
+    slice covers are padding: zeros."""
 
     shape: tuple[int, ...]
     slices: tuple[HFSlice, ...]
     rotary_head: int = 0
-    """The number n of rows of an attention head, where its rotary pairs are neighbours (2i, 2i + 1)
+    """Number n of rows of an attention head, if its rotary pairs are neighbours (2i, 2i + 1)
     instead of halves (i, i + n / 2) as in HuggingFace's order; else 0."""
 
     @staticmethod
     def of(spec: ParamSpec) -> TensorMap:
-        """Return the map of a parameter of ours, as it is."""
+        """Return the map of a parameter of ours, unchanged."""
         return TensorMap(spec.shape, spec.slices)
 
     def one_slice(self, index: int, rotary_head: int = 0) -> TensorMap:
@@ -42,7 +42,7 @@ class TensorMap:
 
     @property
     def width(self) -> int:
-        """The number of elements of one row."""
+        """Number of elements of one row."""
         return math.prod(self.shape[1:])
 
 
@@ -55,16 +55,16 @@ class MappedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
+        """Shape in the file."""
         return self.map.shape
 
     @property
     def elements(self) -> int:
-        """The number of values that are asked of the source: all but padding."""
+        """Number of values to read from the source: all but padding."""
         return self.elements_of(0, self.map.shape[0])
 
     def elements_of(self, first: int, last: int) -> int:
-        """Return how many of them are in the rows ``[first, last)``."""
+        """Return the number of such values in the rows ``[first, last)``."""
         return sum(cut.rows for cut in _cuts(self.map, first, last)) * self.map.width
 
     def blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -77,7 +77,7 @@ class MappedTensor:
             yield self.rows(first, min(first + step, rows), dtype)
 
     def rows(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Return the rows ``[first, last)``: whole heads where rotary pairs are neighbours."""
+        """Return the rows ``[first, last)``: whole heads if rotary pairs are neighbours."""
         out = torch.zeros((last - first, *self.map.shape[1:]), dtype=dtype)
         for run in _runs(_cuts(self.map, first, last)):
             self._fill(out, first, run)
@@ -87,7 +87,7 @@ class MappedTensor:
         rows = sum(cut.rows for cut in run)
         dims = len(self.map.shape)
         size = (rows, self.map.width)[:dims]
-        # Rows that fill the block in their order are read into it without a copy.
+        # Rows that fill the block in their order are read into it directly.
         direct = len(run) == 1 and rows == out.shape[0] and not self.map.rotary_head
         values = out if direct else torch.empty(size, dtype=out.dtype)
         offset = (run[0].hf_row, run[0].hf_col)[:dims]
@@ -102,16 +102,16 @@ class MappedTensor:
 
 
 def _cuts(map: TensorMap, first: int, last: int) -> Iterator[HFSlice]:
-    """Yield what the slices hold of the rows ``[first, last)``."""
-    for each in map.slices:
-        low = max(first, each.row)
-        high = min(last, each.row + each.rows)
+    """Yield the parts of the slices in the rows ``[first, last)``."""
+    for piece in map.slices:
+        low = max(first, piece.row)
+        high = min(last, piece.row + piece.rows)
         if low < high:
-            yield replace(each, row=low, rows=high - low, hf_row=each.hf_row + low - each.row)
+            yield replace(piece, row=low, rows=high - low, hf_row=piece.hf_row + low - piece.row)
 
 
 def _runs(cuts: Iterable[HFSlice]) -> list[list[HFSlice]]:
-    """Group the cuts that follow each other in one HuggingFace tensor. They are asked for at once,
+    """Group the cuts that follow each other in one HuggingFace tensor. Each group is read at once,
     since a source may read large chunks whole."""
     runs: list[list[HFSlice]] = []
     for cut in sorted(cuts, key=lambda cut: (cut.name, cut.hf_col, cut.hf_row)):
@@ -131,7 +131,7 @@ def _neighbours(rows: Tensor, head: int) -> Tensor:
 
 
 def _halves(first: int, last: int, head: int) -> Tensor:
-    """Return where HuggingFace's rows ``[first, last)`` lie in the order with rotary pairs as
+    """Return the places of HuggingFace's rows ``[first, last)`` in the order with rotary pairs as
     neighbours."""
     rows = torch.arange(first, last)
     within = rows % head
@@ -147,7 +147,7 @@ class _StoredSlice:
 
 
 class TensorReader:
-    """A WeightSource: writes rectangles of HuggingFace tensors from the tensors of memory-mapped
+    """A WeightSource that fills rectangles of HuggingFace tensors from the tensors of memory-mapped
     files that were added to it."""
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ class TensorReader:
         self._first: dict[tuple[Any, ...], tuple[Tensor, TorchFile]] = {}
 
     def add(self, name: str, map: TensorMap, tensor: Tensor, file: TorchFile) -> list[str]:
-        """Add a tensor, or return what is wrong with it. A tensor that another file holds already
-        has to have the same values there."""
+        """Add a tensor, or return its problem. A tensor that another file holds already must have
+        the same values there."""
         where = f"{file.path} {name}"
         if tuple(tensor.shape) != map.shape:
             got = f"shape {tuple(tensor.shape)}"
@@ -167,10 +167,10 @@ class TensorReader:
             return [describe(where, got=tensor.dtype, expected=expected, do=do)]
         key = tuple((piece.name, piece.hf_row, piece.hf_col) for piece in map.slices)
         if key in self._first:
-            other, origin = self._first[key]
-            # Copies of norms are compared. Those of a whole head are large: they are not read
+            earlier, origin = self._first[key]
+            # Copies of norms are compared. Copies of a whole head are large: they are not read
             # twice.
-            if tensor.dim() > 1 or torch.equal(tensor, other):
+            if tensor.dim() > 1 or torch.equal(tensor, earlier):
                 return []
             expected = f"those of {origin.path}: files of one checkpoint"
             return [describe(where, got="other values", expected=expected, do=MATCHING_FILES)]
@@ -186,16 +186,16 @@ class TensorReader:
         row, col = (*rectangle.offset, 0)[:2]
         rows, cols = (*rectangle.size, 1)[:2]
         target = out if out.dim() > 1 else out.unsqueeze(1)
-        for each in self._stored[rectangle.name]:
-            piece = each.piece
-            width = each.map.width
+        for stored in self._stored[rectangle.name]:
+            piece = stored.piece
+            width = stored.map.width
             top = max(row, piece.hf_row)
             bottom = min(row + rows, piece.hf_row + piece.rows)
             left = max(col, piece.hf_col)
             right = min(col + cols, piece.hf_col + width)
             if top < bottom and left < right:
-                each.file.verify(each.tensor)
-                values = _rows(each, top - piece.hf_row, bottom - piece.hf_row)[
+                stored.file.verify(stored.tensor)
+                values = _rows(stored, top - piece.hf_row, bottom - piece.hf_row)[
                     :, left - piece.hf_col : right - piece.hf_col
                 ]
                 target[top - row : bottom - row, left - col : right - col] = values
@@ -211,5 +211,5 @@ def _rows(stored: _StoredSlice, first: int, last: int) -> Tensor:
 
 
 def element_count(tensors: Mapping[str, MappedTensor]) -> int:
-    """Return the number of values that are asked of the source for these tensors."""
+    """Return the number of values to read from the source for these tensors."""
     return sum(tensor.elements for tensor in tensors.values())

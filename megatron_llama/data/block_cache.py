@@ -1,13 +1,13 @@
 """A folder on this machine that keeps blocks of remote files, for all processes that share it.
 
-A block is a file of its own, which is written under another name and then renamed: whatever is
-killed at any moment leaves no half a block behind. A CRC-32 stands behind each 16 KiB of it, and
-one in the name of a whole file: what the disk has changed is read again from the server.
+A block is a file of its own, which is written under another name and then renamed: a process that
+is killed at any moment leaves no half a block behind. A CRC-32 stands behind each 16 KiB of it, and
+the name of a whole file has one, so that a block that the disk has changed is read again from the
+server.
 
 The folder of a file's blocks is named by its URL, size and version, so that blocks of an older
-version are never read again. What was not used for longest is removed when the folder has grown
-beyond its bound.
-"""
+version are never read again. When the folder has grown beyond its bound, the blocks that were not
+used for longest are removed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BLOCK_BYTES = 1 << 20
 """Bytes of one request. A request costs the latency of the store and a share of its bandwidth;
 where they cost the same, half of the time is lost to neither: 20 ms at 50 MB/s are 1 MB. Shuffled
 samples of a few KiB each touch another block at first, so larger blocks would read much that
-nobody needs soon."""
+is not needed soon."""
 WHOLE_BYTES = 8 << 20
 """Bytes of one request for a file that is read whole."""
 THREADS = 8
@@ -48,13 +48,13 @@ _LOCKS = 64
 _SCANNED_AFTER = 64 << 20
 """The folder is looked through after each process has written so many bytes."""
 _ABANDONED = 3600.0
-"""Seconds after which a file that nobody has renamed belongs to a process that was killed."""
+"""Seconds after which a file without its final name belongs to a process that was killed."""
 _TEMPORARY = ".tmp-"
 _WHOLE = "whole"
 _STAMP = "summed"
 _STAMP_SECONDS = 300.0
-"""How long a copy that one process has summed is not summed by others. All ranks of a machine open
-it when a run starts, one after another; a disk that decays has longer than that."""
+"""Seconds for which a copy that one process has summed is not summed by others. All ranks of a
+machine open it when a run starts, one after another; a disk takes longer to decay."""
 
 
 def cache_folder(path: str | None) -> Path:
@@ -97,8 +97,8 @@ class BlockCache:
         weakref.finalize(self, _end, self._work)
 
     def fetch(self, file: SourceFile, start: int, stop: int) -> None:
-        """Begin to read the blocks with the bytes [start, stop) of a file. What goes wrong shows
-        when they are read."""
+        """Begin to read the blocks with the bytes [start, stop) of a file. Errors are raised when
+        they are read."""
         for number in self._numbers(start, stop):
             try:
                 _mark_used(self._path(file, number))  # it is needed soon: not to be removed before
@@ -113,10 +113,10 @@ class BlockCache:
             begin = number * self._block_bytes
             first = max(start - begin, 0)
             last = min(stop - begin, self._block_bytes)
-            found = self._stored(file, number, first, last)
-            if found is None:
-                found = self._ask(file, number).result()[first:last]
-            pieces.append(found)
+            content = self._stored(file, number, first, last)
+            if content is None:
+                content = self._ask(file, number).result()[first:last]
+            pieces.append(content)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def whole(self, file: SourceFile) -> Path:
@@ -131,7 +131,7 @@ class BlockCache:
                         _mark_used(path)
                         _leave_stamp(path)
                         return path
-                    path.unlink()  # the disk has changed it, or somebody else
+                    path.unlink()  # the disk has changed it, or another program
             starts = range(0, file.size, WHOLE_BYTES)
             pieces = (read_range(file, at, min(at + WHOLE_BYTES, file.size)) for at in starts)
             path = self._write(self._folder(file) / _WHOLE, pieces, name_by_sum=True)
@@ -173,9 +173,9 @@ class BlockCache:
     def _ask(self, file: SourceFile, number: int) -> Future[bytes]:
         """Have a thread read a block, unless one does already."""
         with self._lock:
-            found = self._pending.get((file, number))
-            if found is not None:
-                return found
+            pending = self._pending.get((file, number))
+            if pending is not None:
+                return pending
             future = self._pending[file, number] = Future()
             if self._threads < THREADS:
                 self._threads += 1
@@ -197,11 +197,11 @@ class BlockCache:
         start, stop = self._ends(file, number)
         with self._claimed(file, number):
             # Another process may have had it meanwhile.
-            found = self._stored(file, number, 0, stop - start)
-            if found is None:
-                found = read_range(file, start, stop)
-                self._write(self._path(file, number), iter((found, _slice_sums(found))))
-        return found
+            content = self._stored(file, number, 0, stop - start)
+            if content is None:
+                content = read_range(file, start, stop)
+                self._write(self._path(file, number), iter((content, _slice_sums(content))))
+        return content
 
     @contextmanager
     def _claimed(self, file: SourceFile, number: int) -> Iterator[None]:
@@ -222,7 +222,7 @@ class BlockCache:
             os.close(lock)
 
     def _write(self, path: Path, pieces: Iterator[bytes], *, name_by_sum: bool = False) -> Path:
-        """Write a file, and return its path. With ``name_by_sum`` that is its checksum's."""
+        """Write a file, and return its path. ``name_by_sum`` adds its checksum to the name."""
         content_sum = 0
         # Not `replacing`: the file's name may be known at its end only.
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex}")
@@ -253,7 +253,7 @@ class BlockCache:
         return path
 
     def _make_room(self) -> None:
-        """Remove what was not used for longest, if there is more than the bound."""
+        """Remove the files that were not used for longest, if there is more than the bound."""
         files = []
         for folder in self.folder.iterdir():
             if folder.name == "locks":
@@ -268,7 +268,7 @@ class BlockCache:
         held = sum(size for _, size, _ in files)
         for used, size, path in sorted(files):
             temporary = _TEMPORARY in path
-            # Down to less than the bound: else every block that comes had to look again.
+            # Down to less than the bound: else every block that comes would look through it again.
             over = held > self._limit - self._interval
             if (used < before) if temporary else over:
                 with suppress(OSError):
@@ -277,12 +277,12 @@ class BlockCache:
 
 
 def _whole_name(content_sum: int) -> str:
-    """Return the name of the copy of a whole file. That of an earlier version has none."""
+    """Return the name of the copy of a whole file, in which earlier versions had no checksum."""
     return f"{_WHOLE}-{content_sum:08x}"
 
 
 def _leave_stamp(path: Path) -> None:
-    """Say to other processes that a copy has its sum, which takes a second of each GiB."""
+    """Tell other processes that a copy has its sum, which takes a second of each GiB."""
     with suppress(OSError):
         stamp = path.with_name(_STAMP)
         stamp.write_text(_stamp_of(path))
@@ -320,8 +320,8 @@ def _slice_sums(content: bytes) -> bytes:
 
 
 def _checked_bytes(block: int, first: int, last: int, size: int) -> bytes | None:
-    """Return the bytes [first, last) of a block of ``size``; None if they are not as they were
-    written. Whole slices are read."""
+    """Return the bytes [first, last) of a block of ``size``; None if they have changed since they
+    were written. Whole slices are read."""
     begin = first // SLICE_BYTES
     end = -(-last // SLICE_BYTES)
     start = begin * SLICE_BYTES
@@ -359,7 +359,7 @@ def _unusable(path: Path, error: OSError) -> DataError:
 def _work(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := work.get()) is not None:
         task()
-        del task  # it holds the cache, which ends its threads when nobody else does
+        del task  # it holds the cache, whose threads end when its last holder is gone
 
 
 def _end(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

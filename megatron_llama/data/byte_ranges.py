@@ -39,7 +39,7 @@ _VERSIONS = (
     *("ETag", "etag", "generation", "md5Hash", "checksum", "blob_id"),
     *("LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created"),
 )
-"""What the stores of fsspec call that by which versions of a file differ, the best first."""
+"""Names that the stores of fsspec give to the version of a file, the best first."""
 Found = TypeVar("Found")
 
 
@@ -52,8 +52,8 @@ class SourceFile:
     size: int
     """Bytes."""
     version: str = ""
-    """What another version of a remote file has not: its ETag, or else its time. Empty: only the
-    size is compared."""
+    """Mark of this version of a remote file: its ETag, or else its time. Empty: only the size is
+    compared."""
 
 
 def _is_http(name: str) -> bool:
@@ -74,8 +74,8 @@ def read_range(file: SourceFile, start: int, stop: int) -> bytes:
 
 
 def _tried(where: str, read: Callable[[], Found]) -> Found:
-    """Return what ``read`` returns. Raises DataError when the last of several tries has failed, or
-    at once where another cannot help."""
+    """Return the result of ``read``. Raises DataError when the last of several tries has failed, or
+    at once where another try cannot help."""
     pause = FIRST_PAUSE
     for left in reversed(range(TRIES)):
         try:
@@ -149,10 +149,10 @@ def _require_ranges(url: str, answer: HTTPResponse) -> None:
 
 
 def _size(answer: HTTPResponse) -> int:
-    whole = re.fullmatch(r"bytes \S+/(\d+)", answer.headers.get("Content-Range", ""))
-    if whole is None:
+    match = re.fullmatch(r"bytes \S+/(\d+)", answer.headers.get("Content-Range", ""))
+    if match is None:
         raise HTTPException("an answer without the size of the file (Content-Range)")
-    return int(whole[1])
+    return int(match[1])
 
 
 def _require_same(file: SourceFile, now: SourceFile | None) -> None:
@@ -203,10 +203,10 @@ def _fsspec_file(url: str) -> SourceFile | None:
 
 
 def _http_size(url: str) -> int:
-    found = _http_file(url)
-    if found is None:
+    file = _http_file(url)
+    if file is None:
         raise urllib.error.HTTPError(url, 404, "Not Found", Message(), None)
-    return found.size
+    return file.size
 
 
 def _fsspec_range(file: SourceFile, start: int, stop: int) -> bytes:
@@ -215,8 +215,8 @@ def _fsspec_range(file: SourceFile, start: int, stop: int) -> bytes:
     if len(content) != stop - start:
         raise _ChangedError(f"{len(content)} bytes, the file of {file.size} bytes ends there")
     if file.version:
-        # A store answers without the version. If it is the same behind the answer, the answer is
-        # of it.
+        # A store answers without the version. If the version is the same after the answer, the
+        # answer is of it.
         _require_same(file, _fsspec_file(file.path))
     return content
 
@@ -227,7 +227,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        found: tuple[Any, str] = url_to_fs(url)
+        located: tuple[Any, str] = url_to_fs(url)
     except ImportError as error:
         raise DataError(
             url,
@@ -238,13 +238,13 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         do = "give a path, or a URL that fsspec knows"
         raise DataError(url, got=str(error), expected="a path or a URL", do=do) from error
-    return found
+    return located
 
 
 def remote_files(name: str, pool: Executor) -> Iterator[tuple[str, SourceFile]]:
-    """Yield every file behind a URL, which names a file, a folder or (with ``*``, ``?`` or ``[``)
-    several files, in no order: its name relative to the folder, and the file. Sizes are asked for
-    by the threads of ``pool``. Raises DataError."""
+    """Yield every file behind a URL, in no order: its name relative to the folder, and the file.
+    The URL names a file, a folder or (with ``*``, ``?`` or ``[``) several files. The threads of
+    ``pool`` ask for sizes. Raises DataError."""
     if _is_http(name):
         yield from _http_files(name, pool)
         return
@@ -254,17 +254,17 @@ def remote_files(name: str, pool: Executor) -> Iterator[tuple[str, SourceFile]]:
 def _fsspec_files(name: str) -> list[tuple[str, SourceFile]]:
     system, path = _file_system(name)
     if re.search(r"[*?\[]", path):
-        found = system.glob(path, detail=True)
+        entries = system.glob(path, detail=True)
         base = re.split(r"[^/]*[*?\[]", path)[0]
     else:
-        found = system.find(path, detail=True)
-        base = path if path not in found else path.rpartition("/")[0]
+        entries = system.find(path, detail=True)
+        base = path if path not in entries else path.rpartition("/")[0]
     return [
         (
-            each.removeprefix(base).lstrip("/"),
-            SourceFile(system.unstrip_protocol(each), int(info["size"])),
+            entry.removeprefix(base).lstrip("/"),
+            SourceFile(system.unstrip_protocol(entry), int(info["size"])),
         )
-        for each, info in found.items()
+        for entry, info in entries.items()
         if info["type"] == "file"
     ]
 
@@ -283,7 +283,7 @@ class _Links(HTMLParser):
 def _http_files(name: str, pool: Executor) -> Iterator[tuple[str, SourceFile]]:
     pattern = None
     folder = name
-    if "*" in name:  # the other two are of every URL with a query or an IPv6 address
+    if "*" in name:  # a ? or [ also stands in URLs with a query or an IPv6 address
         folder, _, names = name.rpartition("/")
         pattern = re.compile(".*".join(map(re.escape, names.split("*"))))
         if "*" in folder:
@@ -305,12 +305,12 @@ def _http_files(name: str, pool: Executor) -> Iterator[tuple[str, SourceFile]]:
 
 def _chosen(url: str, base: str, pattern: re.Pattern[str] | None) -> bool:
     relative = urllib.parse.unquote(url.removeprefix(base))
-    hidden = any(part.startswith(".") for part in relative.split("/"))
+    hidden = any(name.startswith(".") for name in relative.split("/"))
     return not hidden and (pattern is None or pattern.fullmatch(relative) is not None)
 
 
 def _linked(base: str, folder: str) -> Iterator[str]:
-    """Yield the files to which the index page of a folder links, those of its folders included."""
+    """Yield the files to which a folder's index page links, and those of the folders in it."""
 
     def page() -> str:
         try:
@@ -342,7 +342,7 @@ def _linked(base: str, folder: str) -> Iterator[str]:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file as Python reads files."""
+    """A remote file with the interface of Python's files."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -371,7 +371,7 @@ class _RemoteFile(io.RawIOBase):
 
 
 def open_source(file: SourceFile, buffered: int = READ_BYTES) -> BinaryIO:
-    """Open a file for reading, wherever it is, with requests of ``buffered`` bytes. Reading raises
+    """Open a local or remote file for reading, with requests of ``buffered`` bytes. Reading raises
     OSError for a path, DataError for a URL."""
     if not is_url(file.path):
         return open(file.path, "rb")  # closed by the caller

@@ -17,7 +17,7 @@ from megatron_llama.files import replace_file
 _SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _SHORTEST = 40
 _COMMON = 200
-"""The words that take the place of others in corrupted documentation: so many."""
+"""Number of frequent words that replace others in corrupted documentation."""
 
 
 def python_documentation() -> Iterator[str]:
@@ -44,9 +44,9 @@ def write_corpus(path: str | Path) -> int:
 
 
 def docstring_pairs() -> Iterator[tuple[str, str]]:
-    """Yield pairs for instruction tuning: the signature of a function of the standard library
-    (``def join(*paths)`` and the module), and the first paragraph of its documentation. The order
-    is fixed, and each signature comes once."""
+    """Yield pairs for instruction tuning in a fixed order: the signature of a function of the
+    standard library (``def join(*paths)`` and the module), and the first paragraph of its
+    documentation. Each signature comes once."""
     library = Path(sysconfig.get_path("stdlib"))
     seen = set()
     for source in sorted(library.rglob("*.py")):
@@ -83,8 +83,7 @@ def write_preferences(path: str | Path, held_out: str | Path) -> tuple[int, int]
     """Write ``docstring_pairs`` as preferences, JSON lines of ``prompt``, ``chosen`` and
     ``rejected``: the documentation of a signature, and the same with other words in it
     (``with_common_words``). The second file gets the last 5 % of the pairs, in the order of
-    ``write_pairs``, which ``sft`` holds out with ``--split 95,5,0``. Return how many are in
-    each."""
+    ``write_pairs``, which ``sft`` holds out with ``--split 95,5,0``. Return the number in each."""
     pairs = _mixed_pairs()
     counts = Counter(word for _, answer in pairs for word in answer.split())
     common = [word for word, _ in counts.most_common(_COMMON)]
@@ -104,10 +103,9 @@ def write_preferences(path: str | Path, held_out: str | Path) -> tuple[int, int]
 
 
 def with_common_words(text: str, common: Sequence[str], draw: random.Random) -> str:
-    """Return the text with one of the ``common`` words, each other than the one that it replaces,
-    in the place of every third word, rounded up: places and words are drawn. To a language model
-    the result is about as likely as the text: words that it expects less stand where they are not
-    expected, but each is easier to spell."""
+    """Return the text with every third word, rounded up, replaced by one of the ``common`` words
+    that differs from it. Places and words are drawn. To a language model the result is about as
+    likely as the text: the new words are less expected where they stand, but easier to spell."""
     words = text.split()
     for place in draw.sample(range(len(words)), -(-len(words) // 3)):
         words[place] = draw.choice([word for word in common if word != words[place]])

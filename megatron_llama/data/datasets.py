@@ -20,8 +20,8 @@ def open_dataset(prefix: str, data: DataConfig) -> IndexedDataset:
 
 
 def _as_written(dataset: IndexedDataset) -> IndexedDataset:
-    """Return a dataset. Raises DataError if it is at once to be seen that it is not the one of
-    which its meta.json has the sums."""
+    """Return a dataset. Raises DataError if a quick check shows that the sums in its meta.json are
+    of another one."""
     sums = (read_meta(dataset.prefix) or {}).get(SUMS)
     if sums is not None:
         dataset.require_sums(sums)

@@ -14,7 +14,7 @@ from megatron_llama.errors import DataError, describe, listing
 
 LISTED = 10
 _BEYOND_ASCII = re.compile(rb"(?<!\\)(?:\\\\)*\\u(?!00[0-7])")
-"""The escape of a character that is no single byte in UTF-8, and not a backslash before a u."""
+"""Escape of a character that takes more than one byte in UTF-8; a backslash before a u is none."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Problems:
     count: int = 0
     listed: list[str] = field(default_factory=list)
     unreadable: bool = False
-    """Whether a file could not be read to its end, so that nobody knows what is missing."""
+    """Whether a file could not be read to its end, so that the number of problems is not known."""
 
     def add(self, *problems: str) -> None:
         """Add a document, with all that is wrong with it."""
@@ -61,18 +61,18 @@ def input_files(paths: Sequence[str]) -> list[Path]:
     files: list[Path] = []
     problems: list[str] = []
     for path in map(Path, paths):
-        found = files_below(path) if path.is_dir() else [path]
-        if not found:
+        below = files_below(path) if path.is_dir() else [path]
+        if not below:
             problems.append(
                 describe(path, got="an empty folder", expected="text files", do="check the path")
             )
-        elif not found[0].is_file():
+        elif not below[0].is_file():
             problems.append(
                 describe(
                     path, got="no such file", expected="a file or a folder", do="check the path"
                 )
             )
-        files += found
+        files += below
     if problems:
         raise DataError(listing("These inputs cannot be read:", problems))
     return files
@@ -83,19 +83,19 @@ def files_below(folder: Path) -> list[Path]:
     seen = (
         file
         for file in folder.rglob("*")
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not any(name.startswith(".") for name in file.relative_to(folder).parts)
     )
     return sorted(file for file in seen if file.is_file())
 
 
 def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, list[str]]:
     """Return the chunk's documents for each key, in order, empty ones included. Blank lines are no
-    documents. Problems are added to ``problems``; a document with one is in no list."""
-    found: dict[str, list[str]] = {key: [] for key in keys}
+    documents. Problems are added to ``problems``; a document with a problem is left out."""
+    documents: dict[str, list[str]] = {key: [] for key in keys}
     if chunk.problem is not None:
         problems.add_file(chunk.problem)
     if chunk.columns is not None:
-        _read_rows(chunk, found, problems)
+        _read_rows(chunk, documents, problems)
     for offset, raw in enumerate(chunk.lines):
         where = chunk.path if chunk.first is None else f"{chunk.path}:{chunk.first + offset}"
         if offset == 0 and chunk.first in (None, 1):
@@ -104,7 +104,7 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
             long = _long_texts(raw, keys)
             if long is not None:
                 for key, text in zip(keys, long, strict=True):
-                    found[key].append(text)
+                    documents[key].append(text)
                 continue
         if chunk.first is not None:
             raw = raw.rstrip()  # of the bytes: a text would be copied for it
@@ -117,17 +117,17 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
             )
             continue
         if chunk.first is None:
-            found[keys[0]].append(text)
+            documents[keys[0]].append(text)
         elif text and not text.isspace():
-            _read_line(text, where, found, problems)
-    return found
+            _read_line(text, where, documents, problems)
+    return documents
 
 
 def _long_texts(raw: bytes, keys: Sequence[str]) -> list[str] | None:
-    """Return what ``_read_line`` finds in a long line, in less memory: Python takes four bytes for
-    each character of a text with a single emoji, and the line and its text would both be one. Each
-    byte is read as a character instead, and only the texts are decoded. None if that cannot be, or
-    if something is wrong with the line."""
+    """Return the texts that ``_read_line`` would read from a long line, in less memory. Python
+    takes four bytes for each character of a text with a single emoji, and both the line and its
+    text would be one. Here each byte is read as a character, and only the texts are decoded. None
+    if that is not possible, or if something is wrong with the line."""
     if _BEYOND_ASCII.search(raw) is not None:
         return None
     try:
@@ -141,15 +141,15 @@ def _long_texts(raw: bytes, keys: Sequence[str]) -> list[str] | None:
     if not isinstance(record, dict):
         return None
     values = [record.get(key.encode().decode("latin-1")) for key in keys]
-    found = [value for value in values if isinstance(value, str)]
-    if len(found) < len(keys):
+    strings = [value for value in values if isinstance(value, str)]
+    if len(strings) < len(keys):
         return None
-    encoded = [text.encode("latin-1") for text in found]
-    del record, values, found  # while texts are decoded they are in memory twice
+    encoded = [text.encode("latin-1") for text in strings]
+    del record, values, strings  # while texts are decoded they are in memory twice
     return [text.decode("utf-8") for text in encoded]
 
 
-def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) -> None:
+def _read_rows(chunk: Chunk, documents: dict[str, list[str]], problems: Problems) -> None:
     assert chunk.columns is not None and chunk.first is not None
     do = "mend the row or change --json-keys"
     for row, values in enumerate(zip(*chunk.columns.values(), strict=True), chunk.first):
@@ -166,10 +166,10 @@ def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) ->
             continue
         for key, text in record.items():
             assert text is not None
-            found[key].append(text)
+            documents[key].append(text)
 
 
-def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Problems) -> None:
+def _read_line(line: str, where: str, documents: dict[str, list[str]], problems: Problems) -> None:
     try:
         record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
@@ -188,7 +188,7 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
         )
         return
     wrong = []
-    for key in found:
+    for key in documents:
         value = record.get(key)
         expected = "a string"
         do = "mend the line or change --json-keys"
@@ -208,8 +208,8 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
     if wrong:
         problems.add(*wrong)
         return
-    for key, documents in found.items():
-        documents.append(record[key])
+    for key, of_key in documents.items():
+        of_key.append(record[key])
 
 
 def _has_surrogate(text: str) -> bool:

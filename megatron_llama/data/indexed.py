@@ -7,8 +7,8 @@ int64[n] byte offsets into the .bin, int64[d] first sequence of each document an
 Multimodal datasets append int8[n], a mode for each sequence, which is not read. Files are
 interchangeable with ``megatron.core.datasets.indexed_dataset``.
 
-Megatron writes sequences end to end, so the lengths say every other number of the index, and the
-size of the .bin. An index that says anything else is refused: a bit that has flipped in a length
+Megatron writes sequences end to end, so the lengths determine all other numbers of the index, and
+the size of the .bin. An index with any other number is refused: a bit that has flipped in a length
 would leave out tokens, or read them twice.
 """
 
@@ -47,10 +47,10 @@ _CODES: Mapping[int, str] = MappingProxyType(
 )
 _RESTORE = "preprocess the corpus again or copy both files again"
 _CHECKED = 1 << 20
-"""Sequences that are looked at together: what numpy computes of them stays in the cache of a core,
+"""Sequences that are checked together: the arrays that numpy makes of them stay in a core's cache,
 whatever the size of the index."""
 _LARGEST_PLACE = 1 << 62
-"""No file is as large, and so many bytes more than another block has still fit int64."""
+"""Larger than any file; the size of one more block can be added to it in int64."""
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -83,8 +83,8 @@ class IndexedDatasetWriter:
 
     @cached_property
     def _bin(self) -> BinaryIO:
-        """The temporary .bin. It is made when the first tokens come, not with the writer: whoever
-        makes one is interrupted before its block begins, or owns a writer that can discard it."""
+        """The temporary .bin. It is made when the first tokens come, not with the writer: an
+        interrupt comes before the writer's block begins, or the block can discard the file."""
         return open(self._temporary[".bin"], "wb")  # closed by finish and discard
 
     def __enter__(self) -> Self:
@@ -114,7 +114,7 @@ class IndexedDatasetWriter:
         self._end_documents(lengths)
 
     def add_pieces(self, pieces: Iterable[Tokens]) -> int:
-        """Append one document whose tokens come piece by piece, unless it has none. Returns their
+        """Append one document whose tokens come piece by piece, unless it has none. Return their
         number. Raises DataError as ``add_many`` does."""
         count = 0
         for piece in pieces:
@@ -188,7 +188,7 @@ class IndexedDatasetWriter:
         header = _HEADER.pack(MAGIC, VERSION, self._code, lengths.size, lengths.size + 1)
         sums = RunningSums()
         with open(self._temporary[".idx"], "wb") as idx:
-            for content in (header, *(part.tobytes() for part in (lengths, offsets, documents))):
+            for content in (header, *(array.tobytes() for array in (lengths, offsets, documents))):
                 idx.write(content)
                 sums.add(memoryview(content))
         self._idx_sums = sums.result()
@@ -235,13 +235,13 @@ class IndexedDataset:
 
     @property
     def found(self) -> str:
-        """What tells these files from others, as far as that is known without reading them."""
+        """Mark that tells these files from others, as far as is known without reading them."""
         return f"{self.num_documents} documents with {self.num_tokens} tokens"
 
     def require_sums(self, sums: DatasetSums) -> None:
         """Raise DataError unless the files have the sizes with which they were written, and unless
-        an index of one piece is what was written. What is larger takes too long at the start of a
-        run (``verification.py``)."""
+        the hash of an index of one piece is right. Hashing a larger index takes too long at the
+        start of a run (``verification.py``)."""
         idx = self.prefix + ".idx"
         sums.bin.require_size(self.prefix + ".bin", self.num_tokens * self.dtype.itemsize)
         sums.idx.require_size(idx, self._index.nbytes)
@@ -306,7 +306,7 @@ class IndexedDataset:
 
     def _check_sequences(self, idx: str, bin: str, bin_size: int) -> int:
         """Return the number of tokens. Raise DataError for lengths that are negative, for sequences
-        that do not lie end to end, and for a .bin that has fewer or more bytes than they take."""
+        that do not lie end to end, and for a .bin that is shorter or longer than they say."""
         item = self.dtype.itemsize
         place = 0
         for first in range(0, self._lengths.size, _CHECKED):

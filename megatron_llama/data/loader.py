@@ -1,4 +1,4 @@
-"""Makes batches of samples, with the masks that document boundaries ask for."""
+"""Makes batches of samples, with the masks for document boundaries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_llama.errors import DataError
 from megatron_llama.model.nn.attention import Documents
 
 STEPS_AHEAD = 2
-"""Samples of a remote dataset are asked for so many steps before they are read: a server then has
+"""Samples of a remote dataset are requested so many steps before they are read: a server then has
 the time of two steps to answer."""
 
 
@@ -52,14 +52,14 @@ class Batch:
     """Tokens of the longest document, where they are counted."""
     completion_ids: Tensor | None = None
     """1 + the number, within its sample, of the completion that the label belongs to, int32 [s, b];
-    0 where it belongs to none. None for samples without completions to compare."""
+    0 for labels of no completion. None for samples without completions to compare."""
     completion_kinds: Tensor | None = None
-    """What each completion of a sample is, int8 [c, b]: 0 absent, 1 chosen or desirable, 2 rejected
-    or undesirable. Of a pair, number 2k is the chosen one and 2k + 1 the rejected one."""
+    """Kind of each completion of a sample, int8 [c, b]: 0 absent, 1 chosen or desirable, 2 rejected
+    or undesirable. In a pair, number 2k is the chosen one and 2k + 1 the rejected one."""
     reference_logps: Tensor | None = None
-    """The log-probability of each completion under the reference, float64 [c, b]."""
+    """Log-probability of each completion under the reference, float64 [c, b]."""
     mismatched: Batch | None = None
-    """Prompts with completions of other prompts, of which KTO estimates a divergence."""
+    """Prompts with completions of other prompts, from which KTO estimates a divergence."""
 
     @property
     def document_mask(self) -> Tensor | None:
@@ -68,20 +68,19 @@ class Batch:
         same document."""
         if self.document_ids is None:
             return None
-        # Made on each call: otherwise s * s bytes a sample were held for every microbatch of a
-        # step.
+        # Made on each call: kept, it would take s * s bytes a sample for each microbatch of a step.
         ids = self.document_ids.t()
         return (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the batch has, by field, those of ``mismatched`` included."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        own = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        """Return the tensors of the batch by field, those of ``mismatched`` included."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         inner = self.mismatched.tensors() if self.mismatched is not None else {}
         return own | {f"mismatched.{name}": value for name, value in inner.items()}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Batch:
-        """Return the batch with these tensors, named as by ``tensors``, in the place of its own."""
+        """Return the batch with its tensors replaced by these, named as by ``tensors``."""
         own = {name: value for name, value in tensors.items() if "." not in name}
         moved = replace(self, **own)  # type: ignore[arg-type]
         if self.mismatched is None:
@@ -96,8 +95,7 @@ class Batch:
 
     def prepared(self, device: torch.device) -> Batch:
         """Return the batch with its documents counted, if ``device`` needs that."""
-        # The host counts before it sends the ids: to count them on the device, it would wait for
-        # it.
+        # The host counts before it sends the ids: to count on the device, it would have to wait.
         if self.document_ids is None or is_host(device) or not is_host(self.document_ids.device):
             return self
         documents = Documents.of(self.document_ids)
@@ -110,7 +108,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device; that is itself where it already is there."""
+        """Return the batch on a device, or itself if it is there already."""
         if self.tokens.device == device:
             return self
         ready = self.prepared(device)
@@ -149,7 +147,7 @@ class FetchedAhead(Protocol):
         """Whether some do."""
 
     def fetch(self, indices: Sequence[int]) -> None:
-        """Begin to read these samples. It does not wait, and what goes wrong shows when they are
+        """Begin to read these samples. It does not wait, and errors are raised when they are
         read."""
 
 
@@ -158,17 +156,17 @@ class OfFiles(Protocol):
     """Samples of files that every rank has looked up by itself."""
 
     def found(self) -> list[tuple[str, str]]:
-        """Return the name of each, and what was found there, which is the same on all ranks."""
+        """Return each file's name and a mark of its content, which is the same on all ranks."""
 
 
 def found_files(samples: Samples) -> list[tuple[str, str]]:
-    """Return the files of samples, and what this rank has found there; none for samples that ranks
-    have opened together."""
+    """Return the names and marks of the files of samples; none for samples that ranks have opened
+    together."""
     return samples.found() if isinstance(samples, OfFiles) else []
 
 
 def reads_remotely(samples: Samples) -> bool:
-    """Return whether samples come from a server and can be asked for ahead."""
+    """Whether samples come from a server and can be requested ahead."""
     return isinstance(samples, FetchedAhead) and samples.is_remote
 
 
@@ -196,7 +194,7 @@ class TokenSamples(Protocol):
         """Return a few fields for JSON that differ for other samples."""
 
     def found(self) -> tuple[str, str]:
-        """Return the name of the files, and what was found there."""
+        """Return the name of the files, and a mark of their content."""
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """Return the tokens of a sample, int64 [seq_length + 1]. Raises DataError."""
@@ -245,14 +243,14 @@ class StreamSamples:
                 self._remote.fetch(index)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return these samples as a batch, a tail padded behind its end, where no label counts.
+        """Return these samples as a batch. A tail is padded behind its end, where no label counts.
         Raises DataError if a token id is outside the vocabulary."""
         samples = np.zeros((len(indices), self._stream.seq_length + 1), np.int64)
         counts = np.ones((len(indices), self._stream.seq_length), np.bool_)
         for row, index in enumerate(indices):
-            found = self._stream.sample(index)
-            samples[row, : len(found)] = found
-            counts[row, len(found) - 1 :] = False
+            sample = self._stream.sample(index)
+            samples[row, : len(sample)] = sample
+            counts[row, len(sample) - 1 :] = False
         tokens = samples[:, :-1]
         ends = tokens == self._eod
         if self._data.eod_mask_loss:
@@ -268,7 +266,7 @@ class StreamSamples:
 
 
 class BlendedSamples:
-    """The samples of several parts, laid end to end, which are read in the order of a blend."""
+    """The samples of several parts, laid end to end and read in the order of a blend."""
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[int]) -> None:
         """``weights`` says how often each part is read, in proportion to the others."""
@@ -316,10 +314,9 @@ class BatchLoader:
     consumed samples give the same batches.
 
     The samples of a step are those at positions consumed .. consumed + global batch size of the
-    run, whatever the layout: microbatch m of rank r holds the positions consumed + (m * dp_size +
-    r)
-    * micro_batch_size + j. A step that has fewer samples than places still fills all microbatches;
-    the places behind its last sample do not count in the loss.
+    run, whatever the layout: microbatch m of rank r holds the positions
+    consumed + (m * dp_size + r) * micro_batch_size + j. A step with fewer samples than places still
+    fills all microbatches; the places behind its last sample do not count in the loss.
     """
 
     def __init__(
@@ -371,8 +368,7 @@ class BatchLoader:
         batches = [self._batch(range(start, start + size)) for start in starts]
         if samples == places:
             return batches
-        # Also on a rank whose places all have samples: ranks must not differ in whether there is a
-        # mask.
+        # Also on a rank whose places all have samples: all ranks or none must have a mask.
         counts = [consumed_samples + samples - start for start in starts]
         return [_counting(batch, count) for batch, count in zip(batches, counts, strict=True)]
 
@@ -394,8 +390,8 @@ class BatchLoader:
 
     def _batch(self, positions: range) -> Batch:
         batch = self.samples.batch([self._index(position) for position in positions])
-        # Noise belongs to a position of the run, not to a sample: it is new whenever the sample
-        # comes again.
+        # Noise belongs to a position of the run, not to a sample: a sample that comes again gets
+        # new noise.
         seeds = (
             ()
             if batch.noise_scale is None
@@ -425,8 +421,8 @@ def side_by_side(batches: Sequence[Batch]) -> Batch:
     assert all(batch.completion_ids is None and batch.noise_scale is None for batch in batches)
 
     def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        there = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(there, dim=1) if there else None
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present, dim=1) if present else None
 
     if len(batches) == 1:
         return batches[0]
@@ -438,7 +434,7 @@ def side_by_side(batches: Sequence[Batch]) -> Batch:
 
 
 def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return how many documents ended before each token, [b, s]. An end token belongs to the
+    """Return the number of documents ended before each token, [b, s]. An end token belongs to the
     document that it ends."""
     return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
 

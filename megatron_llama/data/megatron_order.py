@@ -39,7 +39,7 @@ def shuffled_documents(
     documents: NDArray[np.int32], epochs: int, random: np.random.RandomState, *, last_apart: bool
 ) -> NDArray[np.int32]:
     """Return the documents of all epochs in the order in which they are laid end to end. Epochs are
-    mixed, but for the last one with ``last_apart``."""
+    mixed, but with ``last_apart`` the last one stays apart."""
     if last_apart:
         before = shuffled_documents(documents, epochs - 1, random, last_apart=False)
         last = shuffled_documents(documents, 1, random, last_apart=False)
@@ -73,8 +73,8 @@ class MegatronStream(TokenStream):
 
     def __init__(self, stream: TokenStream, *, seed: int, num_samples: int | None) -> None:
         """``stream`` has the documents in file order, ``seed`` is Megatron's --seed.
-        ``num_samples`` is what the run takes of this dataset; with None it is read once. Raises
-        DataError if documents have several sequences."""
+        ``num_samples`` is the number that the run takes of this dataset; with None it is read once.
+        Raises DataError if documents have several sequences."""
         dataset = stream.dataset
         documents = stream.documents
         seq_length = stream.seq_length
@@ -187,14 +187,14 @@ class MegatronBlend:
         return len(self._places)
 
     def identity(self) -> dict[str, Any]:
-        """Return what identifies these samples, their order included."""
+        """Return the identity of these samples, their order included."""
         parts = enumerate(part.identity() for part in self._parts)
-        found = {
+        fields = {
             f"{name} of part {number}": value
             for number, part in parts
             for name, value in part.items()
         }
-        return {**found, "samples in Megatron's order": len(self)}
+        return {**fields, "samples in Megatron's order": len(self)}
 
     def found(self) -> list[tuple[str, str]]:
         return [file for part in self._parts for file in found_files(part)]
@@ -220,7 +220,7 @@ class MegatronBlend:
 
 def samples_of_parts(blend: Blend, samples: int) -> list[int | None]:
     """Return how many samples Megatron asks of each dataset of --data-path, for a run of so many:
-    the surplus included, and None where a dataset is read once."""
+    with the surplus, and None for a dataset that is read once."""
     if blend.shares is None:
         return [samples] if len(blend.prefixes) == 1 else [None] * len(blend.prefixes)
     return [math.ceil(target * (1 + SURPLUS)) for target in _targets(blend.shares, samples)]

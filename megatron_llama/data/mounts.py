@@ -1,4 +1,4 @@
-"""Which file system a file is on, and so whether another machine may have the same file."""
+"""Finds the file system of a file, and so whether another machine may have the same file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LOCAL_FUSE = re.compile(
 
 
 def file_identity(name: str, mounts: Path = MOUNTS) -> str:
-    """Return a text that two machines have alike only if they read the same file of a server: what
-    is on disks of their own differs, even if one is a copy of the other with inode and time. A
+    """Return a text that two machines have alike only if they read the same file of a server.
+    Files on disks of their own differ, even if one is a copy of the other with inode and time. A
     file system that is not known counts as such a disk. Raises OSError if there is no file."""
     status = os.stat(name)
     kind = _kind_of_file_system(status.st_dev, mounts)
@@ -35,7 +35,7 @@ def file_identity(name: str, mounts: Path = MOUNTS) -> str:
 
 
 def _kind_of_file_system(device: int, mounts: Path) -> str:
-    """Return the kernel's name of the file system with this number; empty where it is not told."""
+    """Return the kernel's name of the file system with this number; empty if it is not known."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = mounts.read_text(errors="replace").splitlines()

@@ -82,8 +82,8 @@ class BlendedOrder:
     def _left(self, first: int, middle: int, last: int, samples: int) -> int:
         """Return how many of the first samples of the parts [first, last) are of the parts [first,
         middle)."""
-        whole = self._sums[last] - self._sums[first]
-        return (2 * samples * (self._sums[middle] - self._sums[first]) + whole) // (2 * whole)
+        total = self._sums[last] - self._sums[first]
+        return (2 * samples * (self._sums[middle] - self._sums[first]) + total) // (2 * total)
 
     def place(self, position: int) -> tuple[int, int]:
         """Return the part at a position, and how many of its samples came before."""

@@ -1,7 +1,6 @@
-"""What the kernel has of a file in its memory, so that whoever reads a large file once leaves there
-what was there before, and nothing else. On systems other than Linux the kernel decides alone.
-
-All of it is advice: what the kernel refuses is no error."""
+"""The part of a file that the kernel holds in its memory. A process that reads a large file once
+can leave there the bytes that were there before, and nothing else. On systems other than Linux the
+kernel decides alone. All of it is advice: a refusal of the kernel is no error."""
 
 from __future__ import annotations
 
@@ -31,19 +30,19 @@ def _mincore() -> Any:
 
 
 def absent_ranges(file: int, start: int, count: int) -> Sequence[tuple[int, int]]:
-    """Return which of the bytes [start, start + count) of an open file are not in memory, as
+    """Return those of the bytes [start, start + count) of an open file that are not in memory, as
     [first, last) of whole pages; none where ``start`` is not the start of a page, as after a read
     that gave less than was asked for.
 
-    Who may not write the file learns less: where a page is absent, those behind it, up to
-    ``PROBE_BYTES``, count as absent, too."""
+    A process that may not write the file learns less: where a page is absent, those behind it, up
+    to ``PROBE_BYTES``, count as absent, too."""
     if not _LINUX or start % mmap.ALLOCATIONGRANULARITY:
         return ()
     try:
         count = min(count, os.fstat(file).st_size - start)
         resident = _resident_pages(file, start, count)
         if resident.all():
-            # The kernel says so of every page to who may neither write nor own the file.
+            # So the kernel answers for every page to a process that may neither write nor own it.
             resident = _readable_pages(file, start, count)
     except (OSError, ValueError):  # the latter if the file becomes shorter
         return ()
@@ -68,7 +67,7 @@ def _resident_pages(file: int, start: int, count: int) -> NDArray[np.uint8]:
 
 
 def _readable_pages(file: int, start: int, count: int) -> NDArray[np.uint8]:
-    """Return what ``_resident_pages`` does, as reads that may not wait for a disk tell it. Raises
+    """Return the same as ``_resident_pages``, found by reads that may not wait for a disk. Raises
     OSError for a file system that has no such reads."""
     readable = np.ones(_pages(count), np.uint8)
     buffer = memoryview(bytearray(PROBE_BYTES))
@@ -88,15 +87,15 @@ def _pages(count: int) -> int:
 
 
 def read_nothing_ahead(file: int) -> None:
-    """Have the kernel read of an open file what is asked for, and nothing behind it."""
+    """Have the kernel read only the requested bytes of an open file, and nothing behind them."""
     if _LINUX:
         with suppress(OSError):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def forget(file: int, ranges: Iterable[tuple[int, int]]) -> None:
-    """Have the kernel drop these bytes of an open file from its memory, but for pages that some
-    process maps and has touched: those it keeps."""
+    """Have the kernel drop these bytes of an open file from its memory. It keeps pages that some
+    process maps and has touched."""
     if _LINUX:
         for first, last in ranges:
             with suppress(OSError):

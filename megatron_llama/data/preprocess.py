@@ -38,14 +38,14 @@ TRAINING_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What was written."""
+    """Result of ``preprocess``: outputs, counts and time."""
 
     outputs: tuple[str, ...]
     """Prefixes of the datasets."""
     tokenizer: str
     """The tokenizer's file."""
     vocab_size: int
-    """Of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     documents: int
     """Documents written, over all outputs."""
     tokens: int
@@ -57,7 +57,7 @@ class PreprocessReport:
     bytes: int
     """Bytes of input read."""
     seconds: float
-    """How long it took."""
+    """Seconds that it took."""
 
     def __str__(self) -> str:
         """Return a line for people, and one for each of the first documents that were bad."""
@@ -77,7 +77,7 @@ class PreprocessReport:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """How documents are encoded: what a worker needs to know besides its chunk."""
+    """Settings of the encoding, which a worker needs besides its chunk."""
 
     tokenizer: Path
     keys: tuple[str, ...]
@@ -272,7 +272,7 @@ def _prefixes(options: PreprocessConfig) -> dict[str, str]:
 
 
 def _tokenizer_folder(options: PreprocessConfig) -> Path:
-    """Return the folder beside the datasets for their tokenizer: what is moved together stays
+    """Return the folder for the datasets' tokenizer. It is beside them, so that all can be moved
     together."""
     return Path(f"{options.output_prefix}-tokenizer")
 
@@ -327,13 +327,13 @@ def _training_texts(files: Sequence[Path], options: PreprocessConfig, total: int
     keys = options.json_keys
     stride = -(-total // TRAINING_BYTES)
     problems = Problems()
-    found = (
+    documents = (
         text
         for chunk in chunks(files, keys)
         for of_key in texts(chunk, keys, problems).values()
         for text in of_key
     )
-    kept = [text for index, text in enumerate(found) if index % stride == 0]
+    kept = [text for index, text in enumerate(documents) if index % stride == 0]
     problems.raise_if_more_than(options.skip_bad_documents)
     return kept
 
@@ -347,8 +347,8 @@ def _write(
     total: int,
     most_bad: int,
 ) -> tuple[int, Problems]:
-    """Tokenize and append everything. Returns the number of documents without a token, and what is
-    wrong with those that cannot be used. Raises DataError for more than ``most_bad`` of these."""
+    """Tokenize and append everything. Return the number of documents without a token, and the
+    problems of those that cannot be used. Raises DataError for more than ``most_bad`` of these."""
     problems = Problems()
     skipped = 0
     with ExitStack() as stack:
@@ -375,12 +375,12 @@ def _write(
                     skipped += _write_long(encoding, chunk, writers, problems)
                     bar.update(chunk.size)
                 continue
-            for part in encode_all(of_kind):
-                problems.extend(part.problems)
-                skipped += part.skipped
-                for key, (tokens, lengths) in part.documents.items():
+            for encoded in encode_all(of_kind):
+                problems.extend(encoded.problems)
+                skipped += encoded.skipped
+                for key, (tokens, lengths) in encoded.documents.items():
                     writers[key].add_many(tokens, lengths)
-                bar.update(part.size)
+                bar.update(encoded.size)
     problems.raise_if_more_than(most_bad)
     for key, writer in writers.items():
         if writer.num_tokens == 0:
@@ -399,7 +399,7 @@ def _write_long(
     writers: Mapping[str, IndexedDatasetWriter],
     problems: Problems,
 ) -> int:
-    """Tokenize and append a document that is long, piece by piece. Returns how many of its texts
+    """Tokenize and append a document that is long, piece by piece. Return how many of its texts
     have no token."""
     tokenizer = _tokenizer(encoding.tokenizer)
     skipped = 0
@@ -434,10 +434,10 @@ def _encode(encoding: _Encoding, chunk: Chunk) -> _Encoded:
     tokenizer = _tokenizer(encoding.tokenizer)
     problems = Problems()
     skipped = 0
-    found = texts(chunk, encoding.keys, problems)
+    texts_by_key = texts(chunk, encoding.keys, problems)
     documents = {}
     end = pack([encoding.eod]) if encoding.eod is not None else b""
-    for key, of_key in found.items():
+    for key, of_key in texts_by_key.items():
         ids = [document + end for document in tokenizer.encode_packed(of_key) if document]
         skipped += len(of_key) - len(ids)
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids)) // ID_BYTES

@@ -49,7 +49,7 @@ class Chunk:
     columns: Mapping[str, Sequence[str | None]] | None = None
     """Columns of a parquet file, by key."""
     problem: str | None = None
-    """Why nothing more could be read of the file."""
+    """Reason why nothing more could be read of the file."""
 
     @property
     def is_long(self) -> bool:
@@ -106,7 +106,7 @@ def unreadable(file: Path | str, error: Exception) -> str:
 
 
 def library_error(file: Path) -> type[Exception]:
-    """Return the exception of the library that reads a file."""
+    """Return the exception of the library that reads files with this suffix."""
     if file.suffix == ".zst":
         import zstandard
 
@@ -119,8 +119,7 @@ def library_error(file: Path) -> type[Exception]:
 
 
 def _open(file: Path, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Return the text of a file, and the file itself, whose position says how much of it is
-    read."""
+    """Return the text of a file, and the file itself, whose position tells how much is read."""
     raw: IO[bytes] = stack.enter_context(open(file, "rb"))  # noqa: SIM115  closed by the stack
     if file.suffix == ".gz":
         return cast(IO[bytes], stack.enter_context(gzip.GzipFile(fileobj=raw))), raw
@@ -130,8 +129,8 @@ def _open(file: Path, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 class ZstdFrames(io.RawIOBase):
-    """The content of all frames of a .zst file. It raises EOFError where the file ends inside a
-    frame, which the library's own stream does not tell."""
+    """Content of all frames of a .zst file. It raises EOFError where the file ends inside a frame,
+    which the library's own stream does not report."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         import zstandard
@@ -245,7 +244,7 @@ def _parquet(file: Path, keys: Sequence[str]) -> Iterator[Chunk]:
 def column_problems(
     file: Path | str, keys: Sequence[str], kinds: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield what is wrong with the columns of a parquet file, of which ``kinds`` has the types."""
+    """Yield the problems with the columns of a parquet file; ``kinds`` has their types."""
     from pyarrow import types
 
     for key in keys:

@@ -1,5 +1,5 @@
-"""Indexed datasets behind a URL. PREFIX.idx is copied once, of PREFIX.bin the blocks are read that
-samples touch (``block_cache.py``)."""
+"""Indexed datasets behind a URL. PREFIX.idx is copied once; from PREFIX.bin only those blocks are
+read that hold samples (``block_cache.py``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RemoteIndexedDataset(IndexedDataset):
 
     @property
     def found(self) -> str:
-        """The versions of the two files: every rank asks the server, at a time of its own."""
+        """Versions of the two files: every rank asks the server, at a time of its own."""
         return ", ".join(
             f"{suffix} of {file.size} bytes ({file.version})"
             for suffix, file in ((".idx", self._idx), (".bin", self._bin))
@@ -52,22 +52,22 @@ class RemoteIndexedDataset(IndexedDataset):
 def required_file(url: str) -> SourceFile:
     """Return a file of a remote dataset. Raises DataError if it is not there, or if the server does
     not say which version of it there is."""
-    found = find_file(url)
-    if found is None:
+    file = find_file(url)
+    if file is None:
         raise DataError(
             url,
             got="no such file",
             expected="PREFIX.bin and PREFIX.idx",
             do="give the common URL of the .bin and .idx files, without suffix",
         )
-    if not found.version:
+    if not file.version:
         raise DataError(
             url,
             got="a file without version: the server sends neither ETag nor Last-Modified",
             expected="one of them, by which a run notices that the file was replaced",
             do="serve the files with nginx, caddy or an object store, or copy them to a disk",
         )
-    return found
+    return file
 
 
 def open_remote(prefix: str, data: DataConfig) -> RemoteIndexedDataset:
@@ -86,7 +86,7 @@ def open_remote(prefix: str, data: DataConfig) -> RemoteIndexedDataset:
 
 
 def verify_remote(name: str, sums: FileSums) -> None:
-    """Raise DataError unless a file behind a URL is what was written."""
+    """Raise DataError unless a file behind a URL has the sums with which it was written."""
     file = required_file(name)
     sums.require_size(name, file.size)
     for piece in range(len(sums.pieces)):

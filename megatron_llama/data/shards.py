@@ -1,7 +1,5 @@
-"""The shards of a text corpus: which files --data-path names, and into which pieces they are cut.
-
-Nothing is read of a file but its size, so that a corpus of any size is opened in a moment.
-"""
+"""The shards of a text corpus: the files that --data-path names, and the pieces of them. Only the
+sizes of files are read, so that a corpus of any size is opened in a moment."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _BESIDE = re.compile(
     r"(\..*)?|.*\.(md|ya?ml|py|bib|png|jpg|svg|sha256|md5|crc|idx|lock|html)",
     re.IGNORECASE,
 )
-"""What lies beside the shards of a data set, and is none."""
+"""Names of files beside the shards of a data set that are no shards."""
 _SPLITS = re.compile(
     r"(?<![a-z])(train(?:ing)?|valid(?:ation)?|val|dev|test(?:ing)?|eval)(?![a-z])"
 )
@@ -43,7 +41,7 @@ class Shard:
     """A file of text."""
 
     name: str
-    """Relative to the folder that --data-path names, with slashes."""
+    """Name relative to the folder that --data-path names, with slashes."""
     file: SourceFile
 
 
@@ -58,11 +56,11 @@ class Piece:
 
 
 def find_shards(word: str, pool: Executor) -> list[Shard]:
-    """Return the files that a word of --data-path names, sorted by name. Sizes of remote ones are
-    asked for by the threads of ``pool``. Raises DataError if there are none, and for files of which
-    it is not known what they are."""
-    found = list(remote_files(word, pool) if is_url(word) else _local_files(word))
-    named = [(name, file) for name, file in found if not _beside(name)]
+    """Return the files that a word of --data-path names, sorted by name. The threads of ``pool``
+    ask for the sizes of remote ones. Raises DataError if there are no files of text, or if a file
+    has an unknown suffix."""
+    files = list(remote_files(word, pool) if is_url(word) else _local_files(word))
+    named = [(name, file) for name, file in files if not _beside(name)]
     unknown = sorted(name for name, _ in named if not is_text(name))
     if unknown:
         arrow = any(name.endswith(".arrow") for name in unknown)
@@ -106,13 +104,13 @@ def _local_files(word: str) -> Iterator[tuple[str, SourceFile]]:
 
 
 def _beside(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    return any(part.startswith(".") for part in parts) or (_BESIDE.fullmatch(parts[-1]) is not None)
+    names = PurePosixPath(name).parts
+    return any(name.startswith(".") for name in names) or (_BESIDE.fullmatch(names[-1]) is not None)
 
 
 def split_of(shard: Shard) -> str:
-    """Return the split that a shard's name says it belongs to, as the names of data sets on the
-    Hugging Face hub do: ``training``, ``validation``, ``test``, or nothing."""
+    """Return the split to which a shard's name assigns it, as the names of data sets on the Hugging
+    Face hub do: ``training``, ``validation``, ``test``, or nothing."""
     words = _SPLITS.findall(shard.name.lower())
     if not words:
         return ""
@@ -122,8 +120,8 @@ def split_of(shard: Shard) -> str:
 
 
 def shards_of(shards: Sequence[Shard], *, validation: bool) -> list[Shard]:
-    """Return the shards of the validation split, or those for training: all that no name gives to
-    another split."""
+    """Return the shards of the validation split, or those for training: all whose name assigns
+    them to no other split."""
     if validation:
         return [shard for shard in shards if split_of(shard) == "validation"]
     return [shard for shard in shards if split_of(shard) in ("", "training")]
@@ -131,16 +129,16 @@ def shards_of(shards: Sequence[Shard], *, validation: bool) -> list[Shard]:
 
 def cut(shards: Sequence[Shard], lanes: int) -> list[Piece]:
     """Cut shards into pieces, in file order. The pieces depend on names and sizes alone."""
-    whole = sum(shard.file.size for shard in shards)
-    size = whole // (lanes * PIECES_OF_A_LANE)
+    total = sum(shard.file.size for shard in shards)
+    size = total // (lanes * PIECES_OF_A_LANE)
     size = min(max(size, SMALLEST_PIECE), LARGEST_PIECE)
     pieces = []
-    for number, shard in enumerate(shards):
+    for shard_number, shard in enumerate(shards):
         length = shard.file.size
         name = Path(PurePosixPath(shard.name).name)
         count = 1
         if kind(name) in JSON_LINES and name.suffix not in COMPRESSED:
             count = max(1, round(length / size))
-        ends = [length * part // count for part in range(count + 1)]
-        pieces += [Piece(number, start, stop) for start, stop in pairwise(ends)]
+        ends = [length * number // count for number in range(count + 1)]
+        pieces += [Piece(shard_number, start, stop) for start, stop in pairwise(ends)]
     return pieces

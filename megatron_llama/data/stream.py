@@ -14,7 +14,7 @@ from megatron_llama.data.tokenizer.base import Tokenizer
 from megatron_llama.errors import DataError
 
 SCANNED_TOKENS = 1 << 22
-"""Tokens that are looked at together."""
+"""Tokens that are checked together."""
 
 
 def split_documents(
@@ -36,7 +36,7 @@ def split_documents(
         expected = "one to three weights of at least 0, not all 0, such as 969,30,1"
         raise DataError("split", got=repr(split), expected=expected, do="change --split")
     weights += [0.0] * (3 - len(weights))
-    # Sums are rounded, not the weights: so the ranges are adjacent, and the last ends at the last
+    # Rounding sums instead of weights makes the ranges adjacent, and the last one ends at the last
     # document.
     first, second = (round(num_documents * sum(weights[:count]) / sum(weights)) for count in (1, 2))
     return (0, first), (first, second), (second, num_documents)
@@ -64,7 +64,7 @@ class TokenStream:
     (i + 1) * seq_length] of this stream, both ends included.
 
     Neighbours share one token, so that each token but the first is a label once. A tail that is too
-    short for a sample is dropped, or with ``keep_tail`` a last sample that is shorter.
+    short for a sample is dropped; with ``keep_tail`` it becomes a last sample that is shorter.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TokenStream:
         keep_tail: bool = False,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """``tokenizer``: to say which token it is that the model does not have."""
+        """``tokenizer`` is for messages, which name the token that the model does not have."""
         self.dataset = dataset
         self.seq_length = seq_length
         self.vocab_size = vocab_size
@@ -95,12 +95,12 @@ class TokenStream:
         return labels // self.seq_length + tail
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this stream from another one, in numbers for JSON."""
-        # Counts and no checksum: the start of a run is no time to read all tokens.
+        """Return numbers for JSON that tell this stream from another one."""
+        # Counts and no checksum: reading all tokens would take too long at the start of a run.
         return {"documents": self.num_documents, "tokens": self.num_tokens}
 
     def found(self) -> tuple[str, str]:
-        """Return the prefix of the dataset, and what was found there."""
+        """Return the prefix of the dataset, and the mark of its files."""
         return self.dataset.prefix, self.dataset.found
 
     def require_samples(self, split: str) -> None:
@@ -141,13 +141,13 @@ class TokenStream:
         return self.dataset.is_remote
 
     def fetch(self, index: int) -> None:
-        """Begin to read a sample of a remote dataset, which ``sample`` is about to be asked for."""
+        """Begin to read a sample of a remote dataset before ``sample`` is called for it."""
         for start, stop in self.ranges(index):
             self.dataset.fetch(start, stop)
 
     def _checked(self, start: int, stop: int) -> NDArray[np.int64]:
         tokens = self.dataset.tokens(start, stop).astype(np.int64)
-        # As unsigned numbers negative ids are huge, so that one pass finds both ends.
+        # As unsigned numbers negative ids are huge: one comparison finds ids outside either end.
         if int(tokens.view(np.uint64).max()) >= self.vocab_size:
             self._refuse(start, tokens)
         return tokens

@@ -1,5 +1,5 @@
-"""Where a run has come to in samples that nobody has counted: those of a text that is read as it
-comes (``text_stream.py``, which a run loads if --data-path names text)."""
+"""The places of a run in samples without a count: those of a text that is read as it comes
+(``text_stream.py``, which a run loads if --data-path names text)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples, T
 from megatron_llama.errors import DataError
 
 ENDLESS = 1 << 48
-"""The length of samples that nobody has counted: no run reads as many."""
+"""The length of samples without a count: no run reads as many."""
 _ROW_BOUNDS = (ENDLESS, ENDLESS, LARGEST_INTEGER, LARGEST_INTEGER)
 """The largest value of each number of a row."""
 Row = tuple[int, int, int, int]
-"""Where a lane has come to: the number of a block of samples, and where its first token is: in
-which piece of the lane, at which place of that (``Question.place``), how many tokens of that
-document lie before it."""
+"""The place of a lane: the number of a block of samples, and the position of its first token, which
+is a piece of the lane, a place in that piece (``Question.place``), and the number of tokens of that
+document before it."""
 
 
 class Stream(TokenSamples, Protocol):
@@ -31,25 +31,25 @@ class Stream(TokenSamples, Protocol):
 
     @property
     def lanes(self) -> int:
-        """Into how many the text is dealt out."""
+        """Number of lanes into which the text is dealt out."""
 
     @property
     def num_files(self) -> int:
-        """How many files there are."""
+        """Number of files."""
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files."""
+        """Bytes of all files."""
 
     def ask(self, indices: Sequence[int]) -> None:
         """Begin to read these samples."""
 
     def seek(self, rows: Sequence[Row] | None) -> None:
-        """Go on from the rows that ``rows`` gave, of each lane; with None from the start."""
+        """Go on from each lane's row, as ``rows`` gave it; with None from the start."""
 
     def rows(self, consumed: int) -> list[Row]:
-        """Return of each lane where it has come to after the first ``consumed`` samples, or an
-        earlier place if this process has read less of it."""
+        """Return the place of each lane after the first ``consumed`` samples, or an earlier one if
+        this process has read less of it."""
 
 
 class StreamedSamples(StreamSamples):
@@ -60,12 +60,12 @@ class StreamedSamples(StreamSamples):
         self.text = stream
 
     def ask(self, indices: Sequence[int]) -> None:
-        """Begin to read these samples, which ``batch`` is about to be asked for."""
+        """Begin to read these samples before ``batch`` is called for them."""
         self.text.ask(indices)
 
 
 def text_streams(samples: Samples) -> list[Stream]:
-    """Return the streams of which samples are made; none for samples that have a count."""
+    """Return the streams of samples; none for samples that have a count."""
     if isinstance(samples, StreamedSamples):
         return [samples.text]
     if isinstance(samples, BlendedSamples):
@@ -74,7 +74,7 @@ def text_streams(samples: Samples) -> list[Stream]:
 
 
 def positions(samples: Samples, consumed: int) -> list[int]:
-    """Return how many samples each stream has given after ``consumed`` of the run."""
+    """Return the number of samples that each stream has given after ``consumed`` of the run."""
     if isinstance(samples, BlendedSamples):
         return samples.order.counts(consumed)
     return [consumed]
@@ -85,7 +85,7 @@ Places = Sequence[Sequence[Row]]
 
 
 def places(samples: Samples, consumed: int) -> Places:
-    """Return where the streams have come to after ``consumed`` samples of the run, as far as this
+    """Return the places of the streams after ``consumed`` samples of the run, as far as this
     process has read them."""
     counts = positions(samples, consumed)
     streams = text_streams(samples)
@@ -93,7 +93,7 @@ def places(samples: Samples, consumed: int) -> Places:
 
 
 def furthest(found: Sequence[Places]) -> list[list[Row]]:
-    """Join what several processes know of the same position: of each lane the furthest row."""
+    """Join the places of several processes at the same position: the furthest row of each lane."""
     return [[max(rows) for rows in zip(*lanes, strict=True)] for lanes in zip(*found, strict=True)]
 
 
@@ -127,7 +127,7 @@ def _require_rows(kept: Any) -> None:
 
 
 def fits(samples: Samples, kept: Mapping[str, Any] | Sequence[Any]) -> bool:
-    """Return whether places that a checkpoint keeps are those of as many streams and lanes."""
+    """Whether places that a checkpoint keeps are those of as many streams and lanes."""
     if not all(isinstance(lanes, list | tuple) for lanes in kept):
         _require_rows(kept)
     return [len(lanes) for lanes in kept] == [stream.lanes for stream in text_streams(samples)]

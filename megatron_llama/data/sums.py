@@ -1,9 +1,8 @@
 """Sums of a dataset's files: SHA-256 of each piece of 64 MiB. They are made while the files are
 written, and kept in PREFIX.meta.json.
 
-Sums of pieces say of any part of a file whether it is as it was written: nothing has to read
-terabytes before it can tell. A file of one piece has the sum that ``sha256sum`` prints.
-"""
+Sums of pieces allow any part of a file to be checked: nothing has to read terabytes before it can
+tell. A file of one piece has the sum that ``sha256sum`` prints."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _SUM = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileSums:
-    """What a file was when it was written."""
+    """Size and sums of a file when it was written."""
 
     size: int
     """Bytes."""
@@ -45,7 +44,7 @@ class FileSums:
             raise DataError(name, got=f"{size} bytes", expected=expected, do=REMEDY)
 
     def require_piece(self, name: str, piece: int, content: hashlib._Hash) -> None:
-        """Raise DataError unless the content of a piece is what was written."""
+        """Raise DataError unless the content of a piece is as it was written."""
         if content.hexdigest() != self.pieces[piece]:
             start, stop = self.ends(piece)
             raise DataError(
@@ -58,7 +57,7 @@ class FileSums:
 
 @dataclass(frozen=True)
 class DatasetSums:
-    """What the files of a dataset were when they were written."""
+    """Sizes and sums of a dataset's files when they were written."""
 
     bin: FileSums
     idx: FileSums
@@ -68,7 +67,7 @@ class DatasetSums:
         return dict(zip(SUFFIXES, (self.bin, self.idx), strict=True))
 
     def entry(self) -> dict[str, Any]:
-        """Return it as JSON keeps it."""
+        """Return the sums as JSON keeps them."""
         files = {
             suffix: {"bytes": file.size, "sha256": list(file.pieces)}
             for suffix, file in self.by_suffix().items()
@@ -77,7 +76,7 @@ class DatasetSums:
 
     @classmethod
     def read(cls, fields: Fields) -> DatasetSums | None:
-        """Return what ``entry`` wrote. Problems are added to ``fields``; with one it is None."""
+        """Return the sums that ``entry`` wrote, or None. Problems are added to ``fields``."""
         before = len(fields.problems)
         fields.integer("piece_bytes", low=PIECE_BYTES, high=PIECE_BYTES)
         files = []
@@ -107,7 +106,7 @@ class RunningSums:
         self._room = PIECE_BYTES
 
     def add(self, content: memoryview) -> None:
-        """Count bytes, as ``memoryview.cast("B")`` has them, that follow those before."""
+        """Count the next bytes, as ``memoryview.cast("B")`` has them."""
         while content:
             head = content[: self._room]
             self._digest.update(head)
@@ -120,6 +119,6 @@ class RunningSums:
             content = content[len(head) :]
 
     def result(self) -> FileSums:
-        """Return the sums of what was added."""
+        """Return the sums of the bytes so far."""
         last = [self._digest.hexdigest()] if self._room < PIECE_BYTES else []
         return FileSums(self._size, (*self._pieces, *last))

@@ -1,5 +1,5 @@
-"""Text that is tokenized while a run trains on it: samples without a count of them, in an order
-that no layout changes.
+"""Text that is tokenized while a run trains on it: samples without a count, in an order that no
+layout changes.
 
 The corpus is cut into pieces (``shards.py``), and each pass over it shuffles the pieces. They are
 dealt out to a fixed number of lanes. A lane lays the documents of its pieces end to end and cuts
@@ -7,8 +7,8 @@ them into samples; ``window / lanes`` of these at a time are shuffled. Sample p 
 next one of lane p modulo the number of lanes. So a rank reads only the lanes of its own samples,
 and no rank has to know how many samples there are.
 
-What happened before does not have to be read again: where a lane has come to is a row of four
-integers, which a checkpoint keeps.
+Earlier text does not have to be read again: the place of a lane is a row of four integers, which a
+checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from megatron_llama.data.workers import Helper
 from megatron_llama.errors import DataError
 
 VERSION = 1
-"""To be raised when the same files give other samples: a run then does not resume."""
+"""Version of the samples, to be raised when the same files give others: no run then resumes."""
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How text becomes samples."""
+    """Settings with which text becomes samples."""
 
     tokenizer: str
-    """The path of the tokenizer."""
+    """Path of the tokenizer."""
     tokenizer_type: str | None
     key: str
     """Field or column with the text."""
     end: int
-    """The id behind each document."""
+    """Id behind each document."""
     vocab_size: int
     """Ids lie in [0, vocab_size)."""
     seq_length: int
     seed: int
     shuffled: bool
     lanes: int
-    """How many lanes there are, where there are as many pieces."""
+    """Number of lanes, if there are as many pieces."""
     window: int
     """Samples among which samples are shuffled, in all lanes together."""
     workers: int
-    """Processes that tokenize."""
+    """Number of processes that tokenize."""
     step_samples: int
-    """Samples of a step, in all ranks together: so many are read ahead."""
+    """Samples of a step, in all ranks together: as many are read ahead."""
     identity: str
-    """Identifies the tokenizer."""
+    """Identity of the tokenizer."""
 
 
 class _Lane:
-    """One lane: the tokens of the current block of samples, and those that are read ahead."""
+    """One lane: the tokens of the current block of samples, and those read ahead."""
 
     def __init__(self, row: Row) -> None:
         self.block, self.piece, self.place, self._skipped = row
@@ -72,12 +72,12 @@ class _Lane:
         self.starts: dict[int, Row] = {self.block: row}
         self.first = row
         self.documents: list[tuple[int, int, int]] = []
-        """Of each document in ``tokens``: where it begins, counted from the block's first token,
-        its piece and its place."""
+        """For each document in ``tokens``: its begin, counted from the block's first token, its
+        piece and its place."""
         self.asked: int | None = None
-        """The number of the question that is not answered yet."""
+        """Number of the question that is not answered yet."""
         self.blank = False
-        """Whether the piece was read from its beginning, and had no token yet."""
+        """Whether the piece has been read from its beginning, and has had no token so far."""
 
     def extend(self, answer: Answer) -> None:
         """Add the documents of an answer."""
@@ -95,7 +95,7 @@ class _Lane:
 
     def drop_block(self, tokens: int, keep: int) -> None:
         """Go on to the next block, which begins after so many tokens and whose first token is
-        there. ``keep``: of how many blocks to remember the start."""
+        there. ``keep`` is the number of blocks whose start is remembered."""
         begin, piece, place = next(
             entry for entry in reversed(self.documents) if entry[0] <= tokens
         )
@@ -111,7 +111,7 @@ class _Lane:
 
 
 class TextStream:
-    """The samples of a corpus of text, as ``TokenStream`` has those of an indexed dataset."""
+    """The samples of a corpus of text. They are read as those of a ``TokenStream`` are."""
 
     keep_tail = False
 
@@ -123,8 +123,8 @@ class TextStream:
         *,
         samples: int = ENDLESS,
     ) -> None:
-        """``name`` is the word of --data-path. ``samples``: how many there are, if somebody takes
-        the first ones alone; then no sample comes twice."""
+        """``name`` is the word of --data-path. ``samples`` bounds the stream to its first ones, of
+        which none comes twice."""
         self.name = name
         self.seq_length = settings.seq_length
         self._shards = tuple(shards)
@@ -134,13 +134,13 @@ class TextStream:
         self.lanes = min(settings.lanes, len(self._pieces))
         self._block = max(1, settings.window // self.lanes)
         of_a_step = -(-settings.step_samples // self.lanes)
-        # As far as steps reach ahead of a checkpoint, and one block for each end.
+        # The blocks that steps reach ahead of a checkpoint, and one block for each end.
         self._keep = 2 + -(-2 * of_a_step // self._block)
         self._ahead = max(self._block, of_a_step)
         self._open: dict[int, _Lane] = {}
         self._rows: dict[int, Row] = {}
         self._blank: set[Piece] = set()
-        """The pieces that are known to have no token."""
+        """Pieces that are known to have no token."""
         self._questions = 0
         self._helpers: list[Helper] = []
 
@@ -149,18 +149,18 @@ class TextStream:
 
     @property
     def num_files(self) -> int:
-        """How many files there are."""
+        """Number of files."""
         return len(self._shards)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files."""
+        """Bytes of all files."""
         return sum(shard.file.size for shard in self._shards)
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells these samples from others, for JSON."""
+        """Return fields for JSON that tell these samples from others."""
         settings = self._settings
-        what = {
+        fields = {
             "version": VERSION,
             "shards": [(shard.name, shard.file.size) for shard in self._shards],
             "tokenizer": settings.identity,
@@ -170,7 +170,7 @@ class TextStream:
             "seed": settings.seed,
             "shuffled": settings.shuffled,
         }
-        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
         return {
             "text files": self.num_files,
             "bytes of text": self.num_bytes,
@@ -181,18 +181,18 @@ class TextStream:
         }
 
     def found(self) -> tuple[str, str]:
-        """Return the word of --data-path, and what was found there."""
+        """Return the word of --data-path, and a mark of its files."""
         digest = self.identity()["stream"]
         return self.name, f"{self.num_files} files of {self.num_bytes} bytes ({digest})"
 
     def seek(self, rows: Sequence[Row] | None) -> None:
-        """Go on from the rows that ``rows`` gave, of each lane; with None from the start."""
+        """Go on from each lane's row, as ``rows`` gave it; with None from the start."""
         self._open.clear()
         self._rows = dict(enumerate(rows)) if rows is not None else {}
 
     def rows(self, consumed: int) -> list[Row]:
-        """Return of each lane where it has come to after the first ``consumed`` samples, or an
-        earlier place if this process has read less of it."""
+        """Return the place of each lane after the first ``consumed`` samples, or an earlier one if
+        this process has read less of it."""
         return [self._row(lane, consumed) for lane in range(self.lanes)]
 
     def _row(self, number: int, consumed: int) -> Row:
@@ -246,7 +246,7 @@ class TextStream:
         return lane.tokens[start : start + self.seq_length + 1].astype(np.int64)
 
     def ask(self, indices: Sequence[int]) -> None:
-        """Begin to read what these samples need, all at once."""
+        """Begin to read the text of these samples, all at once."""
         for index in indices:
             number, place = index % self.lanes, index // self.lanes
             self._read_ahead(number, self._lane(number, place // self._block))
@@ -294,7 +294,7 @@ class TextStream:
         weakref.finalize(self, _close, self._helpers)
 
     def _receive(self) -> None:
-        """Take all answers that are there."""
+        """Take all answers that have arrived."""
         for helper in self._helpers:
             while helper.answered():
                 self._take(helper.answer())
@@ -330,12 +330,12 @@ class TextStream:
 
     def _piece_start(self, lane: int, number: int) -> int:
         if self._samples != ENDLESS and number * self.lanes + lane >= len(self._pieces):
-            return 0  # it is refused if somebody needs it
+            return 0  # this place is never read: ``_piece`` refuses it
         return self._piece(lane, number).start
 
     def _require_text(self, lane: int) -> None:
-        """Raise DataError if none of the pieces that a lane will ever have has a token: it would
-        read them for ever."""
+        """Raise DataError if none of the pieces that a lane will ever have has a token: the lane
+        would read them for ever."""
         if self._samples != ENDLESS:
             return
         own = (self._piece(lane, number) for number in range(len(self._pieces)))

@@ -1,5 +1,5 @@
-"""Reads documents of text from any place of a piece, and tokenizes them. Runs in a process of its
-own, which imports no torch."""
+"""Reads documents of text from any place of a piece, and tokenizes them. It runs in a process of
+its own, which imports no torch."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from megatron_llama.errors import DataError, describe, listing
 
 TEXTS_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 1 << 18
-"""Documents that are tokenized together, and what they may have together."""
+"""Largest number of documents that are tokenized together, and of their characters."""
 ROWS_AT_ONCE = 64
 SKIPPED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which text a worker is to tokenize."""
+    """A request for text to be tokenized."""
 
     lane: int
-    """Whoever goes on where its last answer ended has its file still open."""
+    """The lane. Its file is still open if the question begins where its last answer ended."""
     number: int
-    """It comes back with the answer."""
+    """Number of the question, which its answer repeats."""
     file: SourceFile
     start: int
     """The piece is [start, stop) of the file, see ``Piece``."""
     stop: int
     place: int
-    """Where to begin: the byte of a line, counted in the uncompressed text, or the number of a
+    """The place to begin: the byte of a line, counted in the uncompressed text, or the number of a
     row."""
     tokens: int
-    """How many are wanted. The last document is whole, so there may be more."""
+    """Number of tokens wanted. The last document is whole, so there may be more."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class Answer:
     lane: int
     number: int
     tokens: NDArray[np.int32]
-    """The documents end to end, each with its end token."""
+    """Documents end to end, each with its end token."""
     lengths: NDArray[np.int64]
     """Tokens of each document."""
     places: NDArray[np.int64]
-    """The place of each document."""
+    """Place of each document."""
     next_place: int | None
-    """Where to go on; None at the end of the piece."""
+    """The place to go on from; None at the end of the piece."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An answer that cannot be given."""
+    """Reason why a question has no answer."""
 
     lane: int
     number: int
@@ -82,7 +82,7 @@ class Failure:
 
 
 Documents = Iterator[tuple[int, int, str]]
-"""The place of each document, the place behind it, and its text."""
+"""Place of each document, the place behind it, and its text."""
 
 
 class TextWorker:
@@ -109,7 +109,7 @@ class TextWorker:
             documents = read_documents(
                 question.file, question.start, question.stop, question.place, self._key
             )
-        found: list[NDArray[np.int32]] = []
+        tokens: list[NDArray[np.int32]] = []
         places: list[int] = []
         lengths: list[int] = []
         place: int | None = question.place
@@ -122,7 +122,7 @@ class TextWorker:
             encoded = self._tokenizer.encode_packed([text for _, _, text in batch])
             for (at, _, _), ids in zip(batch, encoded, strict=True):
                 if ids:
-                    found += [np.frombuffer(ids, np.int32), self._end]
+                    tokens += [np.frombuffer(ids, np.int32), self._end]
                     places.append(at)
                     lengths.append(len(ids) // 4 + 1)
                     wanted -= lengths[-1]
@@ -132,7 +132,7 @@ class TextWorker:
         return Answer(
             question.lane,
             question.number,
-            np.concatenate(found) if found else np.zeros(0, np.int32),
+            np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
             np.array(lengths, np.int64),
             np.array(places, np.int64),
             place,
@@ -140,7 +140,7 @@ class TextWorker:
 
 
 def _some(documents: Documents) -> list[tuple[int, int, str]]:
-    """Return the next documents, to be tokenized together; none at the end."""
+    """Return the next documents that are tokenized together; none at the end."""
     batch = []
     characters = 0
     for entry in documents:
@@ -164,7 +164,7 @@ def read_documents(file: SourceFile, start: int, stop: int, place: int, key: str
 
 
 def _name(file: SourceFile) -> Path:
-    """Return the last part of a path or a URL, whose suffix says what is in the file."""
+    """Return the last part of a path or a URL, whose suffix tells the kind of the file."""
     return Path(PurePosixPath(file.path.partition("?")[0]).name)
 
 
@@ -207,14 +207,14 @@ def _texts(file: SourceFile, place: int, line: bytes, key: str) -> Sequence[str]
     """Return the text of a line; none of a blank one."""
     problems = Problems()
     first = 1 if place == 0 else 2
-    found = texts(Chunk(file.path, first, len(line), [line]), (key,), problems)[key]
+    documents = texts(Chunk(file.path, first, len(line), [line]), (key,), problems)[key]
     if problems.count:
-        # The number of the line is not known before somebody needs it.
+        # Lines are counted only now, because only the message needs the number.
         problems = Problems()
         number = _line_number(file, place)
         texts(Chunk(file.path, number, len(line), [line]), (key,), problems)
         raise DataError(listing("A document of --data-path cannot be used:", problems.listed))
-    return found
+    return documents
 
 
 def _line_number(file: SourceFile, place: int) -> int:

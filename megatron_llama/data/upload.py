@@ -42,7 +42,7 @@ def size_of(batches: Sequence[Batch]) -> int:
 
 
 def laid_out(batches: Sequence[Batch], memory: Tensor) -> list[Batch]:
-    """Return the same batches with tensors that are views of ``memory``, whatever is in it."""
+    """Return the same batches with tensors that are views of ``memory``, whatever it holds."""
     placed = []
     begin = 0
     for batch in batches:
@@ -57,7 +57,7 @@ def laid_out(batches: Sequence[Batch], memory: Tensor) -> list[Batch]:
 
 
 def pack(batches: Sequence[Batch], memory: Tensor) -> None:
-    """Copy the tensors of batches to where ``laid_out`` has them."""
+    """Copy the tensors of batches to their places in ``laid_out``."""
     for batch, place in zip(batches, laid_out(batches, memory), strict=True):
         views = place.tensors()
         for name, tensor in batch.tensors().items():
@@ -87,32 +87,32 @@ class Upload:
 
     def send(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches on the device, to be read after ``wait``. They are valid until the
-        second ``send`` after this one; everything that reads them has to be issued before."""
+        second ``send`` after this one: all work that reads them has to be issued before."""
         if self._stream is None:
             return batches
         batches = [batch.prepared(self._device) for batch in batches]
         pair = self._pairs[self._turn]
         self._turn = 1 - self._turn
         if pair.copied is not None:
-            # The host is about to write the buffer that this copy read. It does not wait: the step
-            # that the copy was for has begun long ago.
+            # The host is about to write the buffer that this copy read. This does not block: the
+            # step that the copy was for has begun long ago.
             pair.copied.synchronize()
         size = size_of(batches)
         source = pair.host.hold(size)
         target = pair.device.hold(size)
         pack(batches, source)
-        # The step that reads the device's buffer now has been issued: the copy comes after it.
+        # The step that reads the device's buffer now has been issued: the copy follows it.
         self._stream.wait_stream(devices.current_stream(self._device))
         with devices.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
             pair.copied = self._stream.record_event()
-        # Nobody waits for the last copy of a run, or for one whose batches are not taken: without
-        # this its memory would go to another tensor of the computing stream while it is written.
+        # The last copy of a run, and one whose batches are not taken, are never waited for: without
+        # this line the memory could go to another tensor of the computing stream during the copy.
         target.record_stream(self._stream)
         return laid_out(batches, target)
 
     def wait(self) -> None:
-        """Have everything that is issued from now on come after the copy of the last ``send``."""
+        """Have all work that is issued from now on follow the copy of the last ``send``."""
         pair = self._pairs[1 - self._turn] if self._pairs else None
         if pair is not None and pair.copied is not None:
             devices.current_stream(self._device).wait_event(pair.copied)

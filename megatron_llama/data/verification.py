@@ -1,5 +1,5 @@
-"""Compares the files of datasets with their sums: all of a dataset for ``inspect``, or in the
-background of a run, without taking from the run what it needs."""
+"""Compares the files of datasets with their sums: all files for ``inspect``, or some in the
+background of a run, without taking resources that the run needs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatron_llama.errors import DataError, listing
 
 T = TypeVar("T")
 BLOCK_BYTES = 4 << 20
-"""Bytes that are read at a time: long enough that the interpreter is rarely asked for, and short
-enough that a run which ends need not wait."""
+"""Bytes that are read at a time: enough that the interpreter is rarely needed, and few enough that
+a run which ends need not wait."""
 RETRY_SECONDS = (1.0, 5.0, 20.0)
-"""How long to rest after each read of a run's check that the system has refused: a file of a server
-may have a new handle then, and a process a free descriptor."""
+"""Pauses after each read of a run's check that the system has refused: a file of a server may have
+a new handle then, and a process a free descriptor."""
 
 
 def dataset_sums(prefix: str) -> DatasetSums | None:
@@ -44,7 +44,7 @@ def dataset_sums(prefix: str) -> DatasetSums | None:
 
 def verify_dataset(prefix: str) -> DatasetSums:
     """Read the files of a dataset, on the disk or behind a URL, and return their sums. Raises
-    DataError with each file that is not what was written, and for a dataset without sums."""
+    DataError with each file that differs from its sums, and for a dataset without sums."""
     sums = dataset_sums(prefix)
     if sums is None:
         raise DataError(
@@ -85,8 +85,8 @@ def _verify_local(name: str, sums: FileSums) -> None:
 
 
 class PieceReader:
-    """Reads the pieces of one file on the disk. What the kernel did not have in its memory is not
-    left there: a run's own pages must not go for bytes that are read once."""
+    """Reads the pieces of one file on the disk. Pages that the kernel did not hold before are
+    dropped again: a run's own pages must not make room for bytes that are read once."""
 
     def __init__(self, name: str, sums: FileSums) -> None:
         """Raises DataError if the file has another size, OSError if it cannot be opened."""
@@ -108,9 +108,9 @@ class PieceReader:
         os.close(self._file)
 
     def require(self, piece: int, pause: Callable[[float], bool] = lambda _: False) -> bool:
-        """Raise DataError unless a piece is what was written, OSError if it cannot be read.
-        ``pause`` is called with the seconds of each block, and says whether to end here; return
-        False then."""
+        """Raise DataError unless a piece is as it was written, OSError if it cannot be read.
+        ``pause`` is called with the seconds of each block; if it returns True, the reading ends and
+        the result is False."""
         digest = hashlib.sha256()
         start, stop = self._sums.ends(piece)
         while start < stop:
@@ -136,7 +136,7 @@ class PieceReader:
 
 class DatasetCheck:
     """A thread that compares datasets on the disk with their sums while a run trains. It has the
-    least priority, rests as long as it reads, and ends after some minutes, whatever is left."""
+    least priority, rests as long as it reads, and ends after some minutes, finished or not."""
 
     def __init__(
         self,
@@ -149,12 +149,12 @@ class DatasetCheck:
     ) -> None:
         """``share`` (r, n): of each file the r-th of n parts is read, because other machines read
         the others: see ``share_of``. ``say`` prints a line, from any thread. ``first``, from 0 to
-        1, is where in the share the check begins; by default at a place of chance, so that starts
-        that all end too soon read all of a large dataset together."""
+        1, is where in the share the check begins. By default the place is drawn, so that several
+        starts that each end too soon read all of a large dataset together."""
         self.problem: DataError | None = None
-        """What is wrong with a file, as soon as it is known."""
+        """Damage to a file, as soon as it is known."""
         self._share = share
-        # Not of the generators that a run seeds: each start would draw the same.
+        # The generators that a run seeds would draw the same at each start.
         self._first = random.SystemRandom().random() if first is None else first
         self._say = say
         self._deadline = time.monotonic() + seconds
@@ -182,7 +182,7 @@ class DatasetCheck:
         devices.take_least_priority()
         try:
             self._compare(prefixes)
-        except Exception as error:  # nobody else hears of what a thread raises
+        except Exception as error:  # an error that a thread raises is not seen elsewhere
             _note(f"the check of --data-path has ended with {type(error).__name__}: {error}")
 
     def _compare(self, prefixes: Sequence[str]) -> None:
@@ -209,8 +209,8 @@ class DatasetCheck:
             read += _size((name, sums, piece))
 
     def _files(self, prefix: str) -> Sequence[tuple[str, FileSums]]:
-        """Return the files of a dataset with their sums; none where its meta.json, which the run
-        has read before, cannot be read now: without sums nothing is known to be damaged."""
+        """Return the files of a dataset with their sums. There are none if its meta.json, which the
+        run has read before, cannot be read now: without sums nothing is known to be damaged."""
         try:
             sums = self._retry(partial(_sums_of_files, prefix))
         except (OSError, DataError) as error:
@@ -219,13 +219,13 @@ class DatasetCheck:
         return [(prefix + suffix, of_file) for suffix, of_file in (sums or {}).items()]
 
     def _require(self, name: str, sums: FileSums, piece: int) -> bool:
-        # It is opened anew for each piece, since the handle of a server's file may become stale.
+        # The file is opened anew for each piece: the handle of a server's file may become stale.
         with PieceReader(name, sums) as reader:
             return reader.require(piece, self._pause)
 
     def _retry(self, act: Callable[[], T]) -> T | None:
-        """Return what ``act`` does, which is called again after OSErrors; None if the check ends
-        meanwhile. Raises the last OSError."""
+        """Return the result of ``act``, which is called again after OSErrors; None if the check
+        ends meanwhile. Raises the last OSError."""
         for seconds in RETRY_SECONDS:
             with suppress(OSError):
                 return act()
@@ -234,19 +234,19 @@ class DatasetCheck:
         return act()
 
     def _own(self, sums: FileSums) -> range:
-        """The pieces of a file that this process reads."""
+        """Return the pieces of a file that this process reads."""
         rank, count = self._share
         pieces = len(sums.pieces)
         return range(pieces * rank // count, pieces * (rank + 1) // count)
 
     def _pause(self, seconds: float) -> bool:
-        """Rest as long as a block has taken. Return whether to end."""
+        """Rest for so many seconds. Return whether to end."""
         return self._end.wait(seconds) or time.monotonic() > self._deadline
 
 
 def seen_files(prefixes: Sequence[str]) -> str:
-    """Return a digest of which files this machine sees under the prefixes: machines with the same
-    digest share a disk. Empty where it reads none."""
+    """Return a digest of the files that this machine sees under the prefixes: machines with the
+    same digest share a disk. Empty without prefixes."""
     digest = hashlib.sha256()
     for prefix in prefixes:
         for suffix in SUFFIXES if not is_url(prefix) else ():
@@ -257,22 +257,22 @@ def seen_files(prefixes: Sequence[str]) -> str:
 
 def share_of(rank: int, seen: Sequence[str]) -> tuple[int, int]:
     """Return which of how many parts of the files a rank reads; ``seen`` has the ``seen_files`` of
-    all. A thousand machines that each read all of a disk that they share would take it from the
-    run."""
-    sharing = [other for other, files in enumerate(seen) if files == seen[rank]]
+    all ranks. A thousand machines that each read all of a disk that they share would take it from
+    the run."""
+    sharing = [machine for machine, files in enumerate(seen) if files == seen[rank]]
     return sharing.index(rank), len(sharing)
 
 
 def _size(piece: tuple[str, FileSums, int]) -> int:
-    """Return how many bytes a piece of a file has."""
+    """Return the bytes of a piece of a file."""
     _, sums, number = piece
     start, stop = sums.ends(number)
     return stop - start
 
 
 def _sums_of_files(prefix: str) -> Mapping[str, FileSums]:
-    """Return the sums of the files of a dataset, the index first; none of one without sums. Raises
-    OSError if its meta.json cannot be read."""
+    """Return the sums of the files of a dataset, the index first; none for a dataset without sums.
+    Raises OSError if its meta.json cannot be read."""
     try:
         sums = dataset_sums(prefix)
     except DataError as error:

@@ -1,5 +1,5 @@
-"""What the words of --data-path are: text, or prefixes of indexed datasets; on a disk, or behind a
-URL. Nothing is opened but an .idx behind a URL."""
+"""Kinds of the words of --data-path: text, or prefixes of indexed datasets; on a disk, or behind a
+URL. Only an .idx behind a URL is opened."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ JSON_LINES = (".jsonl", ".json")
 PARQUET = ".parquet"
 COMPRESSED = (".gz", ".zst")
 WILD = re.compile(r"[*?\[]")
-"""What makes a pattern of a word."""
+"""A character that makes a word a pattern."""
 
 
 def is_url(name: str) -> bool:
-    """Return whether a name is a URL, and not a path."""
+    """Whether a name is a URL, and not a path."""
     return "://" in name
 
 
 def is_stream(word: str) -> bool:
-    """Return whether a word of --data-path names text, and not the prefix of an indexed dataset: a
-    URL, a pattern, a folder, or a file of text. A URL that may be either is asked for its .idx.
-    Raises DataError if the server does not say."""
+    """Whether a word of --data-path names text, and not the prefix of an indexed dataset: a URL, a
+    pattern, a folder, or a file of text. For a URL that may be either, the server is asked for its
+    .idx. Raises DataError if the server does not say."""
     if is_url(word):
         # Readers of URLs are loaded where --data-path has one.
         from megatron_llama.data.byte_ranges import find_file
@@ -42,10 +42,10 @@ def is_stream(word: str) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Return whether the name of a file says that it has text."""
+    """Whether the name of a file says that it has text."""
     return kind(Path(PurePosixPath(name).name)) in (*JSON_LINES, PARQUET)
 
 
 def kind(file: Path) -> str:
-    """Return the suffix that says what is in a file, compressed or not."""
+    """Return the suffix that tells the kind of a file, compressed or not."""
     return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 def workers(
     count: int, do: Callable[[Piece], Result]
 ) -> Iterator[Callable[[Iterable[Piece]], Iterator[Result]]]:
-    """A block with ``count`` processes, which gives ``map(do, pieces)``: results in the order of
+    """A block with ``count`` processes, which yields ``map(do, pieces)``: results in the order of
     the pieces, few in memory at a time. ``do`` has to be picklable. The processes run when the
     block begins.
 
@@ -36,7 +36,7 @@ def workers(
     with the block, and at once if it raises. Raises DataError if a process dies.
     """
     # Another thread may hold a lock, of a library or of the heap. A fork would copy that lock, and
-    # nobody would release it.
+    # no thread there would release it.
     context = multiprocessing.get_context("fork" if single_threaded() else "spawn")
     theirs, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(theirs, ours))
@@ -52,7 +52,7 @@ def workers(
         # A worker may end in the middle of a result. The thread that reads results has to see the
         # end of the pipe then, which it does not while this process can still write to it.
         pool._result_queue._writer.close()  # type: ignore[attr-defined]
-        ours.close()  # the processes end at once: nobody wants their results
+        ours.close()  # the processes end at once: their results are not wanted
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -76,8 +76,8 @@ def _end_with(line: Connection) -> None:
 
 
 def single_threaded() -> bool:
-    """Return whether this process has one thread, counting those of libraries. It is False where
-    the system does not say."""
+    """Whether this process has one thread, counting those of libraries. It is False where the
+    system does not say."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
@@ -97,23 +97,23 @@ def _ordered(
 
 
 class Answers(Protocol):
-    """What a ``Helper`` does."""
+    """The work of a ``Helper``."""
 
     def __call__(self, question: Any, /) -> Any:
-        """Return the answer to a question. A DataError that is raised is the answer."""
+        """Return the answer to a question. A DataError that is raised becomes the answer."""
 
 
 class Helper:
-    """A process of its own that answers questions in their order, while this one does something
-    else. Questions and answers are pickled.
+    """A process of its own that answers questions in their order, while this process goes on.
+    Questions and answers are pickled.
 
     It is a fresh interpreter and no fork, so that it may start beside any threads, and it imports
     nothing of the program that started this process. It ends when ``close`` is called, and when
     this process is gone."""
 
     def __init__(self, make: Callable[..., Answers], *arguments: Any) -> None:
-        """``make(*arguments)`` gives, in the new process, what answers there. It is named by its
-        module, which should not import torch."""
+        """``make(*arguments)`` makes, in the new process, the function that answers. It is named by
+        its module, which should not import torch."""
         ours, theirs = multiprocessing.Pipe()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
@@ -132,7 +132,7 @@ class Helper:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """Number of the process."""
         return self._process.pid
 
     def ask(self, question: Any) -> None:
@@ -143,7 +143,7 @@ class Helper:
             raise self._gone() from error
 
     def answered(self) -> bool:
-        """Return whether the next answer is there."""
+        """Whether the next answer has arrived."""
         return self._line.poll()
 
     def answer(self) -> Any:
@@ -173,8 +173,8 @@ def serve(descriptor: int) -> None:
     """Answer the questions of a ``Helper`` until the process that asks is gone."""
     line = Connection(descriptor)
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # The one that asks may not listen for the time of a training step. Its next questions are
-    # worked on meanwhile.
+    # During a training step the other side may not listen. Its next questions are answered
+    # meanwhile.
     Thread(target=_send, args=(line, answers), daemon=True).start()
     do: Answers | None = None
     while (question := _next(line)) is not None:
@@ -190,7 +190,7 @@ def serve(descriptor: int) -> None:
 
 
 def _next(line: Connection) -> Any:
-    """Return the next question, or None if nobody asks any more."""
+    """Return the next question, or None if the process that asks is gone."""
     try:
         return line.recv()
     except (EOFError, OSError):

@@ -3,7 +3,7 @@ module.
 
 In the order in which to read: ``plan/buckets.py`` (how parameters are packed into messages),
 ``parameters.py`` (gathering), ``gradients.py`` (reducing), ``optimizer.py`` (a step),
-``rules/update_rule.py`` (the update of one shard). ``options.py`` is all that it obeys.
+``rules/update_rule.py`` (the update of one shard). ``options.py`` has all its options.
 
-Of other rooms it imports ``errors.py``, ``option.py`` and ``registry.py``: no configuration, no
-model, no world of a launcher."""
+From other rooms it imports only ``errors.py``, ``option.py`` and ``registry.py``: no configuration,
+no model, no world of a launcher."""

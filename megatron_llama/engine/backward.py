@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def pre_backward_hook(output: Tensor, hook: Callable[[], None]) -> None:
-    """Let backward call ``hook`` when the gradient of ``output`` is complete, before anything is
-    computed from it. Nothing is saved, and nothing happens where ``output`` has no gradient."""
+    """Let backward call ``hook`` when the gradient of ``output`` is complete, before it is used.
+    Nothing is saved, and nothing happens where ``output`` has no gradient."""
     if output.requires_grad:
         output.register_hook(lambda grad: hook())  # type: ignore[no-untyped-call]
 

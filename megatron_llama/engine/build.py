@@ -1,4 +1,4 @@
-"""From options to the engine: who reduces, updates and gathers which bucket, and by which rule."""
+"""Builds the engine from its options: queues and streams, buckets, and their update rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from megatron_llama.engine.comm.host.gloo import carries
+from megatron_llama.engine.comm.exchange import carried_by_gloo
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import DTYPES, Attach, OverlappedDistributedOptimizer
 from megatron_llama.engine.options import EngineOptions
@@ -35,7 +35,7 @@ def build_engine(
     inline: bool = False,
     tp_bucket_plans: Sequence[BucketPlan] = (),
 ) -> OverlappedDistributedOptimizer:
-    """Build the engine of any bucket plan. Its parameters are zero until somebody fills them.
+    """Build the engine of any bucket plan. Its parameters are zero until they are filled.
 
     Parameters go to ``attach``, by default into the modules ``stages``. ``copies`` copies between
     device and host where the optimizer is offloaded, and ``worker_factory`` makes the worker that
@@ -47,7 +47,7 @@ def build_engine(
 
     Raises ConfigError where messages would be cut into more pieces than gloo can tell apart;
     ConfigError or OffloadError where processors or memory for offload are missing. Collective."""
-    if carries(mesh.world, mesh.device):
+    if carried_by_gloo(mesh.world, mesh.device):
         problem = chunk_problem(options, [bucket_plan], dp=mesh.dp.size)
         if problem is not None:
             raise ConfigError(problem)

@@ -1,8 +1,8 @@
-"""When a bucket has all gradients of a round: the contributions of a step are counted.
+"""Counts the contributions of a step, and so when a bucket has all gradients of a round.
 
 ``PlannedCounting`` knows the contributions of every round, and a bucket is complete with the last
 of them. For our own model they follow from the bucket plan. ``engine/shard/open_counting.py``
-learns them of a user's model; what it has seen is the plan of the steps that follow.
+learns them from a user's model in one step; they are the plan of the steps that follow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_llama.engine.plan.buckets import Bucket, Slot
 
 @dataclass(frozen=True)
 class GradientRounds:
-    """Which contributions a step has. A parameter that is not in a mapping has none."""
+    """The contributions of a step. A parameter that is not in a mapping has none."""
 
     by_bucket: Mapping[int, Sequence[Mapping[str, int]]]
     """For each trainable bucket its rounds: the contributions to each parameter after which the
@@ -28,10 +28,10 @@ class GradientRounds:
 def planned_rounds(
     buckets: Iterable[Bucket], microbatches: int, *, reduce_every_microbatch: bool
 ) -> GradientRounds:
-    """Returns the rounds of a step in which each microbatch has the contributions of the bucket
+    """Return the rounds of a step in which each microbatch has the contributions of the bucket
     plan. ``buckets`` are the trainable ones."""
     buckets = tuple(buckets)
-    # Where slots accumulate all microbatches are one round.
+    # If slots accumulate, all microbatches are one round.
     in_round = 1 if reduce_every_microbatch else microbatches
     one_pass = {p.spec.name: p.spec.contributions for b in buckets for p in b.placements}
     return GradientRounds(
@@ -54,8 +54,8 @@ class Counting(ABC):
 
     def __init__(self) -> None:
         self.this_pass: dict[str, int] = {}
-        """By parameter, contributions since the last ``end_pass``. For our own model nobody calls
-        that: they are those of the whole step."""
+        """By parameter, contributions since the last ``end_pass``. That is not called for our own
+        model: they are those of the whole step."""
         self.passes: list[Mapping[str, int]] = []
         """The backward passes that have ended."""
 
@@ -99,11 +99,11 @@ class Counting(ABC):
 
     @abstractmethod
     def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
-        """Returns the parameters that still lack a contribution, of those that each bucket has."""
+        """Return the parameters that still lack a contribution, of those that each bucket has."""
 
     @abstractmethod
     def rounds(self) -> GradientRounds:
-        """Returns the rounds of this step, which has ended."""
+        """Return the rounds of this step, which has ended."""
 
     @abstractmethod
     def _is_complete_with(self, bucket: int, name: str) -> bool: ...
@@ -133,7 +133,7 @@ class PlannedCounting(Counting):
         return number == len(self._rounds.by_bucket[bucket])
 
     def make_way(self, holder: int, slot: Slot, *, bucket: int, name: str) -> None:
-        # To wait would be for ever: what is missing comes from the thread that waits.
+        # A wait would last for ever: the missing contribution comes from the thread that waits.
         raise RuntimeError(
             f"{name}: {self._label(bucket)} needs gradient slot {slot} "
             f"while {self._label(holder)} still misses {', '.join(self._missing[holder])}"

@@ -1,4 +1,4 @@
-"""The weights for evaluation, where an update rule trains others (schedule-free AdamW).
+"""The weights for evaluation, if an update rule trains others (schedule-free AdamW).
 
 Such a rule keeps an average as the master, and the point at which gradients are taken in the shard.
 Evaluation, checkpoints and exports are of the average.
@@ -13,7 +13,7 @@ from megatron_llama.engine.rules.update_rule import UpdateRules
 
 
 class EvaluationWeights:
-    """Which of two kinds of weights the shards hold."""
+    """The choice between two kinds of weights in the shards."""
 
     def __init__(
         self, parameters: ParameterBuckets, rules: UpdateRules, trained: Sequence[int]
@@ -27,11 +27,11 @@ class EvaluationWeights:
         """Whether their shards are those for evaluation."""
 
     def reset(self) -> None:
-        """The shards have been written, with the weights for training."""
+        """Note that the shards have been written, with the weights for training."""
         self._shown = False
 
     def show(self, *, average: bool) -> None:
-        """Gather the weights for evaluation, or those for training, where the others are there."""
+        """Gather the weights for evaluation, or for training, if the shards hold the others."""
         if not self.buckets or average == self._shown:
             return
         self._shown = average

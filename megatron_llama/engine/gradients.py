@@ -8,16 +8,16 @@ A bucket goes through three states:
     OPEN -> REDUCING    all planned contributions are there (those of one microbatch, or of the
                         whole step); the reduction is sent at once, or after the gathers of the next
                         unit where backward needs these sooner
-    REDUCING -> IDLE    somebody needs the slot or the result, and waits for the reduction
+    REDUCING -> IDLE    the slot or the result is needed: a thread waits for the reduction
 
-What follows a reduction (adding up the shard, and what the engine does with the result) runs on a
-stream of its own, while the rest of backward computes. All of this follows from the schedule and
-never from the moment when a message arrives, so all ranks issue the same collectives in the same
-order and cannot deadlock.
+The follow-up work of a reduction (adding up the shard, and the engine's use of the result) runs on
+its own stream, while the rest of backward computes. All of this follows from the schedule and never
+from the moment when a message arrives, so all ranks issue the same collectives in the same order
+and cannot deadlock.
 
-Which contributions end a round is the decision of ``Counting``: for our own model it follows from
-the bucket plan (``counting.py``), for a user's model it is found out in a first step
-(``engine/shard/open_counting.py``). Rounds of one bucket are summed.
+``Counting`` decides which contributions end a round: for our own model by the bucket plan
+(``counting.py``), for a user's model by its first step (``engine/shard/open_counting.py``). Rounds
+of one bucket are summed.
 
 Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` and
 ``postpone_wgrads(None)`` the weight gradients of matrices are kept as closures, and
@@ -57,13 +57,13 @@ class GradientBuckets:
     the slots accumulate, are reduced when the last microbatch has contributed, and the shard is
     this rank's part of the slot.
 
-    ``stream`` has two orders of execution: ``issue`` starts reductions, and ``run`` does what
-    follows them, on the stream (or thread) ``follow_up``. There ``reduced(bucket)`` is called when
-    a bucket has its final value of the step;
-    ``before_reuse(bucket)`` has to wait until nobody reads that value any more.
-    ``gathers_to_come()`` says whether a later weight access will launch a gather: where the plan
-    says that backward needs gathers sooner than room for gradients, reductions are then delayed
-    until ``send_delayed``, which has to be called after every weight access.
+    ``stream`` has two orders of execution: ``issue`` starts reductions, and ``run`` does the
+    follow-up work, on the stream (or thread) ``follow_up``. There ``reduced(bucket)`` is called
+    when a bucket has its final value of the step; ``before_reuse(bucket)`` has to wait until that
+    value is not read any more. ``gathers_to_come()`` says whether a later weight access will launch
+    a gather: where the plan says that backward needs gathers sooner than room for gradients,
+    reductions are then delayed until ``send_delayed``, which has to be called after every weight
+    access.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class GradientBuckets:
             for b, whole in self._unsharded.items()
             for p in bucket_plan.buckets[b].placements
         }
-        """Where the layers write, by parameter."""
+        """The views that the layers write, by parameter."""
         self._padding = {
             b: _padding(bucket_plan.buckets[b].placements, whole)
             for b, whole in self._unsharded.items()
@@ -115,8 +115,8 @@ class GradientBuckets:
         }
         """This rank's part of each whole bucket, in the slot."""
         self.shards = {
-            b: torch.zeros_like(part) if reduce_every_microbatch else part
-            for b, part in self._parts.items()
+            b: torch.zeros_like(shard) if reduce_every_microbatch else shard
+            for b, shard in self._parts.items()
         }
         """Reduced gradients of this rank by bucket, valid after ``finish_all``."""
         slots = {bucket: bucket_plan.gradient_slots[bucket] for bucket in self.trainable}
@@ -135,6 +135,8 @@ class GradientBuckets:
         self._reductions: dict[int, Future] = {}
         self._reduced_rounds = dict.fromkeys(self.trainable, 0)
         """Rounds of this step that have been reduced, by bucket."""
+        self.reduced = 0
+        """Rounds that have been reduced, or are being reduced, of all steps and buckets."""
         self._names = {
             b: tuple(p.spec.name for p in bucket_plan.buckets[b].placements) for b in self.trainable
         }
@@ -150,8 +152,8 @@ class GradientBuckets:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All tensors that are kept here: the slots, and the shards where these are memory of their
-        own. Buffers of messages are not among them."""
+        """All tensors that are kept here: the slots, and the shards that have their own memory.
+        Buffers of messages are not among them."""
         return [
             *self._slots.values(),
             *(self.shards.values() if self.reduce_every_microbatch else ()),
@@ -169,10 +171,11 @@ class GradientBuckets:
             microbatches,
             reduce_every_microbatch=self.reduce_every_microbatch,
         )
-        self.begin_rounds(PlannedCounting(rounds, self.bucket_plan.label))
+        counting = PlannedCounting(rounds, self.bucket_plan.label)
+        self.begin_rounds(counting)
 
     def begin_rounds(self, counting: Counting) -> None:
-        """Start a step whose contributions are counted so."""
+        """Start a step with this count of contributions."""
         self._counting = counting
         for bucket in self.trainable:
             self._reduced_rounds[bucket] = 0
@@ -202,19 +205,19 @@ class GradientBuckets:
                 work()
 
     def grad_view(self, bucket: int, placement: PlacedParam) -> tuple[Tensor, float]:
-        """Returns (view, beta): a layer makes ``view = beta * view + contribution``. The first
+        """Return (view, beta): a layer makes ``view = beta * view + contribution``. The first
         contribution of a round has beta 0, so nothing is ever zeroed."""
         if self._state[bucket] is not State.OPEN:
             self._open(bucket, placement.spec.name)
         name = placement.spec.name
         unwritten = self._unwritten[bucket]
-        # To zero every slot would be one more pass over the memory of all gradients.
+        # Zeroing every slot would be one more pass over the memory of all gradients.
         beta = 0.0 if name in unwritten else 1.0
         unwritten.discard(name)
         return self._views[name], beta
 
     def _open(self, bucket: int, name: str) -> None:
-        """Take the slot, and wait for what is still being reduced from it."""
+        """Take the slot, and wait for the bucket that is still being reduced from it."""
         slot = self.bucket_plan.gradient_slots[bucket]
         user = self._slot_user.get(slot)
         if user is not None and self._state[user] is State.OPEN:
@@ -223,7 +226,7 @@ class GradientBuckets:
         if user is not None and self._state[user] is State.REDUCING:
             self.finish(user)
         if user is not None and user != bucket:
-            # What another bucket left in the padding would count in the gradient norm.
+            # Values of another bucket in the padding would count in the gradient norm.
             for gap in self._padding[bucket]:
                 gap.zero_()
         # The shard of the last step may be this memory, and its copy to the host under way.
@@ -232,17 +235,17 @@ class GradientBuckets:
         self._state[bucket] = State.OPEN
 
     def grad_written(self, bucket: int, placement: PlacedParam) -> None:
-        """A layer has written one contribution. A complete bucket is reduced."""
+        """Count one contribution that a layer has written. Reduce the bucket if it is complete."""
         if self._counting.count(bucket, placement.spec.name):
             self._close(bucket)
 
     def _close(self, bucket: int) -> None:
-        """End the round of a bucket with what has been written of it, and reduce that."""
+        """End the round of a bucket with the contributions so far, and reduce it."""
         self._recorder.event(f"complete {bucket}")
         self._reduce(bucket)
 
     def end_backward(self) -> None:
-        """A backward pass has ended, and with it the rounds that no contribution ends.
+        """End a backward pass, and with it the rounds that no contribution ends.
 
         Raises RuntimeError, with the names, if parameters have had other contributions than those
         that were planned."""
@@ -251,12 +254,12 @@ class GradientBuckets:
 
     @property
     def reduced_rounds(self) -> tuple[int, ...]:
-        """How many rounds of this step have been reduced, or are being reduced, by bucket."""
+        """Rounds of this step that have been reduced, or are being reduced, by bucket."""
         return tuple(self._reduced_rounds.values())
 
     def discard(self) -> None:
-        """Throw away the gradients of the step under way: its reductions end, and nothing is
-        written to any more. Ranks must have begun the same reductions."""
+        """Throw away the gradients of the step under way: its reductions end, and no buffer is
+        written any more. Ranks must have begun the same reductions."""
         # A reduction that peers have begun cannot be taken back: their messages are on the way.
         self.send_delayed()
         for bucket in self.trainable:
@@ -266,16 +269,17 @@ class GradientBuckets:
         self._wgrads.clear()
 
     def without_gradient(self) -> tuple[str, ...]:
-        """Returns the trainable parameters that nobody has written so far in this step, in the
-        order of the plan."""
+        """Return the trainable parameters without a contribution so far in this step, in the order
+        of the plan."""
         written = self._counting.written
         return tuple(name for name in self._views if name not in written)
 
     def _reduce(self, bucket: int) -> None:
         first = self._reduced_rounds[bucket] == 0
         self._reduced_rounds[bucket] += 1
+        self.reduced += 1
         final = self._counting.is_last(bucket, self._reduced_rounds[bucket])
-        # The slot still holds what an earlier round, or another bucket, has left there.
+        # The slot still holds values of an earlier round, or of another bucket.
         for name in self._unwritten[bucket]:
             self._views[name].zero_()
         self._state[bucket] = State.REDUCING
@@ -299,8 +303,8 @@ class GradientBuckets:
 
     def _send(self, bucket: int, exchange: Exchange, *, first: bool, final: bool) -> None:
         self._recorder.event(f"reduce {bucket}")
-        # Issuing never blocks, and what waits for the result runs elsewhere: the next reduction
-        # does not wait until this one has been added up.
+        # Issuing never blocks, and the wait for the result runs elsewhere: the next reduction does
+        # not wait until this one has been added up.
         started = self._stream.issue(exchange.start)
         self._reductions[bucket] = self._stream.run(
             partial(self._follow_up, bucket, exchange, started, first=first, final=final)
@@ -309,7 +313,7 @@ class GradientBuckets:
     def _follow_up(
         self, bucket: int, exchange: Exchange, started: Future, *, first: bool, final: bool
     ) -> None:
-        """Called on the stream ``follow_up``, in the order of the reductions."""
+        """Add up a reduction, in the order of reductions, on the stream ``follow_up``."""
         started.wait()
         exchange.wait()
         self._exchanges.release(bucket)
@@ -320,13 +324,13 @@ class GradientBuckets:
             self._finalize(bucket)
 
     def _finalize(self, bucket: int) -> None:
-        """All rounds of the step are in the shard. Called on the stream ``follow_up``."""
+        """Finish a bucket, whose rounds are all in the shard, on the stream ``follow_up``."""
         self._exchanges.sum_over_replicas(bucket)
         self._reduced(bucket)
 
     def finish(self, bucket: int) -> None:
-        """Wait for a bucket's reduction. Raises RuntimeError if there is none: nobody may wait for
-        one twice."""
+        """Wait for a bucket's reduction. Raises RuntimeError if there is none, as after another
+        wait."""
         if self._state[bucket] is not State.REDUCING:
             raise RuntimeError(
                 f"{self.bucket_plan.label(bucket)}: a reduction is waited for, "
@@ -351,7 +355,7 @@ class GradientBuckets:
             for bucket, names in self._counting.lacking(self._names).items()
             if names
         ]
-        # Before anything more is sent: peers without the error would wait for what comes after.
+        # Before any other message: peers without the error would wait for the messages that follow.
         if missing:
             raise RuntimeError(
                 f"parameters without gradient at the end of the step: {'; '.join(missing)}"
@@ -376,7 +380,7 @@ class GradientBuckets:
 
 
 def _padding(placements: Sequence[PlacedParam], unsharded: Tensor) -> list[Tensor]:
-    """Returns what lies behind every parameter of a bucket, up to the next one."""
+    """Return the padding behind every parameter of a bucket, up to the next one."""
     edges = [placed.start for placed in placements[1:]] + [unsharded.numel()]
     return [
         unsharded[placed.stop : edge]

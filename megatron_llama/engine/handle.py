@@ -15,8 +15,8 @@ from megatron_llama.engine.plan.buckets import PlacedParam
 
 @dataclass(frozen=True)
 class BucketParamHandle:
-    """The engine's side of one parameter: a ``ParamHandle``. Whatever it is asked may wait for
-    messages of other ranks."""
+    """The engine's side of one parameter: a ``ParamHandle``. Each call may wait for messages of
+    other ranks."""
 
     parameters: ParameterBuckets
     gradients: GradientBuckets
@@ -43,5 +43,5 @@ class BucketParamHandle:
             self.gradients.grad_written(self.bucket, self.placement)
 
     def keep_wgrad(self, work: Callable[[], None]) -> bool:
-        # The only one that waits for nothing.
+        # The only call that waits for nothing.
         return self.gradients.keep_wgrad(work)

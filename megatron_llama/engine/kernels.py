@@ -1,4 +1,4 @@
-"""Decides, alone, where Triton's kernels compute and where torch's operators do."""
+"""The only module that decides whether Triton's kernels compute or torch's operators."""
 
 from __future__ import annotations
 

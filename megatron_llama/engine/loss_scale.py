@@ -16,7 +16,7 @@ class LossScale:
     doubles after ``loss_scale_window`` steps without overflow.
 
     Overflow is found in the global gradient norm, which every rank has, so all ranks change the
-    scale together. Without ``scaling`` it is 1, and stays."""
+    scale together. Without ``scaling`` it stays 1."""
 
     def __init__(self, scaling: LossScaling | None, device: torch.device) -> None:
         self._scaling = scaling
@@ -31,14 +31,14 @@ class LossScale:
         scaling = self._scaling
         if scaling is None:
             return
-        # ``where`` and no ``if``: the host would have to wait for the device to decide.
+        # ``where`` instead of ``if``: the host would have to wait for the device to decide.
         zero = torch.zeros_like(self._clean)
         self._overflows = torch.where(overflow > 0, self._overflows + 1, zero)
         self._clean = torch.where(overflow > 0, zero, self._clean + 1)
         shrink = self._overflows >= scaling.hysteresis
         grow = self._clean >= scaling.loss_scale_window
         smaller = (self.value / FACTOR).clamp(min=scaling.min_loss_scale)
-        # A new tensor: the step that ends has handed out the old one, which readers still look at.
+        # A new tensor: the step that ends has handed out the old one, which may still be read.
         self.value = torch.where(
             shrink, smaller, torch.where(grow, self.value * FACTOR, self.value)
         )
@@ -61,7 +61,7 @@ class LossScale:
             self.load([self._scaling.initial_loss_scale, 0.0, 0.0])
 
     def state(self) -> list[float]:
-        """Returns what a checkpoint holds: scale, steps without overflow, overflows in a row."""
+        """Return the state for a checkpoint: scale, steps without overflow, overflows in a row."""
         return [float(t) for t in (self.value, self._clean, self._overflows)]
 
     def load(self, state: list[float]) -> None:

@@ -1,6 +1,6 @@
-"""The axes of a process: which other processes share something with it, and how they talk.
+"""The axes of a process: the groups of processes that share something with it.
 
-The engine takes a ``Mesh`` from whoever has made one: ``launch/mesh.py`` for the trainer's grid,
+The engine's caller makes its ``Mesh``: ``launch/mesh.py`` for the trainer's grid,
 ``engine/shard/data_mesh.py`` for a user's model. Nothing here joins the world or makes a group.
 """
 
@@ -49,8 +49,8 @@ class Mesh:
     world: Axis
     tp: Axis
     kv: Axis
-    """The tensor-parallel ranks that hold copies of the same key/value head, where these are more
-    than one and not all of ``tp``; else size 1."""
+    """The tensor-parallel ranks that hold copies of the same key/value head, if these are more than
+    one and not all of ``tp``; else size 1."""
     cp: Axis
     dp: Axis
     """All ranks that hold the same weights: the data-parallel and the context-parallel ones.
@@ -75,11 +75,12 @@ class Mesh:
     pp_backward_return: Axis | None = None
     """With virtual stages: transfers against the usual direction of ``pp`` and ``pp_backward``."""
     made: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
-    """The groups that ``data_mesh`` has made and ``close_data_mesh`` ends, in this order."""
+    """The groups that ``close_data_mesh`` ends, in this order: those that ``data_mesh`` and
+    ``add_shard_axes`` have made."""
 
     def link(self, sender: int, receiver: int, *, backward: bool) -> Axis:
-        """The communicator for transfers from one pipeline rank to another: there is one for each
-        kind of tensor and each direction."""
+        """Return the communicator for transfers from one pipeline rank to another: there is one for
+        each kind of tensor and each direction."""
         # NCCL runs the operations of one communicator in the order of their issue. Two ranks that
         # each first wait to receive from the other would wait forever.
         usual = (sender < receiver) is not backward
@@ -97,8 +98,8 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this process reads. Context-parallel ranks read the same
-        samples."""
+        """The number of the share of a global batch that this process reads. Context-parallel ranks
+        read the same samples."""
         return self.dp.rank // self.cp.size
 
     @property
@@ -108,7 +109,7 @@ class Mesh:
 
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
-        """The mesh of one process, without process groups."""
+        """Return the mesh of one process, without process groups."""
         recorder = Recorder()
 
         def alone(name: str) -> Axis:

@@ -25,11 +25,11 @@ _WITHIN_STEPS = scaled("within the steps that are run")
 
 
 def core_list(text: str) -> tuple[int, ...]:
-    """Reads ``0-2,8`` as 0, 1, 2, 8. Returns nothing if the text is no such list, or has numbers
+    """Read ``0-2,8`` as 0, 1, 2, 8. Returns nothing if the text is no such list, or has numbers
     with too many digits."""
     cores: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
+    for entry in text.split(","):
+        low, dash, high = entry.strip().partition("-")
         first = _number(low)
         last = _number(high if dash else low)
         if first is None or last is None or first > last:
@@ -61,8 +61,8 @@ class OffloadConfig:
         ),
         small=KEPT,
     )
-    """Share of the optimizer that is offloaded, in whole buckets. What the next forward pass needs
-    first stays on the device, and below 1 an embedding that is tied over a pipeline."""
+    """Share of the optimizer that is offloaded, in whole buckets. Buckets that the next forward
+    pass needs first stay on the device, and below 1 an embedding that is tied over a pipeline."""
     offload_cores: str = option(
         "auto",
         check=Check(
@@ -105,7 +105,7 @@ class ZenFlowConfig:
     """Share of each matrix's columns (input channels) that is updated at every step, on the device:
     those with the largest gradients."""
     zenflow_select_strategy: Literal["auto", "step", "epoch"] = option("auto", small=_WITHIN_STEPS)
-    """What --zenflow-select-interval counts. auto: columns are chosen once an epoch."""
+    """Unit of --zenflow-select-interval. auto: columns are chosen once an epoch."""
     zenflow_select_interval: str = option("auto", check=_STEPS_OR_AUTO, small=_WITHIN_STEPS)
     """Columns are chosen anew after so many steps or epochs, when no update is pending."""
     zenflow_update_interval: str = option("auto", check=_STEPS_OR_AUTO, small=_WITHIN_STEPS)

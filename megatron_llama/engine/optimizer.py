@@ -9,8 +9,8 @@
                 order: update the shard, launch its gather.
 
 Parameters and gradients live in slots that are allocated once; the parameters of the modules are
-views that never move. The update rule decides where the masters live and who updates them when.
-docs/engine.md follows a weight and a gradient through a step.
+views that never move. The update rule decides where the masters live, and where and when they are
+updated. docs/engine.md follows a weight and a gradient through a step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.engine.comm import exchange
 from megatron_llama.engine.comm.collectives import all_reduce
+from megatron_llama.engine.comm.exchange import all_reduce_exchange
 from megatron_llama.engine.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.engine.comm.streams import Future, Stream, open_stream
 from megatron_llama.engine.counting import Counting
@@ -34,7 +34,7 @@ from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.mesh import Axis, Mesh
-from megatron_llama.engine.options import BF16, FP16, FP32, FP64, EngineOptions
+from megatron_llama.engine.options import BF16, FP16, FP32, FP64, EngineOptions, UpdateOptions
 from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.plan.buckets import (
@@ -55,12 +55,12 @@ DTYPES = MappingProxyType(
 )
 """The dtypes of ``EngineOptions``."""
 CLOSE_TIMEOUT_SECONDS = 5.0
-"""How long ``close`` waits for each thread: it may itself wait for a peer that is gone."""
+"""The longest wait of ``close`` for each thread, which may itself wait for a peer that is gone."""
 Attach = Callable[[PlacedParam, Tensor, BucketParamHandle], None]
-"""Gives a module one of its parameters: where it stands in its bucket, the view of its slot, and
-the engine's side of it. The view never moves, and holds the values only after a wait."""
+"""Gives a module one of its parameters: its place in its bucket, the view of its slot, and the
+engine's side of it. The view never moves, and holds the values only after a wait."""
 LearningRate = float | Sequence[float]
-"""One for all parameters, or one for each group."""
+"""One rate for all parameters, or one for each group."""
 WeightSource = Callable[[Rectangle, Tensor], None]
 """Writes the values of a HuggingFace rectangle into a tensor of the rectangle's size (any float
 dtype)."""
@@ -68,7 +68,7 @@ dtype)."""
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found, as 0-dim tensors on the device. Whoever reads one waits for the device."""
+    """The results of a step, 0-dim tensors on the device. Reading one waits for the device."""
 
     grad_norm: Tensor
     """Global L2 norm before clipping, of the mean over the ranks where the engine takes a mean."""
@@ -94,7 +94,7 @@ class OverlappedDistributedOptimizer:
         inline: bool = False,
     ) -> None:
         """``attach`` is called for every parameter; None: the parameters of ``stages`` become views
-        of their buckets. With ``inline`` messages take no time, as in a trace: what follows a
+        of their buckets. With ``inline`` messages take no time, as in a trace: the work after a
         message is done where it is issued, and not by threads."""
         self.bucket_plan = bucket_plan
         self.rules = rules
@@ -149,11 +149,11 @@ class OverlappedDistributedOptimizer:
         )
         self._total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         """Squared norm of the whole gradient, and the number of ranks that ask to skip."""
-        self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
+        self._sum_total = all_reduce_exchange(self._total, mesh.world, index=0, wire=None)
         # Exchanges sum in rank order. A backend's own sum of more than two ranks depends on where
         # in the bucket an element stands, so its bits would depend on the bucket size.
         self._copy_sums = [
-            exchange.all_reduce(
+            all_reduce_exchange(
                 shard, self.copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
             )
             for b, shard in self.gradients.shards.items()
@@ -165,11 +165,11 @@ class OverlappedDistributedOptimizer:
         """The memory of norms and scales."""
         self._announced: tuple[LearningRate, float] | None = None
         self._updated: dict[int, Future | None] = {}
-        """Buckets that have been updated during this step's backward, and the end of the update
-        where threads make it."""
-        # Nothing that the host updates is gathered during backward. All ranks start gathers in one
-        # order, and the host first updates what the first layers need: the gather of another
-        # bucket, submitted before theirs, would hold theirs up.
+        """Buckets that have been updated during this step's backward, and the end of the update if
+        threads make it."""
+        # No bucket that the host updates is gathered during backward. All ranks start gathers in
+        # one order, and the host first updates the buckets of the first layers: the gather of
+        # another bucket, submitted before theirs, would hold theirs up.
         self._gathered_during_backward = frozenset(
             bucket
             for bucket in gathered_during_backward(bucket_plan)
@@ -183,7 +183,7 @@ class OverlappedDistributedOptimizer:
         self._attach(attach or _attach_to(stages))
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
-        """Returns the master shard: the rule's, or for frozen buckets the shard itself."""
+        """Return the master shard: the rule's, or for frozen buckets the shard itself."""
         param_shard = self.parameters.shards[bucket]
         kind = self.bucket_plan.buckets[bucket].kind
         if not kind.trainable:
@@ -198,7 +198,7 @@ class OverlappedDistributedOptimizer:
         for bucket, whole in zip(self.bucket_plan.buckets, self.parameters.unsharded, strict=True):
             for placed in bucket.placements:
                 # .data has a version counter of its own. A gather writes the slot in place, and
-                # autograd must not take that for a change of what it saved.
+                # autograd must not take that for a change of its saved tensors.
                 view = whole.data[placed.start : placed.stop].view(placed.spec.shape)
                 handle = BucketParamHandle(self.parameters, self.gradients, bucket.index, placed)
                 attach(placed, view, handle)
@@ -222,7 +222,7 @@ class OverlappedDistributedOptimizer:
         self.loss_scale.reset()
 
     def publish(self) -> None:
-        """The masters were written: gather the parameters, in the order of the next forward
+        """Gather the parameters, whose masters were written, in the order of the next forward
         pass."""
         self.evaluation_weights.reset()
         self.parameters.invalidate(self.bucket_plan.forward_order)
@@ -247,8 +247,8 @@ class OverlappedDistributedOptimizer:
         """Start a step of so many microbatches. Returns the factor for the loss, 0-dim.
 
         ``accesses`` are all weight accesses of the step, in order; those that are not among them
-        come through ``access_unplanned``. ``counting`` says which contributions complete a bucket;
-        None: each microbatch has those of the bucket plan."""
+        come through ``access_unplanned``. ``counting`` decides which contributions complete a
+        bucket; None: each microbatch has those of the bucket plan."""
         self._updated = {}
         self.evaluation_weights.show(average=False)
         if counting is None:
@@ -266,28 +266,28 @@ class OverlappedDistributedOptimizer:
 
     def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
         """Start forward passes that belong to the step that follows, with its weights: updates that
-        are put off stay so, and nobody waits for those under way."""
+        are put off stay so, and those under way are not waited for."""
         self.evaluation_weights.show(average=False)
         self.parameters.begin(accesses)
 
     def access(self, unit: int, backward: bool) -> None:
-        """A unit is about to run: gather what it and the next units need, then reduce what was
-        delayed until these gathers are under way."""
+        """Begin a unit's pass: gather the buckets of it and of the next units, then send the
+        reductions that were delayed until these gathers are under way."""
         self.mesh.recorder.progress += 1
         self.parameters.access(WeightAccess(unit, backward))
         self.gradients.send_delayed()
 
     def access_unplanned(self, unit: int, following: int | None = None) -> None:
-        """A unit is about to run, forward or backward, in an order that nobody has planned: gather
-        what it lacks, then what the unit ``following`` needs, which is expected next. All ranks
-        make the same calls in the same order."""
+        """Begin a unit's pass, forward or backward, in an order that is not planned: gather the
+        buckets that it lacks, then those of the unit ``following``, which is expected next. All
+        ranks make the same calls in the same order."""
         self.mesh.recorder.progress += 1
         self.parameters.access_unplanned(unit, following)
         self.gradients.send_delayed()
 
     def end_backward(self) -> None:
-        """A backward pass has ended. Calling this is optional where its contributions are planned:
-        it raises RuntimeError, with the names, where the pass had others."""
+        """End a backward pass. Calling this is optional if its contributions are planned: it raises
+        RuntimeError, with the names, if the pass had others."""
         self.gradients.end_backward()
 
     def discard_step(self) -> None:
@@ -312,7 +312,7 @@ class OverlappedDistributedOptimizer:
         self.gradients.run_wgrads(key)
 
     def _on_reduced(self, bucket: int) -> None:
-        """A bucket has its final gradient of the step. Called on the stream ``follow_up``, in the
+        """Handle the final gradient of a bucket in the step, on the stream ``follow_up``, in the
         order of the reductions."""
         kind = self.bucket_plan.buckets[bucket].kind
         if kind.partial_grad or kind.tied:
@@ -320,7 +320,7 @@ class OverlappedDistributedOptimizer:
         squared_norm = self._take_squared_norm(bucket)
         self._announce_gradient(bucket)
         lr, clip = self._announced_for(bucket)
-        # With a loss scale that may overflow, a step can still be called off at its end.
+        # With a loss scale that may overflow, a step can still be skipped at its end.
         if lr is None or clip or self.loss_scale.dynamic:
             return
         rule = self.rules.by_bucket[bucket]
@@ -334,7 +334,7 @@ class OverlappedDistributedOptimizer:
         # Without threads of the rule a gather that is submitted from here comes after the update.
         end = done if is_async else None
         self._updated[bucket] = end
-        # Every gradient of the bucket is there, so nobody reads these weights before the next step.
+        # Every gradient of the bucket is there, so these weights are not read before the next step.
         # A bucket that shares its slot is invalidated by ``step``: a fixed point of the program,
         # the same on all ranks, which prefetching needs.
         if self.bucket_plan.has_own_slot(bucket):
@@ -346,7 +346,7 @@ class OverlappedDistributedOptimizer:
         """Tell the rule of a bucket that the bucket's gradient is final."""
         lr, clip = self._announced_for(bucket)
         # Without clipping nothing is unknown, so nothing is speculative; with a dynamic loss scale
-        # the whole step may still be called off.
+        # the whole step may still be skipped.
         self.rules.by_bucket[bucket].on_reduced(
             bucket,
             self.gradients.shards[bucket],
@@ -365,11 +365,10 @@ class OverlappedDistributedOptimizer:
         return lr
 
     def _take_squared_norm(self, bucket: int) -> Tensor:
-        """Returns the squared norm of a gradient shard, and notes it if this rank is the one to
-        count it."""
-        # In blocks of ALIGN (64) elements, which no boundary of a bucket or shard cuts, and then in
-        # fp64: so the norm does not depend on how the model is cut. The largest temporary is one
-        # number for each block, which engine/plan/memory.py counts.
+        """Return the squared norm of a gradient shard, and note it if this rank counts it."""
+        # Summed in blocks of ALIGN (64) elements, which no boundary of a bucket or shard cuts, and
+        # then in fp64: so the norm does not depend on how the model is cut. The largest temporary
+        # is one number for each block, which engine/plan/memory.py counts.
         squared_norm: Tensor = (
             torch.linalg.vector_norm(self.gradients.shards[bucket].view(-1, ALIGN), dim=1)
             .square_()
@@ -411,11 +410,12 @@ class OverlappedDistributedOptimizer:
             skip = (overflow | (skip_updates > 0)).to(torch.float32)
             # As torch.nn.utils.clip_grad_norm_: the gradient is multiplied by clip / (norm + 1e-6).
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-            # The mean is taken where the gradient is read anyway: no pass of its own.
+            # The mean is taken where the gradient is read anyway, not in a separate pass.
             scale = (scale * divisor).to(torch.float32)
-            # In forward order: what the next forward pass reads first is updated and gathered
-            # first. On the host a thread updates, and the next forward pass begins when its first
-            # gathers have arrived, not when the last bucket has been updated (0.6 % of a step).
+            # In forward order: buckets that the next forward pass reads first are updated and
+            # gathered first. On the host a thread updates, and the next forward pass begins when
+            # its first gathers have arrived, not when the last bucket has been updated (0.6 % of a
+            # step).
             for bucket in self.bucket_plan.forward_order:
                 if bucket in remaining:
                     update = partial(self._update, bucket, scale, skip, self._lr_of(bucket, lr))
@@ -433,8 +433,15 @@ class OverlappedDistributedOptimizer:
         self._announced = None
         return StepResult(norm, skip, loss_scale)
 
+    def change_options(self, groups: Sequence[UpdateOptions]) -> None:
+        """Update with other numbers for the groups from the next step on, which every rule takes
+        (``takes_options``). Called alike by all ranks, before that step."""
+        self._stream.run_update(_no_work).wait()  # those of the last step may be under way
+        for rule in self.rules.distinct:
+            rule.change_options(groups)
+
     def _grad_norm(self, skip_update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the global L2 norm of the step's gradient (times the loss scale), in which no
+        """Return the global L2 norm of the step's gradient (times the loss scale), in which no
         copied or tied parameter counts twice, and how many ranks ask to skip the update."""
         self._sum_copies()
         # One message for both numbers: its time is the latency.
@@ -469,12 +476,12 @@ class OverlappedDistributedOptimizer:
                 self._announce_gradient(bucket)
 
     def copies_axis(self, kind: BucketKind) -> Axis:
-        """Returns the axis of the ranks that hold copies of a kind's parameters."""
+        """Return the axis of the ranks that hold copies of a kind's parameters."""
         return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
 
     def is_primary(self, bucket: int) -> bool:
-        """Whether this rank is the one that counts a shard, or writes it to a checkpoint, of all
-        that hold the same."""
+        """Whether this rank counts a shard, or writes it to a checkpoint, for all ranks that hold
+        it."""
         kind = self.bucket_plan.buckets[bucket].kind
         mesh = self.mesh
         copies = [self.mesh.dp_replica.rank, mesh.tp.rank % kind.copies]
@@ -495,12 +502,12 @@ class OverlappedDistributedOptimizer:
 
     def settle(self) -> None:
         """Wait until nothing is in flight and no update is put off. Call this before saving, and
-        before anything but a layer reads the buffers."""
+        before any reader but a layer reads the buffers."""
         self._apply_pending()
         self.parameters.settle()
 
     def _apply_pending(self) -> None:
-        """Have the rules apply what they put off, and gather what changes by that."""
+        """Let the rules apply the updates that they put off, and gather the changed buckets."""
         self.parameters.settle()  # a shard that is being gathered must not change
         changed: dict[int, Future] = {}
         for rule in self.rules.distinct:
@@ -511,15 +518,15 @@ class OverlappedDistributedOptimizer:
                 self.parameters.publish(bucket, changed[bucket])
 
     def fail(self, error: BaseException) -> None:
-        """Have all waits for messages raise ``error``, those under way as well. Called by any
-        thread, when nothing goes on any more."""
+        """Let all waits for messages raise ``error``, those under way as well. Called by any
+        thread, when training cannot go on."""
         for queue in self._queues:
             queue.fail(error)
 
     def close(self) -> None:
         """End the engine's threads and wait for them: a thread that is inside an operator when the
-        interpreter ends aborts the process. Without this call they end with the engine, and nobody
-        waits for them."""
+        interpreter ends aborts the process. Without this call they end with the engine, without a
+        wait."""
         self._closing()
         for queue in self._queues:
             queue.join(CLOSE_TIMEOUT_SECONDS)
@@ -528,7 +535,7 @@ class OverlappedDistributedOptimizer:
 
 
 def _attach_to(stages: Iterable[nn.Module]) -> Attach:
-    """Returns what makes the parameters of the stages views of their buckets, with handles."""
+    """Return a function that makes the stages' parameters views of their buckets, with handles."""
     stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
 
     def attach(placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
@@ -541,12 +548,12 @@ def _attach_to(stages: Iterable[nn.Module]) -> Attach:
 
 
 def _fixed(lr: LearningRate) -> LearningRate:
-    """Returns learning rates that the caller cannot change any more."""
+    """Return learning rates that the caller cannot change any more."""
     return tuple(lr) if isinstance(lr, Sequence) else lr
 
 
 def _no_work() -> None:
-    """Does nothing: only the end of this task matters."""
+    """Do nothing: only the end of this task matters."""
 
 
 def _close(queues: Iterable[CommQueue | Stream], rules: UpdateRules) -> None:
@@ -557,7 +564,7 @@ def _close(queues: Iterable[CommQueue | Stream], rules: UpdateRules) -> None:
 
 
 def _weak_on_reduced(engine: OverlappedDistributedOptimizer) -> Callable[[int], None]:
-    """Returns ``_on_reduced`` for a thread that must not keep the engine alive."""
+    """Return ``_on_reduced`` for a thread that must not keep the engine alive."""
     reference = weakref.ref(engine)
 
     def reduced(bucket: int) -> None:

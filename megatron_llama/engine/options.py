@@ -1,6 +1,6 @@
-"""What the engine obeys: ``EngineOptions``, and the numbers of each group of parameters.
+"""The engine's options: ``EngineOptions``, and the numbers of each group of parameters.
 
-Whoever drives the engine makes them: ``shard`` of its arguments, the trainer of its configuration
+The engine's callers make them: ``shard`` from its arguments, the trainer from its configuration
 (``engine_options`` in ``pipeline/plan/run_engine.py``). Nothing here is read from a file or a flag.
 """
 
@@ -48,7 +48,7 @@ class UpdateOptions:
     muon_num_ns_steps: int = 5
     """Newton-Schulz iterations of Muon."""
     muon_adjust_lr: str = "match_rms_adamw"
-    """How Muon's rate follows the shape of a matrix: match_rms_adamw or original."""
+    """The rule by which Muon's rate follows a matrix's shape: match_rms_adamw or original."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine obeys, whatever the model is."""
+    """The engine's options, whatever the model is."""
 
     strategy: str = "optim_grads_params"
     """The share of each rank: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``,
@@ -78,16 +78,16 @@ class EngineOptions:
     grad_slots: int = 2
     """Units whose whole gradients a rank holds at a time, where gradients are sharded."""
     bucket_size: int = 40_000_000
-    """Most elements of one message, where buckets are filled by size and not by unit."""
+    """The most elements of one message, if buckets are filled by size and not by unit."""
     dtype: str = FP32
     """Dtype of parameters and activations: fp32, bf16, fp16 or fp64. Masters and gradients are in
-    fp32, with fp64 in fp64."""
+    fp32, or with fp64 in fp64."""
     reduces_in_bf16: bool = False
     """Whether gradients travel in bf16, and not in the dtype of the masters."""
     chunk_bytes: int = 1_048_576
     """Bytes of the largest piece of a message, where the backend is gloo."""
     prefetch_bytes: int = 0
-    """Most bytes that are gathered before they are needed. 0: as many as the slots hold."""
+    """The most bytes that are gathered before they are needed. 0: as many as the slots hold."""
     grad_divisor: float = 1.0
     """Divides the sum of the gradients over ranks and microbatches, in norm and update: the number
     of ranks for their mean."""
@@ -95,17 +95,17 @@ class EngineOptions:
     """Whether ranks may leave out different parameters in a step. Whole gradients then accumulate
     in slots of their own until its end (``GradientBuckets``)."""
     clip: float = 0.0
-    """The norm above which steps will scale the gradient; 0: never. What is planned by it is the
-    memory of speculative updates: each step is given its own."""
+    """The norm above which steps will scale the gradient; 0: never. It serves to plan the memory of
+    speculative updates: each step gets its own."""
     rule: str = ADAM
     """The update rule: ``adam`` (AdamW), ``schedule_free_adamw``, or ``muon``, which updates the
     matrices of blocks, and AdamW the rest."""
     groups: tuple[UpdateOptions, ...] = (UpdateOptions(),)
     """The numbers of each group of parameters, by ``ParamSpec.group``."""
     loss_scaling: LossScaling | None = None
-    """How the factor of the loss follows overflows. None: it is 1, and stays."""
+    """The rule by which the factor of the loss follows overflows. None: it stays 1."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """Which part of the optimizer the host holds and updates."""
+    """The part of the optimizer that the host holds and updates."""
     zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
     """The windows and columns of offload by ZenFlow."""
 

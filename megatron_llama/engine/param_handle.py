@@ -1,4 +1,4 @@
-"""A parameter's handle: where its values come from, and where its gradients go.
+"""A parameter's handle: the source of its values, and the destination of its gradients.
 
 A layer asks the handle for its weight right before reading it, and in backward once more. Its
 backward also asks for a view of the gradient, accumulates into it and reports completion. Autograd
@@ -59,7 +59,7 @@ def param_handle_of(parameter: Tensor) -> ParamHandle | None:
 
 
 class UnshardedRead(NamedTuple):
-    """A weight that forward has read, and what backward has to know to read it again."""
+    """Handle and version of a weight that forward has read, by which backward reads it again."""
 
     handle: ParamHandle | None
     version: int
@@ -97,7 +97,7 @@ def use_param_handles(module: nn.Module) -> None:
                 add_hook(_deliver_grad)  # type: ignore[no-untyped-call]
 
     def after_forward(module: nn.Module, args: Any, output: Tensor) -> None:
-        # The gathers are complete: this only asks which versions have been read.
+        # The gathers are complete: this only asks for the versions that have been read.
         reads = [wait_unsharded(parameter) for parameter in module.parameters(recurse=False)]
 
         def before_backward() -> None:
@@ -111,7 +111,7 @@ def use_param_handles(module: nn.Module) -> None:
 
 
 def _deliver_grad(parameter: Tensor) -> None:
-    """Give what autograd has accumulated to the parameter's handle."""
+    """Give the gradient that autograd has accumulated to the parameter's handle."""
     handle = param_handle_of(parameter)
     if handle is None or parameter.grad is None:
         return
@@ -133,26 +133,26 @@ def deliver(handle: ParamHandle | None, grad: Tensor, dtype: torch.dtype) -> Ten
 
 
 def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -> None:
-    """``view = beta * view + left @ right``, beta 0 or 1. The factors share a dtype, and that of
-    the view may be wider.
+    """Set ``view = beta * view + left @ right``, beta 0 or 1. The factors share a dtype, and that
+    of the view may be wider.
 
     With beta 0 the view is not read: it may hold anything, NaN too. BLAS defines it so, cuBLAS
     included."""
     # BLAS accumulates in place into a view of the factors' own dtype.
-    if view.dtype == left.dtype and not gemm.prefers_onednn(left, right):
+    if view.dtype == left.dtype and not gemm.computes(left, right):
         torch.addmm(view, left, right, beta=beta, out=view)
     elif is_host(view.device) and not is_fake(view):
         # Hosts have no kernel of torch that accumulates into a wider dtype.
         gemm.accumulate_product(view, beta, left, right)
     else:
-        # cuBLAS writes wider than it reads (torch's ``out_dtype``): no bf16 gradient is ever made.
+        # cuBLAS writes wider than it reads (torch's ``out_dtype``): no gradient in bf16 is made.
         addmm_fp32(view, left, right, beta)
 
 
 @torch.library.custom_op("megatron_llama::addmm_fp32", mutates_args=("view",))
 def addmm_fp32(view: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
-    """``view = beta * view + left @ right`` in one kernel: fp32 view [m, n], bf16 or fp16 factors
-    [m, k] and [k, n].
+    """Set ``view = beta * view + left @ right`` in one kernel: fp32 view [m, n], bf16 or fp16
+    factors [m, k] and [k, n].
 
     An operator of its own, so that compilers see a function that changes ``view``, not an ``out=``
     of a rare overload. Not implemented on hosts, where torch has no such kernel."""
@@ -161,4 +161,4 @@ def addmm_fp32(view: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
 
 @addmm_fp32.register_fake
 def _(view: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
-    """Nothing is returned, and the view keeps its shape."""
+    """Return nothing: the view keeps its shape."""

@@ -1,9 +1,9 @@
 """Parameter buckets: the slots that hold whole (unsharded) buckets while layers read them, and the
 all-gathers that fill the slots.
 
-``PrefetchPlan`` decides which bucket is gathered when, with integers only; this module carries it
-out. A gather is launched when a unit is about to run or when a shard has been updated, and waited
-for by the first layer that reads one of the bucket's parameters.
+``PrefetchPlan`` decides the order of gathers, with integers only; this module carries it out. A
+gather is launched when a unit is about to run or when a shard has been updated. The first layer
+that reads one of the bucket's parameters waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from megatron_llama.engine.comm.exchange import gather
 from megatron_llama.engine.comm.queues import CommQueue
@@ -49,14 +48,18 @@ class ParameterBuckets:
             slot: torch.zeros(size, dtype=dtype, device=device)
             for slot, size in bucket_plan.parameter_slot_numel().items()
         }
-        # A bucket always uses the same slot, so views of it never move, and what autograd saved in
-        # forward is valid in backward: the second gather fills the same addresses.
+        # A bucket always uses the same slot, so views of it never move, and weights that autograd
+        # saved in forward are valid in backward: the second gather fills the same addresses.
         self.unsharded = [
             self._slots[bucket_plan.parameter_slots[b.index]][: b.numel]
             for b in bucket_plan.buckets
         ]
         """The place of every whole bucket in its slot."""
-        self.shards = [self._shard(b) for b in range(len(bucket_plan.buckets))]
+        places = [whole[bucket_plan.shard(b, axis.rank)] for b, whole in enumerate(self.unsharded)]
+        self.shards = [
+            place if bucket_plan.has_own_slot(b) else torch.zeros_like(place)
+            for b, place in enumerate(places)
+        ]
         """This rank's shards: a part of the slot if the bucket has the slot to itself, else memory
         of their own."""
         self._gathers = [
@@ -66,16 +69,16 @@ class ParameterBuckets:
         self._prefetch = prefetch_plan_of(
             bucket_plan, torch.empty((), dtype=dtype).element_size(), prefetch_bytes
         )
-        self._in_flight: dict[Slot, tuple[int, Future]] = {}
+        self._in_flight: dict[Slot, tuple[int, Future]] = {}  # the gather's number and its end
         self._updates: dict[int, Future] = {}
         """Updates under way, of buckets whose gather has not been launched."""
         self._version = [0] * len(bucket_plan.buckets)
-        """How often the values of each bucket have changed."""
+        """Number of changes of each bucket's values."""
         self._lock = threading.Lock()
-
-    def _shard(self, bucket: int) -> Tensor:
-        part = self.unsharded[bucket][self.bucket_plan.shard(bucket, self._axis.rank)]
-        return part if self.bucket_plan.has_own_slot(bucket) else torch.zeros_like(part)
+        self.launched = 0
+        """How many gathers have been launched."""
+        self.awaited = 0
+        """The gather for which the computing thread waits, by its number; 0: none."""
 
     def begin(self, accesses: Sequence[WeightAccess]) -> None:
         """Start a list of weight accesses: launch its first gathers."""
@@ -83,30 +86,30 @@ class ParameterBuckets:
             self._launch(self._prefetch.begin(accesses))
 
     def access(self, access: WeightAccess) -> None:
-        """A unit is about to run: gather what it lacks, then what the next units need."""
+        """Begin a unit's pass: gather the buckets that it lacks, then those of the next units."""
         with self._lock:
             self._launch(self._prefetch.advance(access))
 
     def access_unplanned(self, unit: int, following: int | None = None) -> None:
-        """A unit is about to run that is in no list: gather what it lacks, then what the unit
-        ``following`` needs, which is expected next."""
+        """Begin a unit's pass that is in no list: gather the buckets that it lacks, then those of
+        the unit ``following``, which is expected next."""
         with self._lock:
             self._launch(self._prefetch.access_unplanned(unit, following))
 
     def abandon(self) -> None:
-        """No later access of the list will come: another list may begin."""
+        """End the list: no later access of it will come, and another may begin."""
         with self._lock:
             self._prefetch.abandon()
 
     def invalidate(self, buckets: Iterable[int]) -> None:
-        """New values are coming for these buckets: nobody may read the old ones any more."""
+        """Forget the values of these buckets: new ones are coming, so the old must not be read."""
         with self._lock:
             for bucket in buckets:
                 self._prefetch.invalidate(bucket)
                 self._version[bucket] += 1
 
     def publish(self, bucket: int, updated: Future | None = None) -> None:
-        """The shard holds the new values, or will when ``updated`` ends: gather it then, unless its
+        """Gather a bucket whose shard holds new values, or will when ``updated`` ends, unless its
         slot is still needed. (Then ``begin`` or ``access`` gathers it later.)"""
         with self._lock:
             if updated is not None:
@@ -130,8 +133,8 @@ class ParameterBuckets:
         for bucket in buckets:
             slot = self.bucket_plan.parameter_slots[bucket]
             if slot in self._in_flight:
-                # It was prefetched for a list that ended before anybody read it. Two gathers must
-                # not write one slot.
+                # It was prefetched for a list that ended before it was read. Two gathers must not
+                # write one slot.
                 self._wait(slot)
             self._axis.recorder.event(f"gather {bucket}")
             gathered = self._comm_queue.submit(
@@ -139,11 +142,14 @@ class ParameterBuckets:
                 size=self.unsharded[bucket].nbytes,
                 after=self._updates.pop(bucket, None),
             )
-            self._in_flight[slot] = bucket, gathered
+            self.launched += 1
+            self._in_flight[slot] = self.launched, gathered
 
     def _wait(self, slot: Slot) -> None:
+        self.awaited, gathered = self._in_flight.pop(slot)
         with self._axis.recorder.exposed("parameters"):
-            self._in_flight.pop(slot)[1].wait()
+            gathered.wait()
+        self.awaited = 0
 
     def wait_unsharded(self, bucket: int, parameter: str) -> int:
         """Wait until a bucket may be read. Returns its version. Raises RuntimeError if its slot
@@ -163,8 +169,8 @@ class ParameterBuckets:
         return self._version[bucket]
 
     def check_version(self, bucket: int, parameter: str, version: int) -> None:
-        """Wait as ``wait_unsharded`` does, in backward. Raises RuntimeError unless the values that
-        forward read are there."""
+        """Wait as ``wait_unsharded`` does, in backward. Raises RuntimeError unless the slot has the
+        values that forward read."""
         present = self.wait_unsharded(bucket, parameter)
         if present != version:
             label = self.bucket_plan.label(bucket)

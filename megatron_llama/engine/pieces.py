@@ -1,4 +1,4 @@
-"""What an engine holds, for those who read and write it between steps: checkpoints, conversions,
+"""An engine's weights and state, for readers and writers between steps: checkpoints, conversions,
 and the state dict of a user's module.
 
 Call ``engine.settle`` first: until then messages and updates may be under way.
@@ -23,15 +23,15 @@ class ShardPiece:
 
     rectangle: Rectangle
     tensors: dict[str, Tensor]
-    """``master`` and the update rule's shard-shaped state, as views of the rectangle's size. What
-    the rule keeps for each block of ALIGN elements of a row is a piece of its own, of a rectangle
-    that counts blocks."""
+    """``master`` and the update rule's shard-shaped state, as views of the rectangle's size. State
+    with a number for each block of ALIGN elements of a row is a separate piece, of a rectangle that
+    counts blocks."""
     primary: bool
-    """Whether this rank is the one that writes it, if several ranks hold the same values."""
+    """Whether this rank writes it, if several ranks hold the same values."""
 
 
 def shard_pieces(engine: OverlappedDistributedOptimizer) -> Iterator[ShardPiece]:
-    """Yields everything that a checkpoint holds of this rank, in HuggingFace coordinates. Call
+    """Yield all pieces that a checkpoint holds of this rank, in HuggingFace coordinates. Call
     ``settle`` first."""
     for bucket in range(len(engine.masters)):
         tensors = shard_tensors(engine, bucket)
@@ -49,9 +49,9 @@ def shard_pieces(engine: OverlappedDistributedOptimizer) -> Iterator[ShardPiece]
 
 
 def in_blocks(rectangle: Rectangle) -> Rectangle:
-    """Returns where the blocks of ALIGN elements of a matrix's rows are that a rectangle consists
-    of, in the matrix of all blocks. The columns of a rectangle, on every rank, begin and end at
-    multiples of ALIGN where this is used (``checks/optimizer.py``)."""
+    """Return the rectangle of a rectangle's blocks of ALIGN elements of a row, in the matrix of all
+    blocks. Where this is used, the columns of a rectangle begin and end at multiples of ALIGN on
+    every rank (``checks/optimizer.py``)."""
     shape, offset, size = (
         (*sides[:-1], sides[-1] // ALIGN)
         for sides in (rectangle.shape, rectangle.offset, rectangle.size)
@@ -60,7 +60,7 @@ def in_blocks(rectangle: Rectangle) -> Rectangle:
 
 
 def shard_tensors(engine: OverlappedDistributedOptimizer, bucket: int) -> dict[str, Tensor]:
-    """Returns the master and all shard-shaped state of a bucket, live."""
+    """Return the master and all shard-shaped state of a bucket, live."""
     trainable = engine.bucket_plan.buckets[bucket].kind.trainable
     state = engine.rules.by_bucket[bucket].state(bucket) if trainable else {}
     return {
@@ -74,7 +74,7 @@ def shard_tensors(engine: OverlappedDistributedOptimizer, bucket: int) -> dict[s
 
 
 def block_tensors(engine: OverlappedDistributedOptimizer, bucket: int) -> dict[str, Tensor]:
-    """Returns the state of a bucket that has a number for each ALIGN elements, live."""
+    """Return the state of a bucket that has a number for each ALIGN elements, live."""
     if not engine.bucket_plan.buckets[bucket].kind.trainable:
         return {}
     return {
@@ -85,7 +85,7 @@ def block_tensors(engine: OverlappedDistributedOptimizer, bucket: int) -> dict[s
 
 
 def step_counts(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
-    """Returns the update rules' step counters (0-dim, live), which are equal on every rank."""
+    """Return the update rules' step counters (0-dim, live), which are equal on every rank."""
     return [
         engine.rules.by_bucket[bucket].state(bucket)["step"]
         for bucket in engine.gradients.trainable
@@ -93,34 +93,34 @@ def step_counts(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
 
 
 def weight_sums(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
-    """Returns the sum of the weights of all steps in the average of weights (0-dim, live), for
-    every shard that has one. They are equal on every rank."""
+    """Return the sum of the weights of all steps in the average of weights (0-dim, live), for every
+    shard that has one. They are equal on every rank."""
     return [
         engine.rules.by_bucket[b].state(b)["weight_sum"] for b in engine.evaluation_weights.buckets
     ]
 
 
 def column_state(engine: OverlappedDistributedOptimizer) -> list[ColumnState]:
-    """Returns what update rules keep for single columns. Call ``settle`` first."""
+    """Return the state of update rules for single columns. Call ``settle`` first."""
     return [column for rule in engine.rules.distinct for column in rule.column_state()]
 
 
 def rule_progress(engine: OverlappedDistributedOptimizer) -> Tensor | None:
-    """Returns the live vector of the rule that has a schedule of its own, or None."""
+    """Return the live vector of the rule that has a schedule of its own, or None."""
     of_rules = (rule.progress() for rule in engine.rules.distinct)
     return next((progress for progress in of_rules if progress is not None), None)
 
 
 def resume_rules(engine: OverlappedDistributedOptimizer, step: int) -> None:
-    """All state has been written: have the rules continue from it, after ``step`` updates."""
+    """Let the rules continue from the state that has been written, after ``step`` updates."""
     for rule in engine.rules.distinct:
         rule.resume(step)
 
 
 def held_memory(engine: OverlappedDistributedOptimizer) -> dict[str, list[Tensor]]:
-    """All tensors that live as long as the engine, by the components of
-    ``plan.memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
-    also in two components: what counts is the first one."""
+    """Return all tensors that live as long as the engine, by the components of
+    ``plan.memory.state_bytes``, and ``staging``. Several may be views of one storage, even in two
+    components: the first one counts."""
     states = [
         tensor
         for bucket in engine.gradients.trainable

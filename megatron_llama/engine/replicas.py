@@ -1,5 +1,5 @@
-"""Compares what several ranks must hold alike, bit by bit, and names the rank that differs: it may
-have a faulty memory, device or link.
+"""Compares tensors that several ranks must hold alike, bit by bit, and names the rank that differs:
+it may have a faulty memory, device or link.
 
 Whole parameters are compared over the data-parallel ranks, where they stay unsharded after an
 update. Shards and optimizer state are compared over the replicas of hybrid sharding, over the
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_llama.engine.comm.collectives import all_gather_single
+from megatron_llama.engine.comm.exchange import all_gather_single
 from megatron_llama.engine.comm.object_collectives import (
     AGREEMENT,
     all_reduce_max,
@@ -49,15 +49,15 @@ class Replicated:
 
 
 def has_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> bool:
-    """Return whether any rank holds something that another one must hold alike, in the whole run.
-    Collective, and the same on all ranks."""
+    """Whether any rank of the run holds a tensor that another rank must hold alike. Collective, and
+    the same on all ranks."""
     any_rank, agreed = all_reduce_max(int(_has_replicas(engine)), mesh.world)
     agreed.wait()
     return bool(any_rank)
 
 
 def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration: int) -> None:
-    """Compare everything that several ranks must hold alike. Collective; waits for the updates of
+    """Compare all tensors that several ranks must hold alike. Collective; waits for the updates of
     the last step.
 
     Raises TrainingError on every rank if something differs. It names the first such parameter, the
@@ -70,14 +70,14 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
         )
         for name in AXES
     )
-    # All axes are compared before anybody raises: another axis has other ranks, which would wait.
+    # All axes are compared before an error is raised: the ranks of another axis would wait.
     errors = [problem for problem in problems if problem is not None]
     raise_error_on_all_ranks(errors[0] if errors else None, mesh.world)
 
 
 def replicated(engine: OverlappedDistributedOptimizer) -> Iterator[Replicated]:
-    """Yields everything that this rank and others hold, in the same order on all of them. Call
-    ``settle`` first."""
+    """Yield all tensors that this rank and others hold, in the same order on each. Call ``settle``
+    first."""
     for bucket in engine.bucket_plan.buckets:
         kind = bucket.kind
         if engine.mesh.dp.size > 1 and engine.parameters.is_unsharded(bucket.index):
@@ -109,7 +109,7 @@ def _has_replicas(engine: OverlappedDistributedOptimizer) -> bool:
 
 
 def _replica_axes(engine: OverlappedDistributedOptimizer, kind: BucketKind) -> list[Axis]:
-    """Returns the axes whose other ranks hold the same shards of this kind."""
+    """Return the axes whose other ranks hold the same shards of this kind."""
     axes = [engine.mesh.dp_replica]
     if kind.copies > 1:
         axes.append(engine.copies_axis(kind))
@@ -121,8 +121,8 @@ def _replica_axes(engine: OverlappedDistributedOptimizer, kind: BucketKind) -> l
 def _difference(
     tensors: Sequence[Replicated], device: torch.device, iteration: int
 ) -> TrainingError | None:
-    """Returns what is wrong with the tensors of one axis, which all its ranks have in the same
-    order. Some tensors may be in the host's memory."""
+    """Return the error in the tensors of one axis, which all its ranks have in the same order. Some
+    tensors may be in the host's memory."""
     if not tensors:
         return None
     axis = tensors[0].axis
@@ -145,7 +145,7 @@ def _difference(
 def _complaint(
     tensor: Replicated, majority: Sequence[int], iteration: int, device: torch.device
 ) -> TrainingError:
-    """Returns the error for a tensor that differs. ``majority`` has the positions on the axis whose
+    """Return the error for a tensor that differs. ``majority`` has the positions on the axis whose
     tensors are alike; of two equal groups, that of the lowest position."""
     bits = _bits(tensor.tensor)
     ranks = tensor.axis.ranks
@@ -189,7 +189,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Returns two sums over the bits, modulo 2^64: of the values, which changes with any single
+    """Return two sums over the bits, modulo 2^64: of the values, which changes with any single
     element, and of values times places, which changes when elements are exchanged."""
     plain, placed = (torch.zeros((), dtype=torch.int64, device=tensor.device) for _ in range(2))
     for number, chunk in enumerate(torch.split(_bits(tensor), CHUNK)):
@@ -201,8 +201,8 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _gathered(tensor: Tensor, axis: Axis, device: torch.device) -> Tensor:
-    """Returns the tensors of all ranks, [size, *shape], on the host."""
-    # An axis carries what is on the device; only the group of all ranks has a backend for the host.
+    """Return the tensors of all ranks, [size, *shape], on the host."""
+    # An axis carries tensors on the device; only the group of all ranks has a backend for the host.
     local = tensor.to(device)
     gathered = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
     with axis.recorder.waiting(AGREEMENT):

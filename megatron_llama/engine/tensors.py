@@ -1,4 +1,4 @@
-"""What layers and the engine both do with tensors."""
+"""Operations on tensors that layers and the engine share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
-    """``view = beta * view + value``, beta 0 or 1."""
+    """Set ``view = beta * view + value``, beta 0 or 1."""
     if beta == 0.0:
         view.copy_(value)
     else:

@@ -1,8 +1,8 @@
 """torch's flight recorder: the last collectives that this process has issued on each process group,
-with their numbers, sizes and whether they are done. Comparing those of all ranks shows which
-collective a hang began with, and who is missing there, also on a GPU, whose host goes on long after
-a collective stands still. NCCL's groups and gloo's write into it; it costs nothing that could be
-measured. gloo's messages between two ranks are not in it.
+with their numbers, sizes and whether they are done. A comparison of all ranks shows the collective
+with which a hang began, and the missing ranks. It works on a GPU too, whose host goes on long after
+a collective stands still. NCCL's groups and gloo's write into it, at no measurable cost. gloo's
+messages between two ranks are not in it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from megatron_llama.launch.hang_report import PLACES, named
 
 BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
-"""How many collectives it keeps; 0 turns it off. torch reads it at the first collective, and
-also knows it by an older name."""
+"""The number of collectives that it keeps; 0 turns it off. torch reads the variable at the first
+collective, and also knows it by an older name."""
 _OLDER_NAME = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _ENTRIES = "2000"
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""torch's functions that print it: NCCL's, in builds for GPUs, and that of all other backends."""
+"""torch's functions that dump it: NCCL's, in builds for GPUs, and that of all other backends."""
 
 
 @dataclass(frozen=True)
@@ -33,36 +33,36 @@ class Issued:
     number: int
     """Its place among the group's collectives, from 1."""
     operation: str
-    """As the backend calls it. gloo reduces and scatters with an ``all_reduce``."""
+    """The backend's name of it. gloo reduces and scatters with an ``all_reduce``."""
     sizes: str
-    """Type and shape of what goes in, and of what comes out where that is different."""
+    """Type and shape of the inputs, and of the outputs where they differ."""
 
 
 @dataclass(frozen=True)
 class GroupNotes:
-    """What one process has issued on one process group."""
+    """The collectives that one process has issued on one process group."""
 
     group: str
-    """The name of the group, which is the same on all its ranks, and its backend."""
+    """The name of the group, the same on all its ranks, and its backend."""
     description: str
     ranks: tuple[int, ...]
     """Its global ranks; empty if torch does not know them any more."""
     done: Issued | None
     """The last collective that is done."""
     pending: Issued | None
-    """The first one that is not."""
+    """The first collective that is not done."""
 
 
 def turn_on(environ: MutableMapping[str, str]) -> None:
-    """Have the process groups that are made from now on write down their collectives, unless the
-    user has decided."""
+    """Let the process groups that are made from now on record their collectives, unless the user
+    has decided."""
     if _OLDER_NAME not in environ:
         environ.setdefault(BUFFER_SIZE, _ENTRIES)
 
 
 def read() -> list[GroupNotes]:
-    """What this process has issued on each of its groups. Empty where the build has no recorder,
-    and where it is turned off."""
+    """Return the notes of each group of this process. Empty where the build has no recorder, or the
+    recorder is turned off."""
     world = dist.distributed_c10d._world
     ranks_of = {
         str(name): tuple(world.pg_group_ranks[group]) for group, name in world.pg_names.items()
@@ -71,13 +71,13 @@ def read() -> list[GroupNotes]:
     for name in _DUMPS:
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:
-            for found in summarize(json.loads(dump(True, False)), ranks_of):
-                notes[found.group] = found
+            for group_notes in summarize(json.loads(dump(True, False)), ranks_of):
+                notes[group_notes.group] = group_notes
     return list(notes.values())
 
 
 def summarize(dump: Mapping[str, Any], ranks_of: Mapping[str, tuple[int, ...]]) -> list[GroupNotes]:
-    """The notes of a dump. ``ranks_of`` has the ranks of groups by name."""
+    """Return the notes of a dump. ``ranks_of`` has the ranks of groups by name."""
     entries: dict[str, list[Mapping[str, Any]]] = {}
     for entry in sorted(dump.get("entries", ()), key=lambda entry: entry["record_id"]):
         if not entry["is_p2p"]:
@@ -124,12 +124,12 @@ def _sizes(types: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
 
 
 def encode(notes: Sequence[GroupNotes]) -> str:
-    """As text, for other ranks."""
+    """Return the notes as text, for other ranks."""
     return json.dumps([asdict(note) for note in notes])
 
 
 def decode(text: str | bytes) -> list[GroupNotes]:
-    """What ``encode`` was given."""
+    """Return the notes that ``encode`` was given."""
 
     def issued(value: Mapping[str, Any] | None) -> Issued | None:
         return None if value is None else Issued(**value)
@@ -147,21 +147,21 @@ def decode(text: str | bytes) -> list[GroupNotes]:
 
 
 def stuck_collectives(notes: Mapping[int, Sequence[GroupNotes]]) -> list[str]:
-    """A sentence for each collective that ranks are in and that does not end. ``notes`` are by
-    global rank, of the ranks that have answered. Those come first where only ranks are missing that
-    are in no collective at all: the others may wait because these do."""
+    """Return a sentence for each collective that some ranks are in and that does not end. ``notes``
+    has the notes of the ranks that answered, by global rank. Collectives that miss only ranks that
+    are in no collective come first: the other collectives may wait because of these."""
     groups: dict[str, dict[int, GroupNotes]] = {}
     for rank in sorted(notes):
         for note in notes[rank]:
             groups.setdefault(note.group, {})[rank] = note
     idle = {rank for rank, mine in notes.items() if all(note.pending is None for note in mine)}
-    found = []
+    stuck = []
     for members in groups.values():
         numbers = [note.pending.number for note in members.values() if note.pending is not None]
         if numbers:
             missing, text = _describe(min(numbers), members, set(notes))
-            found.append((not missing, not missing <= idle, text))
-    texts = [text for *_, text in sorted(found, key=lambda one: one[:2])]
+            stuck.append((not missing, not missing <= idle, text))
+    texts = [text for *_, text in sorted(stuck, key=lambda collective: collective[:2])]
     hidden = len(texts) - PLACES
     return texts[:PLACES] + ([f"{hidden} more collectives do not end"] if hidden > 0 else [])
 
@@ -169,8 +169,8 @@ def stuck_collectives(notes: Mapping[int, Sequence[GroupNotes]]) -> list[str]:
 def _describe(
     number: int, members: Mapping[int, GroupNotes], answered: set[int]
 ) -> tuple[set[int], str]:
-    """The ranks that have not begun the collective of this number, and a sentence. ``members`` has
-    the ranks that have issued something on its group."""
+    """Return the ranks that have not begun the collective of this number, and a sentence.
+    ``members`` has the ranks that have issued something on its group."""
     inside: dict[str, list[int]] = {}
     missing: dict[str, list[int]] = {}
     behind = []

@@ -1,4 +1,4 @@
-"""Sentences that say where ranks are, made of the notes that each has in its ``Recorder``."""
+"""Sentences that say where ranks are, made from the notes in their ``Recorder``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megatron_llama.engine.comm.recorder import Recorder, Wait
 from megatron_llama.schedule import Action
 
 PLACES = 6
-"""Ranks at the same place are named together; more places than this are counted."""
+"""The number of places that are named, each with its ranks. Further places are counted."""
 
 
 def hang_report(recorder: Recorder) -> str:
-    """Where a rank is, for example ``backward 3 of stage 1 (iteration 17), waiting for message from
-    rank 2 on pp``."""
+    """Say where a rank is: ``backward 3 of stage 1 (iteration 17), waiting for message from rank 2
+    on pp``."""
     doing = recorder.doing
     if isinstance(doing, Action):
         doing = f"{doing.op.value.replace('_', ' ')} {doing.microbatch} of stage {doing.stage}"
@@ -28,8 +28,8 @@ def hang_report(recorder: Recorder) -> str:
         return text
     what = mine.what
     text += f", waiting for {what}"
-    # A wait that has a name of the engine ("gradients") is for what other threads bring, so their
-    # waits say more.
+    # A wait with a name of the engine ("gradients") is for results of other threads, so the waits
+    # of those threads say more.
     waits = recorder.waits.copy().values()
     others = ", ".join(str(wait.what) for wait in waits if not wait.computes)
     if isinstance(what, str) and others:
@@ -42,15 +42,16 @@ def hang_report(recorder: Recorder) -> str:
 
 
 def waiting(recorder: Recorder) -> Wait | None:
-    """What the rank waits for; None if it does not. In the backward pass on a device that is a wait
-    of autograd's thread, for which the thread of the loop waits inside of torch."""
+    """Return the wait that the rank is in; None if it does not wait. In the backward pass on a
+    device this is a wait of autograd's thread, for which the loop's thread waits inside of
+    torch."""
     waits = recorder.waits.copy().values()
     return next((wait for wait in waits if wait.computes), None)
 
 
 def grouped(places: Mapping[int, str], one: str, many: str) -> list[str]:
-    """Sentences like ``ranks 0, 1, 3 are in ...``, one for each place, that of the lowest rank
-    first. ``one`` and ``many`` are the verb for one rank and for several."""
+    """Return sentences like ``ranks 0, 1, 3 are in ...``, one for each place, that of the lowest
+    rank first. ``one`` and ``many`` are the verb for one rank and for several."""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(places):
         ranks_at.setdefault(places[rank], []).append(rank)

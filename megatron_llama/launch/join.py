@@ -30,11 +30,11 @@ from megatron_llama.launch.rendezvous import meet
 from megatron_llama.launch.store import host_named, open_store
 
 if TYPE_CHECKING:
-    # Loaded by those who turn it on.
+    # Loaded only by callers that turn it on.
     from megatron_llama.launch.watch import Watch
 
 GRACE = timedelta(seconds=30)
-"""What the backend waits longer than the watch."""
+"""The time that the backend waits longer than the watch."""
 _ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 
 
@@ -44,8 +44,8 @@ def join(
     """Join the process group, unless this process has. Returns the axis of all processes, and the
     device of this one. Nothing here depends on the layout. ``watch`` starts as soon as this process
     has found the others. Collective. Raises ClusterError."""
-    # Segments that grow, so that gaps between allocations of different sizes do not add up. A user
-    # who sets one of these variables has decided otherwise.
+    # Growing segments keep gaps between allocations of different sizes from adding up. A user who
+    # sets one of these variables has decided otherwise.
     if not _ALLOCATOR_VARIABLES & os.environ.keys():
         devices.use_allocator("expandable_segments:True")
     device = devices.accelerator(place.local_rank)
@@ -65,7 +65,7 @@ def join(
 
 
 def meet_on_loopback() -> None:
-    """Have gloo connect this process with others of this machine only. Called before it joins a
+    """Let gloo connect this process with others of this machine only. Called before it joins a
     group."""
     interface = interface_of("127.0.0.1")
     if interface is not None:
@@ -73,8 +73,8 @@ def meet_on_loopback() -> None:
 
 
 def this_place() -> Place:
-    """Which process this is: of the group that the program has made, else of those that a launcher
-    has started. Raises ClusterError."""
+    """Return the place of this process: in the program's own group, else among the processes of a
+    launcher. Raises ClusterError."""
     if not dist.is_initialized():
         return place_from_environment()
     rank = dist.get_rank()
@@ -86,7 +86,7 @@ def join_group(
     parallel: ParallelConfig, place: Place, device: torch.device, watch: Watch | None = None
 ) -> None:
     """Join the process group of a ``place`` that is one of several. Collective. Raises
-    ClusterError. ``join`` does it where nobody else may have done it."""
+    ClusterError. ``join`` is for callers whose program may have joined already."""
     patience = timedelta(minutes=parallel.distributed_timeout_minutes)
     timeout = backend_timeout(parallel)
     rank = place.rank
@@ -94,20 +94,20 @@ def join_group(
     require_master(place)
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it
     store = open_store(place, patience, hosts=rank == 0 and not by_launcher)
-    found = None
+    start = None
     if watch is not None:
         watch.keep(store)
-        found = watch.start
+        start = watch.start
     with host_named():
-        store = meet(store, rank, world_size, timeout.total_seconds(), found=found)
+        store = meet(store, rank, world_size, timeout.total_seconds(), found=start)
     store.set_timeout(timeout)
     interface = choose_interface(store, place, os.environ)
     if interface is not None:
         os.environ.setdefault(GLOO, interface)
         os.environ.setdefault(NCCL, f"={interface}")  # NCCL reads a bare name as a prefix
     if not devices.is_host(device):
-        # Only now and then a value of the host crosses this group, so a socket for each pair of
-        # ranks, 16,000 in every process of a job of 16,000, would mostly stay unused.
+        # Values of the host cross this group only now and then. A socket for each pair of ranks,
+        # 16,000 in every process of a job of 16,000, would mostly stay unused.
         os.environ.setdefault(GLOO_LAZY, "1")
     flight_recorder.turn_on(os.environ)
     dist.init_process_group(
@@ -118,13 +118,13 @@ def join_group(
 def world_axis(
     rank: int, world_size: int, recorder: Recorder, group: dist.ProcessGroup | None
 ) -> Axis:
-    """The axis of all processes."""
+    """Return the axis of all processes."""
     return Axis("world", rank, tuple(range(world_size)), group, recorder)
 
 
 def backend_timeout(parallel: ParallelConfig) -> timedelta:
-    """Later than the timeout of the watch, which can say who is missing and where the others
-    are."""
+    """Return a timeout later than the watch's, so that the watch can name the missing ranks and
+    where the others are."""
     return timedelta(minutes=parallel.distributed_timeout_minutes) + GRACE
 
 
@@ -141,5 +141,5 @@ def join_launched(device: torch.device | None) -> tuple[torch.device, bool]:
 
 
 def launched_device() -> torch.device:
-    """The accelerator that belongs to this process by the launcher's variables."""
+    """Return the accelerator of this process by the launcher's variables."""
     return devices.accelerator(place_from_environment().local_rank)

@@ -1,6 +1,6 @@
-"""Which process this is, as the launcher says in the environment. What the environment says by
-halves, or what two launchers say, is refused: such processes would wait for each other until the
-timeout, or train side by side without knowing of each other, into one folder."""
+"""The place of this process in its job, by the launcher's environment variables. Incomplete
+variables, and those of two launchers, are refused: such processes would wait for each other until
+the timeout, or train side by side into one folder without knowing of each other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron_llama.config.fields import shown
 from megatron_llama.config.limits import LARGEST_RANKS
@@ -25,10 +26,11 @@ from megatron_llama.launch.processes import (
 LARGEST_PORT = 65535
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 LARGEST_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps that srun starts from 0. Larger numbers are the batch script itself, the
-shell of salloc, and what Slurm runs beside them."""
+"""The end of the numbers of srun's steps, which Slurm counts from 0. Numbers from here on are the
+batch script, the shell of salloc, and what Slurm runs beside them."""
 _OF_ONE_RANK = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK")
-"""What torchrun gives to a rank, and the rank to what it starts, and torchrun does not have."""
+"""Variables that torchrun gives to its ranks and does not have itself. A rank's children have them
+too."""
 _SLURM = "slurmstepd"
 MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -37,12 +39,12 @@ MPI = (
     ("PALS_RANKID", "PALS_SIZE"),
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
 )
-"""Rank and number of processes as mpirun (Open MPI, MVAPICH, MPICH and Intel), Cray's and IBM's
-launchers say them."""
+"""Variables of rank and number of processes of mpirun (Open MPI, MVAPICH, MPICH and Intel), and of
+Cray's and IBM's launchers."""
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED_WORKSPACES = (":4096:8", ":16:8")
-"""With which cuBLAS takes its sums in one order. It reads the variable when it is first used."""
+"""Workspaces with which cuBLAS sums in one order. It reads the variable when it is first used."""
 _ALGORITHM = "NCCL_ALGO"
 _WITHOUT_SHARP = "^NVLS,NVLSTree"
 _SHARP = frozenset({"nvls", "nvlstree"})
@@ -51,8 +53,8 @@ between machines."""
 
 
 def fix_sums(environ: MutableMapping[str, str] | None = None) -> None:
-    """Have cuBLAS and NCCL take their sums in a fixed order, for --deterministic-mode. Called
-    before the device is used. Raises ConfigError where the environment asks for something else."""
+    """Let cuBLAS and NCCL sum in a fixed order, for --deterministic-mode. Called before the device
+    is used. Raises ConfigError where the environment asks for something else."""
     env = os.environ if environ is None else environ
     workspace = env.setdefault(_WORKSPACE, _FIXED_WORKSPACES[0])
     if workspace not in _FIXED_WORKSPACES:
@@ -80,7 +82,7 @@ def fix_sums(environ: MutableMapping[str, str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Which process this is, as the launcher (torchrun or Slurm) says."""
+    """The place of a process in its job, by its launcher (torchrun or Slurm)."""
 
     rank: int
     world_size: int
@@ -90,8 +92,8 @@ class Place:
     local_world_size: int = 0
     """Processes on this machine; 0 means unknown."""
     machine: int = 0
-    """Number of this machine in the job: 0 for that of rank 0. If the launcher does not count
-    machines, all others are 1."""
+    """Number of this machine in the job: 0 for that of rank 0, and 1 for all others if the launcher
+    does not count machines."""
     joined: bool = False
     """Whether the program has made the process group of all ranks itself, and keeps it."""
 
@@ -148,13 +150,24 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def hide_accelerators() -> None:
-    """Have this process find no GPU. Called before it looks for one."""
+    """Hide all GPUs from this process. Called before it looks for one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def launched_rank() -> str:
-    """The rank of this process, as its launcher says it, before anything of it is checked."""
+    """Return the rank of this process by its launcher, before any check."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+
+
+def unlaunched() -> dict[str, str]:
+    """Return the environment for a job that this process starts: without the variables of the
+    launcher around this process."""
+    names = {*TORCHRUN, *chain.from_iterable(MPI), "LOCAL_RANK", "MASTER_PORT"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in names and not name.startswith(("SLURM_", "TORCHELASTIC_"))
+    }
 
 
 def is_launched() -> bool:
@@ -163,13 +176,13 @@ def is_launched() -> bool:
 
 
 def launching_processes(environ: Mapping[str, str] | None = None) -> tuple[Process, ...]:
-    """The processes on which this one depends: its parents up to the launcher, which is the last.
-    None if no launcher owns this process, or where /proc is missing."""
+    """Return the processes on which this one depends: its parents up to the launcher, which is the
+    last. Empty if no launcher owns this process, or where /proc is missing."""
     env = os.environ if environ is None else environ
     parent = process_of(os.getppid())
     if parent is None:
         return ()
-    # What a rank starts by itself may lack these, and is a run of its own.
+    # A process that a rank has started may lack these, and is a run of its own.
     if "TORCHELASTIC_RUN_ID" not in env or not all(name in env for name in TORCHRUN):
         owned = _in_slurm_step(env) and program_of(parent.pid) == _SLURM
         return (parent,) if owned else ()
@@ -185,7 +198,7 @@ def launching_processes(environ: Mapping[str, str] | None = None) -> tuple[Proce
 
 
 def job_name() -> str:
-    """The job as its launcher calls it, for people; empty for a process that none has started."""
+    """Return the launcher's name of the job, for people; empty without a launcher."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if "SLURM_JOB_ID" in os.environ:
         return f"Slurm job {os.environ['SLURM_JOB_ID']}"
@@ -193,8 +206,8 @@ def job_name() -> str:
 
 
 def start_of_processes() -> list[str]:
-    """What the processes that a launcher has started at once on this machine have in common, and
-    no others. A process that no launcher has started shares it with none."""
+    """Return words that only the processes share that a launcher has started at once on this
+    machine. A process without a launcher shares them with none."""
     launched = "RANK" in os.environ or "SLURM_PROCID" in os.environ
     starter = os.getppid() if launched else os.getpid()
     names = (
@@ -205,8 +218,8 @@ def start_of_processes() -> list[str]:
 
 
 def tell_torchrun(message: str) -> None:
-    """Write an error where torchrun looks for it, as torch's ``record`` does. The last lines of
-    its own report then say what was wrong, and not how a traceback could be had."""
+    """Write an error where torchrun looks for it, as torch's ``record`` does. The last lines of its
+    own report then say what was wrong, instead of how to get a traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -249,11 +262,11 @@ def _refuse_half_a_launcher(env: Mapping[str, str]) -> None:
     alone = env.get("RANK", "0") == "0" and env.get("WORLD_SIZE") == "1"
     stray = [name for name in ("RANK", "LOCAL_RANK") if name in env]
     if stray and not alone:
-        found = " ".join(f"{name}={env[name]}" for name in (*stray, *TORCHRUN[1:]) if name in env)
+        present = " ".join(f"{name}={env[name]}" for name in (*stray, *TORCHRUN[1:]) if name in env)
         missing = [name for name in TORCHRUN if name not in env]
         raise ClusterError(
             "environment",
-            got=f"{found} without {', '.join(missing)}",
+            got=f"{present} without {', '.join(missing)}",
             expected="all three, or none of them for a single process",
             do=f"start with torchrun or srun, set {', '.join(missing)}, or unset "
             f"{', '.join(stray)}",
@@ -279,7 +292,7 @@ def _refuse_half_a_launcher(env: Mapping[str, str]) -> None:
 
 
 def _slurm_job_tasks(env: Mapping[str, str]) -> int:
-    """The number of tasks that the job was asked for; 1 outside of a job. Where only
+    """Return the number of tasks that were requested for the job; 1 outside of a job. Where only
     --ntasks-per-node was given, some versions of Slurm do not multiply."""
     if "SLURM_JOB_ID" not in env:
         return 1
@@ -290,7 +303,7 @@ def _slurm_job_tasks(env: Mapping[str, str]) -> int:
 
 
 def _slurm_tasks_here(env: Mapping[str, str]) -> int:
-    """The number of this step's tasks on this machine; 0 means unknown."""
+    """Return the number of this step's tasks on this machine; 0 means unknown."""
     counts = env.get("SLURM_STEP_TASKS_PER_NODE", "")  # 8(x3),2 means 8, 8, 8, 2
     machine = _integer(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
     counted = 0
@@ -323,7 +336,7 @@ def _integer(
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of a Slurm node list: ``gpu[03-07,9],login`` gives ``gpu03``."""
+    """Return the first machine of a Slurm node list: ``gpu[03-07,9],login`` gives ``gpu03``."""
     first_entry = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     assert first_entry is not None  # the pattern matches the empty string
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first_entry[0])

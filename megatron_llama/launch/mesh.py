@@ -2,14 +2,14 @@
 
 Rank order, outermost to innermost: pp, dp, cp, tp. Tensor-parallel ranks are neighbours, so they
 share a machine. Groups are made by ``torch.distributed.new_group`` and not by ``DeviceMesh``,
-because the two directions of the pipeline, and on a device gathers and reductions, need a
-communicator each over the same ranks.
+because some need their own communicator over the same ranks: the two directions of the pipeline,
+and on a device gathers and reductions.
 
-On a device a group of an axis is NCCL's alone. Values of the host (errors, paths, numbers for the
-log) go along the axis of all ranks only, whose group has gloo besides, with connections that gloo
-makes when two ranks first talk: to its two neighbours for most collectives, to log2 of the ranks
-for a broadcast, to all from rank 0. A gloo group for each axis would hold a socket for each pair of
-its ranks in every process.
+On a device the group of an axis is NCCL's alone. Values of the host (errors, paths, numbers for the
+log) go only along the axis of all ranks, whose group has gloo too. gloo connects two ranks when
+they first talk: a rank with its two neighbours for most collectives, with log2 of the ranks for a
+broadcast, and rank 0 with all. A gloo group for each axis would hold a socket for each pair of its
+ranks in every process.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _STREAM_GROUPS = MappingProxyType(
         "pp_backward_return": "pp",
     }
 )
-"""The value of ``--high-priority-stream-groups`` that means an axis. Tied embeddings have none:
-their gradients are added once in a step, when nothing is left to compute."""
+"""The value of ``--high-priority-stream-groups`` for an axis. Tied embeddings have none: their
+gradients are added once in a step, when nothing is left to compute."""
 
 
 def init_mesh(config: Config, place: Place, watch: Watch | None = None) -> Mesh:
     """Join the process group, if there is more than one process, and build the mesh. Call
-    ``close_mesh`` at the end. ``watch`` is that of this process, if the others are to be watched.
-    Collective."""
+    ``close_mesh`` at the end. ``watch``: the watch of this process, if the others are to be
+    watched. Collective."""
     world, device = join(config.parallel, place, watch)
     return build_mesh(
         config,
@@ -74,8 +74,8 @@ def init_mesh(config: Config, place: Place, watch: Watch | None = None) -> Mesh:
 
 
 def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[str]:
-    """Warn of what is slow in this layout on machines of ``local_world_size`` processes (0 means
-    unknown)."""
+    """Return warnings of slow axes of this layout on machines of ``local_world_size`` processes (0
+    means unknown)."""
     tp = parallel.tensor_model_parallel_size
     if local_world_size and tp > 1 and local_world_size % tp:
         return [
@@ -94,11 +94,10 @@ def build_mesh(
     recorder: Recorder | None = None,
     world: Axis | None = None,
 ) -> Mesh:
-    """Build the mesh of a process group that has been joined, with communicators for what the
-    configuration uses only. Each of them is used once, so that nothing waits for one to be made
-    later. ``recorder`` is a new one unless this process has one, ``world`` is the default group
-    unless the ranks have met in another. Collective. Raises ClusterError if the layout does not
-    divide ``world_size``."""
+    """Build the mesh of a process group that has been joined, with only those communicators that
+    the configuration uses. Each is used once here, so that no later step waits for its creation.
+    ``recorder`` is a new one by default, and ``world`` the default group. Collective. Raises
+    ClusterError if the layout does not divide ``world_size``."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
@@ -168,9 +167,9 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) ->
     """Use every communicator of this rank once: an all-reduce along each axis, a step of the ring,
     and a message from each pipeline rank to each neighbour that it sends to. Collective.
 
-    NCCL makes a communicator at its first use, and the host waits there until all its ranks have
-    come (``schedule/connections.py``). Inside a schedule two ranks may come to their first
-    uses in different orders, and would wait forever. Here all ranks come in one order."""
+    NCCL makes a communicator at its first use, and the host waits there for all its ranks
+    (``schedule/connections.py``). Inside a schedule two ranks may come to their first uses in
+    different orders, and would wait forever. Here all ranks come in one order."""
     if mesh.world.size == 1:
         return
     sent = torch.zeros(1, device=mesh.device)
@@ -211,7 +210,7 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) ->
                 message = dist.irecv(received, group=link.group, group_src=peer)
             assert message is not None
             message.wait()
-    # What cannot be connected fails here, and not in the first step.
+    # A broken connection fails here, and not in the first step.
     with mesh.recorder.waiting("the first messages of all communicators"):
         devices.synchronize(mesh.device)
 
@@ -224,7 +223,7 @@ class _Grid:
     tp: int
 
     def lines(self, *dims: int) -> list[tuple[int, ...]]:
-        """All lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last one
+        """Return all lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last one
         innermost."""
         shape = (self.pp, self.dp, self.cp, self.tp)
         ranks = torch.arange(math.prod(shape)).view(shape)
@@ -242,8 +241,7 @@ class _AxisBuilder:
     parallel: ParallelConfig
 
     def build(self, name: str, lines: list[tuple[int, ...]]) -> Axis:
-        """Create the group of every line, and return the axis of the line to which this rank
-        belongs."""
+        """Create the group of every line, and return the axis of this rank's line."""
         # torch.distributed demands that every rank creates every group, in the same order.
         mine = Axis(name, 0, (self.rank,), None, self.recorder)
         for line in lines:
@@ -262,16 +260,16 @@ class _AxisBuilder:
         return mine
 
     def _options(self, name: str) -> object:
-        """What NCCL is told of the communicators of an axis; on a host None."""
+        """Return NCCL's options for the communicators of an axis; on a host None."""
         if devices.is_host(self.device):
             return None
         group = _STREAM_GROUPS.get(name)
-        # A kernel of a stream with high priority starts before waiting ones of others, so the
-        # computation in the compute stream does not hold up a message that others wait for.
+        # A kernel of a stream with high priority starts before the waiting kernels of other
+        # streams. So the compute stream does not hold up a message that other ranks wait for.
         options = dist.ProcessGroupNCCL.Options(
             is_high_priority_stream=group in self.parallel.high_priority_stream_groups
         )
-        # torch warns of options whose timeout is another than the group's.
+        # torch warns of options whose timeout differs from the group's.
         options._timeout = self.timeout
         if group == "pp" and self.parallel.nccl_pp_max_ctas:
             # A message of the pipeline has a whole pass to arrive in, and its kernel takes

@@ -1,9 +1,9 @@
-"""Which network interface the processes of several machines use to reach each other.
+"""The network interface by which the processes of several machines reach each other.
 
-Left alone, gloo listens on the address of the machine's own name, which many systems resolve to
-127.0.0.1 or 127.0.1.1. That works on one machine, and on two the processes wait for each other
-until a timeout. The interface by which a process reaches the job's store is known to lead to the
-others, so that is the one to listen on.
+By default gloo listens on the address of the machine's own name, which many systems resolve to
+127.0.0.1 or 127.0.1.1. That works on one machine; on two the processes wait for each other until a
+timeout. The interface by which a process reaches the job's store leads to the other machines, so
+gloo is told to listen there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron_llama.launch.launcher import Place
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
-"""Whether gloo connects two ranks when they first talk, and not all ranks when a group is made."""
+"""Whether gloo connects two ranks when they first talk, instead of all ranks when a group is
+made."""
 RESOLVE_SECONDS = 20.0
-"""How long a name may be unknown: a cluster may publish the name of a machine after it has
-started."""
+"""How long a name may stay unknown: a cluster may publish a machine's name after its start."""
 POLL_SECONDS = 0.5
 READ_SECONDS = 15.0
-"""How long rank 0 stays for ranks that have not yet read why all of them leave."""
+"""How long rank 0 stays for ranks that have not yet read why all ranks leave."""
 LOOPBACK = "lo"
 
 
@@ -45,7 +45,7 @@ def require_master(place: Place) -> None:
     deadline = time.monotonic() + RESOLVE_SECONDS
     while True:
         try:
-            found = _resolved(place.master_addr)
+            addresses = resolved(place.master_addr)
             break
         except socket.gaierror as error:
             if time.monotonic() > deadline:
@@ -57,11 +57,11 @@ def require_master(place: Place) -> None:
                     do="give an address",
                 ) from None
             time.sleep(POLL_SECONDS)
-    if place.machine > 0 and all(map(_is_loopback, found)):
+    if place.machine > 0 and all(map(is_loopback, addresses)):
         raise ClusterError(
             where,
-            got=f"{place.master_addr}, which is {found[0]}: {socket.gethostname()} itself and not "
-            "the machine of rank 0",
+            got=f"{place.master_addr}, which is {addresses[0]}: {socket.gethostname()} itself and "
+            "not the machine of rank 0",
             expected="an address of that machine",
             do="start torchrun with --master-addr ADDRESS, or with --rdzv-endpoint and "
             "--local-addr, each machine's own address; or set MASTER_ADDR",
@@ -69,20 +69,20 @@ def require_master(place: Place) -> None:
 
 
 def choose_interface(store: Store, place: Place, given: Mapping[str, str]) -> str | None:
-    """Return the name of the interface that leads to the other machines, or None where the
-    backends find their way: on one machine, or if ``given`` (the environment) names it.
+    """Return the name of the interface that leads to the other machines. None where the backends
+    need no name: on one machine, or if ``given`` (the environment) has it.
 
     Collective. ``store`` is the part of this attempt. Raises ClusterError, on every rank, if the
     backend of some rank would listen where no other machine can reach it."""
     if not place.may_span_machines:
         return None
     own = _source_towards(place.master_addr, place.master_port)
-    everybody = _exchange(store, place, "source", None if _is_loopback(own) else own)
-    if len(set(everybody)) == 1:
+    sources = _exchange(store, place, "source", None if is_loopback(own) else own)
+    if len(set(sources)) == 1:
         return None  # one machine
-    if _is_loopback(own):  # the machine of rank 0, whose name leads to itself: as others come to it
-        other = next(address for address in everybody if address is not None)
-        own = _source_towards(other, place.master_port)
+    if is_loopback(own):  # the machine of rank 0, whose name leads to itself: as others come to it
+        remote = next(address for address in sources if address is not None)
+        own = _source_towards(remote, place.master_port)
     name = interface_of(own)
     problem = _problem(place, own, name, given)
     problems = [text for text in _exchange(store, place, "problem", problem) if text is not None]
@@ -102,25 +102,25 @@ def _problem(place: Place, own: str, name: str | None, given: Mapping[str, str])
     expected = f"an interface that reaches the other machines, as {name or own} does"
     do = f"set {GLOO} (and {NCCL}) on that machine to one of {', '.join(names)}"
     if GLOO in given:
-        wrong = [one for one in given[GLOO].split(",") if one not in names or one == LOOPBACK]
+        wrong = [nic for nic in given[GLOO].split(",") if nic not in names or nic == LOOPBACK]
         got = f"{GLOO}={given[GLOO]}"
         return describe(where, got=got, expected=expected, do=do) if wrong else None
     if name not in (None, LOOPBACK):
         return None
-    # The address belongs to no interface that could be named, so gloo asks for the machine's name.
+    # The address belongs to no named interface, so gloo resolves the machine's name.
     try:
-        found = _resolved(host)
+        addresses = resolved(host)
     except socket.gaierror:
         got = f"the name {host}, which cannot be resolved"
         return describe(where, got=got, expected=expected, do=do)
-    if any(map(_is_loopback, found)):
-        got = f"the name {host}, which is {', '.join(found)} there"
+    if any(map(is_loopback, addresses)):
+        got = f"the name {host}, which is {', '.join(addresses)} there"
         return describe(where, got=got, expected=expected, do=do)
     return None
 
 
 def _exchange(store: Store, place: Place, what: str, value: str | None) -> list[str | None]:
-    """The value of every rank, in rank order. Collective."""
+    """Return the value of every rank, in rank order. Collective."""
     keys = [f"{what}/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], json.dumps(value))
     return [json.loads(text) for text in store.multi_get(keys)]
@@ -128,13 +128,13 @@ def _exchange(store: Store, place: Place, what: str, value: str | None) -> list[
 
 def _stay_for_readers(store: Store, place: Place) -> None:
     """Say that this rank has read what was exchanged. Rank 0 returns when all ranks have, or after
-    READ_SECONDS: it may host the store, and to those who still read its end would look like a
-    broken connection."""
+    READ_SECONDS. It may host the store, and its end would look like a broken connection to ranks
+    that still read."""
     with suppress(DistError):  # a rank is gone, or so slow that rank 0 has left without it
         store.set(_has_read(place.rank), "")
         if place.rank == 0:
-            everybody = [_has_read(rank) for rank in range(place.world_size)]
-            store.wait(everybody, timedelta(seconds=READ_SECONDS))
+            readers = [_has_read(rank) for rank in range(place.world_size)]
+            store.wait(readers, timedelta(seconds=READ_SECONDS))
 
 
 def _has_read(rank: int) -> str:
@@ -142,7 +142,7 @@ def _has_read(rank: int) -> str:
 
 
 def _source_towards(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``. Nothing is sent."""
+    """Return this machine's address on the way to ``host``. Nothing is sent."""
     problem: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_DGRAM
@@ -162,21 +162,28 @@ def _source_towards(host: str, port: int) -> str:
     )
 
 
-def _resolved(host: str) -> list[str]:
-    """The addresses of a name. Raises socket.gaierror."""
-    return list(dict.fromkeys(str(one[4][0]) for one in socket.getaddrinfo(host, None)))
+def resolved(host: str) -> list[str]:
+    """Return the addresses of a name. Raises socket.gaierror."""
+    return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to this machine alone."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this address; None if there is none, or if the system
-    does not say (only Linux does)."""
+    """Return the name of the interface with this address; None if there is none, or on a system
+    other than Linux."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    table = _ipv4_interfaces if wanted.version == 4 else _ipv6_interfaces
-    return table().get(wanted.packed)
+    return interfaces_by_address().get(wanted)
+
+
+def interfaces_by_address() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
+    """Return the name of the interface of each address of this machine; empty where the system does
+    not tell."""
+    tables = {**_ipv4_interfaces(), **_ipv6_interfaces()}
+    return {ipaddress.ip_address(packed): name for packed, name in tables.items()}
 
 
 def _ipv6_interfaces() -> dict[bytes, str]:
@@ -186,7 +193,7 @@ def _ipv6_interfaces() -> dict[bytes, str]:
 
 
 def _ipv4_interfaces() -> dict[bytes, str]:
-    """The kernel's list of IPv4 addresses (man 7 netdevice, SIOCGIFCONF)."""
+    """Return the kernel's list of IPv4 addresses (man 7 netdevice, SIOCGIFCONF)."""
     ask_for_addresses = 0x8912
     entry = struct.calcsize("16s24x")
     room = array.array("B", bytes(entry * 1024))

@@ -1,8 +1,8 @@
-"""Notices that the launcher of this process is gone. One that SIGKILL or the kernel has ended could
-not end its ranks: they would train on beside the run that is started in its place.
+"""The end of a process whose launcher is gone. A launcher that SIGKILL or the kernel has ended
+could not end its ranks: they would train on beside the run that is started in its place.
 
-Only a launcher that owns its ranks counts, torchrun's agent or Slurm's: a process that somebody has
-started with ``nohup`` goes on when its shell ends. The kernel could send a signal instead
+Only a launcher that owns its ranks counts, torchrun's agent or Slurm's: a process started with
+``nohup`` goes on when its shell ends. The kernel could send a signal instead
 (``PR_SET_PDEATHSIG``), but it does so when the parent's *thread* ends, which is no fault, and not
 when a shell stands between launcher and rank.
 """
@@ -19,16 +19,16 @@ from megatron_llama.launch.launcher import launching_processes
 
 POLL_SECONDS = 1.0
 PATIENCE_SECONDS = 2.5
-"""How long a process waits for what it tells others before it ends."""
+"""How long a process that ends waits until the others are told."""
 
 
 class LauncherFollower:
-    """Calls ``end``, in a thread, if the launcher of this process is gone, with words that say so;
-    between ``begin`` and ``stop``."""
+    """Calls ``end`` in a thread, with the reason, if the launcher of this process is gone between
+    ``begin`` and ``stop``."""
 
     def __init__(self, end: Callable[[str], None], *, patience: float = 0.0) -> None:
-        """It is made while the launcher surely runs. ``patience``: seconds before it calls, for
-        another one that has more to say."""
+        """It is made while the launcher surely runs. ``patience``: seconds before the call, for
+        another follower that has more to say."""
         self._end = end
         self._patience = patience
         self._depends_on = launching_processes()
@@ -56,7 +56,7 @@ class LauncherFollower:
 
 @contextmanager
 def following_launcher(end: Callable[[str], None]) -> Iterator[None]:
-    """A section that calls ``end``, in a thread, if the launcher of this process is gone."""
+    """Call ``end`` in a thread if the launcher of this process is gone during the section."""
     follower = LauncherFollower(end)
     follower.begin()
     try:
@@ -67,9 +67,9 @@ def following_launcher(end: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def ending_with_launcher(rank: int) -> Iterator[LauncherFollower]:
-    """A section in which this process ends when its launcher is gone, also where nothing watches
-    it: before it meets others, and while it leaves them. It holds from ``begin`` on, which is
-    called when this process has forked what it forks: a fork copies no thread."""
+    """End this process if its launcher is gone during the section, also where no watch runs: before
+    it meets others, and while it leaves them. It holds from ``begin`` on, which is called after the
+    forks of this process: a fork copies no thread."""
 
     def end(why: str) -> None:
         with suppress(OSError):  # the launcher may have been the reader of this pipe

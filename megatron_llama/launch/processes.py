@@ -1,7 +1,7 @@
-"""Processes of this machine, told apart from later ones of the same number.
+"""Processes of this machine, distinguished from later ones of the same number.
 
-A number alone names no process: it is given again, containers count on their own, and two machines
-may have one name. Where ``/proc`` is missing, no process but this one can be looked at.
+A number alone identifies no process: numbers are reused, containers count on their own, and two
+machines may have one name. Where ``/proc`` is missing, only this process can be inspected.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 PROC = Path("/proc")
 ENDED = "ZXx"
-"""States of a process that runs no more, though its parent has not asked for its status yet."""
+"""States of a process that has ended and whose parent has not asked for its status yet."""
 STOPPED = "T"
 """The state of a process that SIGSTOP has stopped."""
 TRACED = "t"
-"""The state of one that a debugger holds."""
+"""The state of a process that a debugger holds."""
 UNKNOWN = "?"
-"""The state of one that cannot be looked at: for a lack of file descriptors, or because ``/proc``
-hides the processes of others. It may run."""
+"""The state of a process that cannot be inspected: for lack of file descriptors, or because
+``/proc`` hides the processes of other users. It may run."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Process:
     boot: str
     """Start of the machine's system, drawn at random by the kernel; empty where it is unknown."""
     namespace: str
-    """In which its number counts: that of its container; empty where it is unknown."""
+    """The namespace of its number, that of its container; empty where it is unknown."""
     pid: int
     start: int
     """Clock ticks from the start of the system to its own."""
@@ -45,22 +45,22 @@ class Process:
 
     @property
     def visible(self) -> bool:
-        """Whether this process could see it, if it ran: in the same container of the same machine,
-        since the same start of the system, and not hidden from this user."""
+        """Whether this process could see it, if it ran: it is in the same container of the same
+        machine, since the same start of the system, and not hidden from this user."""
         here = bool(self.boot and self.namespace) and (self.boot, self.namespace) == _here()
         return here and not (_stat(self.pid) is None and _may_exist(self.pid))
 
     @property
     def state(self) -> str:
         """Its state, one letter, where it is visible; empty if it has certainly ended."""
-        found = _stat(self.pid)
-        if found is None:
+        fields = _stat(self.pid)
+        if fields is None:
             return UNKNOWN if _may_exist(self.pid) else ""
-        return "" if found[19] != str(self.start) or found[0] in ENDED else found[0]
+        return "" if fields[19] != str(self.start) or fields[0] in ENDED else fields[0]
 
     def kill(self) -> bool:
-        """Send SIGKILL to it, and to no later process of its number. Returns whether that was
-        done; it is not where the process is not visible, has ended or is another user's."""
+        """Send SIGKILL to it, and never to a later process of its number. Returns False where the
+        process is not visible, has ended or is another user's."""
         if not self.visible:
             return False
         try:
@@ -68,7 +68,7 @@ class Process:
         except (AttributeError, OSError):  # not Linux, or an old one; or it has ended
             return False
         try:
-            # Looked at when the descriptor is open: from here on the number cannot change hands.
+            # The state is read with an open descriptor: from here on the number cannot be reused.
             if self.state in ("", UNKNOWN):
                 return False
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -80,28 +80,28 @@ class Process:
 
 
 def process_of(pid: int) -> Process | None:
-    """The process of that number in this container; None if there is none, or without /proc."""
-    found = _stat(pid)
+    """Return the process of a number in this container; None if there is none, or without /proc."""
+    fields = _stat(pid)
     boot, namespace = _here()
-    if found is None or not boot:
+    if fields is None or not boot:
         return None
-    return Process(socket.gethostname(), boot, namespace, pid, int(found[19]))
+    return Process(socket.gethostname(), boot, namespace, pid, int(fields[19]))
 
 
 def this_process() -> Process:
-    """This process."""
+    """Return this process."""
     pid = os.getpid()
     return process_of(pid) or Process(socket.gethostname(), "", "", pid, 0)
 
 
 def parent_of(pid: int) -> int:
-    """The number of a process's parent; 0 if that cannot be known."""
-    found = _stat(pid)
-    return int(found[1]) if found is not None else 0
+    """Return the number of a process's parent; 0 if it is unknown."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields is not None else 0
 
 
 def first_environment(pid: int) -> Mapping[str, str]:
-    """The environment with which a process has begun; empty where this user must not see it."""
+    """Return the environment with which a process began; empty where this user must not see it."""
     with suppress(OSError):
         content = (PROC / str(pid) / "environ").read_bytes()
         pairs = (entry.partition("=") for entry in os.fsdecode(content).split("\0"))
@@ -110,7 +110,7 @@ def first_environment(pid: int) -> Mapping[str, str]:
 
 
 def program_of(pid: int) -> str:
-    """The name of the program that a process runs, at most 15 characters."""
+    """Return the name of the program that a process runs, at most 15 characters."""
     try:
         # The kernel cuts the name between two bytes, which may be those of one character.
         return os.fsdecode((PROC / str(pid) / "comm").read_bytes()).strip()
@@ -119,8 +119,8 @@ def program_of(pid: int) -> str:
 
 
 def _here() -> tuple[str, str]:
-    """The start of this machine's system, and the container's namespace of process numbers. Empty
-    where ``/proc`` is that of another container: its numbers are others."""
+    """Return the start of this machine's system, and the container's namespace of process numbers.
+    Empty where ``/proc`` is another container's, which has other numbers."""
     try:
         if os.readlink(PROC / "self") != str(os.getpid()):
             return "", ""
@@ -131,8 +131,8 @@ def _here() -> tuple[str, str]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """What the kernel says of a process, from its state on (field 3 of proc(5)); None if it says
-    nothing, which ``_may_exist`` explains."""
+    """Return the kernel's fields of a process, from its state on (field 3 of proc(5)); None if
+    there are none, which ``_may_exist`` explains."""
     try:
         # The name of the program, in brackets, may hold anything, blanks and brackets too.
         return os.fsdecode((PROC / str(pid) / "stat").read_bytes()).rpartition(")")[2].split()
@@ -141,12 +141,12 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _may_exist(pid: int) -> bool:
-    """Whether there may be a process of a number, though ``/proc`` says nothing of it."""
+    """Whether there may be a process of a number that ``/proc`` does not have."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # or no number that a process can have
         return False
     except OSError:  # it is another user's
         return True
-    # It has begun since ``/proc`` was asked, or that could not be asked.
+    # It has begun since ``/proc`` was read, or ``/proc`` could not be read.
     return True

@@ -1,11 +1,11 @@
-"""How the ranks of one attempt of a job agree on a part of the launcher's store that no earlier
-attempt has written to.
+"""The agreement of the ranks of one attempt of a job on a part of the launcher's store that no
+earlier attempt has written to.
 
 torchrun keeps its store when it restarts a job, and in it the addresses of processes that are gone.
 Its count of restarts cannot tell the attempts apart, because each machine counts on its own. So
 every rank draws a random number for this attempt and writes it into the store; rank 0 answers each
 number with its own, which becomes the name of the attempt. Rank 0 also answers numbers that ranks
-of earlier attempts have left there, which does no harm: nobody waits for those answers.
+of earlier attempts have left there. That is harmless: no rank waits for those answers.
 """
 
 from __future__ import annotations

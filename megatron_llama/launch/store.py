@@ -19,8 +19,8 @@ from megatron_llama.launch.launcher import Place
 
 
 def open_store(place: Place, timeout: timedelta, *, hosts: bool) -> Store:
-    """Host the job's store, or connect to its host, for at most ``timeout``. What this process
-    hosts, it hosts until it ends. Raises ClusterError where that fails."""
+    """Host the job's store, or connect to its host, for at most ``timeout``. A hosted store lives
+    as long as this process. Raises ClusterError where that fails."""
     where = f"{place.master_addr}, port {place.master_port} (MASTER_ADDR, MASTER_PORT)"
     try:
         if not hosts:
@@ -29,7 +29,7 @@ def open_store(place: Place, timeout: timedelta, *, hosts: bool) -> Store:
                 place.master_port,
                 is_master=False,
                 timeout=timeout,
-                # Whoever does not come is to be named, by rank: that is for ``meet`` to do.
+                # ``meet`` waits instead, and names the missing ranks.
                 wait_for_workers=False,
             )
         store = _hosted(place.master_addr, place.master_port)
@@ -43,8 +43,8 @@ def open_store(place: Place, timeout: timedelta, *, hosts: bool) -> Store:
     return store
 
 
-# A program may train again. Ranks come to the second run while rank 0 is still leaving the first
-# one: with another server they would have connected to one that goes away.
+# A program may train again. Ranks come to the second run while rank 0 still leaves the first: with
+# a server for each run they would have connected to one that goes away.
 @cache
 def _hosted(address: str, port: int) -> TCPStore:
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
@@ -52,7 +52,7 @@ def _hosted(address: str, port: int) -> TCPStore:
 
 @contextmanager
 def host_named() -> Iterator[None]:
-    """A section in which the loss of the store becomes an error that names its host. Raises
+    """Turn the loss of the store during the section into an error that names its host. Raises
     ClusterError."""
     try:
         yield
@@ -67,8 +67,8 @@ def _lost(got: str) -> str:
 
 
 def connect(place: Place, prefix: str) -> Store:
-    """Open a new connection to the part of the store under ``prefix``. One who waits on a
-    connection blocks all its other users.
+    """Open a new connection to the part of the store under ``prefix``. A wait on a connection
+    blocks all its other users.
 
     No earlier attempt of the job may have used ``prefix``, since a launcher may keep its store over
     restarts."""

@@ -1,18 +1,18 @@
-"""Finds out which rank is gone, or stuck, and where. When a rank dies the others learn no more than
+"""The search for ranks that are gone or stuck, and where. When a rank dies the others only learn
 that a connection broke, and when one stops they only wait.
 
 A thread on every rank looks at the job's store once a second, and writes there where its rank is.
 The first rank whose communication fails, or does not finish within the timeout, sets an alarm in
-the store. The threads answer it, also those of ranks that are stuck in a collective, so a rank that
-does not answer is gone or stopped, unless it has said before that it came to its end. Ranks that do
-not leave by themselves after that are ended by their thread, so that no rank hangs.
+the store. The threads answer it, also those of ranks that are stuck in a collective. So a rank that
+does not answer is gone or stopped, unless it has announced its end before. A rank that then does
+not leave by itself is ended by its thread, so that no rank hangs.
 
-A thread of its own does this and not the loop, because the loop may be inside a collective, or
-inside the launch of a kernel: the host of a GPU that stands still goes on until the queue of
-launches is full, and then waits there without a word. So a rank is stuck, too, if nothing begins on
-it inside of a step for as long as the timeout. What takes its time outside of steps (weights that
-are loaded, saves, exports, the first reading of data) is never stuck by that, and neither is what a
-rank does for the first time, when kernels are compiled: one of the ranks then says where it is.
+A separate thread does this, because the loop may be inside a collective, or inside the launch of a
+kernel: the host of a GPU that stands still goes on until the queue of launches is full, and then
+waits there silently. So a rank is also stuck if nothing begins on it inside of a step for as long
+as the timeout. Work outside of steps (loads of weights, saves, exports, the first reading of data)
+does not count as stuck, and neither does the first time of any work, when kernels are compiled: one
+of the ranks then says where it is.
 
 A rank that was stopped (SIGSTOP) hears no SIGTERM either, and its launcher would wait for it. When
 the run ends because of it, the other ranks of its machine kill it.
@@ -44,15 +44,15 @@ from megatron_llama.launch.store import connect
 POLL_SECONDS = 1.0
 """How often a rank writes its position and looks for an alarm."""
 ANSWER_SECONDS = 5.0
-"""How long the ranks have to answer an alarm: several polls, of a thread that a loaded machine may
-keep from running."""
+"""How long the ranks have to answer an alarm: several polls, since a loaded machine may keep the
+thread from running."""
 LEAVE_SECONDS = 10.0
 """How long a rank that heard the alarm has to leave by itself before its watch ends it, and how
-long rank 0, at its end, waits for the others to come to theirs."""
+long rank 0 waits at its end for the ends of the others."""
 READ_SECONDS = 2.0
 """How long the flight recorder may take, so that its notes are there when the answers are read."""
 LAST_SECONDS = 2.0
-"""How long a rank without a launcher tells others why it ends. Nothing else is to keep it."""
+"""How long a rank without a launcher tells others why it ends. Nothing else delays it."""
 ASK_SECONDS = 0.01
 STDERR = 2
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
@@ -72,7 +72,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the ranks have found out about a failure."""
+    """The findings of the ranks about a failure."""
 
     reason: str
     """``rank 2 does not answer``, ``rank 2 stopped in ...``, ``rank 2 failed``."""
@@ -93,10 +93,10 @@ def diagnose(
     positions: Mapping[int, Position],
     collectives: Sequence[str] = (),
 ) -> Diagnosis:
-    """Put the answers into words. ``caller`` is the rank that set the alarm. ``positions`` has, by
-    rank, where each one is; for silent ranks, where they were when they last wrote it.
-    ``collectives`` are sentences about those that do not end."""
-    # A rank that has failed has left the place that it wrote last.
+    """Put the answers into words. ``caller`` is the rank that set the alarm. ``positions`` has the
+    position of each rank; for silent ranks, the last one that they wrote. ``collectives`` are
+    sentences about those that do not end."""
+    # A rank that has failed has left its last written place.
     left = silent if silent or stuck else (caller,)
     gone = {rank: positions[rank].place for rank in left if rank in positions}
     never = [rank for rank in silent if rank not in positions]
@@ -115,8 +115,8 @@ def diagnose(
     )
     if stuck and not silent:
         waiting_alone = f"{named(list(others))} waits for what does not come"
-        nobody = "all ranks wait for each other" if len(others) > 1 else waiting_alone
-        reason = "; ".join(grouped(stopped, "stopped", "stopped")) or nobody
+        mutual = "all ranks wait for each other" if len(others) > 1 else waiting_alone
+        reason = "; ".join(grouped(stopped, "stopped", "stopped")) or mutual
     places = [
         *([f"{named(never)} never came"] if never else []),
         *grouped(gone, "was last seen", "were last seen"),
@@ -133,7 +133,7 @@ def diagnose(
 
 
 class Standstill:
-    """For how long nothing has begun on a rank."""
+    """The time for which nothing has begun on a rank."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -141,16 +141,16 @@ class Standstill:
         self._since = time.perf_counter()
 
     def look(self) -> None:
-        """Compare with what was seen when this was called last, some moment ago."""
+        """Compare the rank's progress with that of the last call, a moment ago."""
         recorder = self._recorder
-        # What a rank has waited for is no standstill when the wait is over.
+        # A wait that is over is no standstill.
         seen = recorder.progress, recorder.part, waiting(recorder)
         if seen != self._last:
             self._last = seen
             self._since = time.perf_counter()
 
     def seconds(self) -> float:
-        """Seconds since the first ``look`` that saw what the last one saw."""
+        """Seconds since the first ``look`` that saw the same as the last one."""
         return time.perf_counter() - self._since
 
 
@@ -176,13 +176,13 @@ class Watch:
 
     def keep(self, store: Store) -> None:
         """Keep the job's store open until the watch is over. The process group, which uses it too,
-        may be gone before: if this rank hosts it, the others could no longer say that they have
-        left."""
+        may be gone before: if this rank hosts the store, the others could no longer announce their
+        ends."""
         self._hosted = store
 
     def start(self, attempt: str) -> None:
-        """Begin to watch. ``attempt`` names a part of the store that is the same on all ranks, and
-        that no earlier attempt of the job has used: it may have left alarms there."""
+        """Begin to watch. ``attempt`` names a part of the store, the same on all ranks, that no
+        earlier attempt of the job has used: there may be alarms of that attempt."""
         # Waiting on a connection blocks all its users, so the thread and the caller have one each.
         self._store = connect(self._place, f"{attempt}/watch")
         thread_store = connect(self._place, f"{attempt}/watch")
@@ -197,8 +197,8 @@ class Watch:
             thread.start()
 
     def stop(self, *, ended: bool = False) -> None:
-        """End the watch: this rank leaves by itself. ``ended``: it has come to its end, and nobody
-        has to miss it."""
+        """End the watch: this rank leaves by itself. ``ended``: it has come to its end, and is not
+        to be missed."""
         if ended and self._store is not None:
             self._ended.set()
             # In a thread: the host of the store may have been stopped meanwhile.
@@ -213,7 +213,7 @@ class Watch:
         self._hosted = None
 
     def _leave(self, store: Store) -> None:
-        """Say that this rank has ended. Rank 0 may host the store, so it stays for a while, until
+        """Announce the end of this rank. Rank 0 may host the store, so it stays for a while, until
         all others have ended too; if one of them sets the alarm, until they know who is missing."""
         try:
             store.set(_left(self._place.rank), "yes")
@@ -229,7 +229,7 @@ class Watch:
                     return
                 time.sleep(ASK_SECONDS)
         except RuntimeError:
-            return  # the host of the store is gone, and this rank needs nobody any more
+            return  # the host of the store is gone, and this rank needs no other any more
 
     def _post(self, store: Store) -> None:
         position = [hang_report(self.recorder), waiting(self.recorder) is not None]
@@ -243,8 +243,8 @@ class Watch:
         return self._standstill.seconds() if self.recorder.part in self.recorder.performed else 0.0
 
     def _note_standstill(self, store: Store) -> None:
-        """Say once where this rank stands still in what may take its time. Of the ranks that are at
-        the same place one says so."""
+        """Say once where this rank stands still outside of steps. Of the ranks at the same place
+        one says so."""
         seconds = self._standstill.seconds()
         if seconds <= self._timeout or waiting(self.recorder) is not None:
             self._noted = False
@@ -279,41 +279,39 @@ class Watch:
                 pass  # the host of the store is gone, which every rank notices
             if self._over.wait(ANSWER_SECONDS):
                 return
-            # Now, while the host of the store still waits for those who ask.
-            found = self._read_answers(store)
+            # Read them now, while the host of the store still waits for readers.
+            diagnosis = self._read_answers(store)
             if self._ended.is_set():  # this rank leaves, and rank 0 does so when all others know
                 return
-            if not self._over.wait(0.0 if found.stuck else LEAVE_SECONDS):
-                self._end(store, found)
+            if not self._over.wait(0.0 if diagnosis.stuck else LEAVE_SECONDS):
+                self._end(store, diagnosis)
 
     def _outlast(self) -> None:
-        """End this rank if the store does not answer either: its host was stopped, and whoever asks
-        it waits for ever. Called in a thread that asks no store, so it also looks at the clock."""
+        """End this rank if the store does not answer either: its host was stopped, and a request
+        waits forever. Called in a thread that asks no store, so it also looks at the clock."""
         limit = self._timeout + PATIENCE_SECONDS
         while not self._over.wait(POLL_SECONDS):
             self._standstill.look()
             if self._diagnosis is None and self._stuck_for() > limit:
                 self._end(None, replace(self._diagnose_lost_store(), stuck=True))
 
-    def _end(self, store: Store | None, found: Diagnosis) -> None:
+    def _end(self, store: Store | None, diagnosis: Diagnosis) -> None:
         late = (
             f"; nothing went on for {self._timeout:g} s (--distributed-timeout-minutes)"
-            if found.stuck
+            if diagnosis.stuck
             else ""
         )
-        words = (
-            f"rank {self._place.rank} was stuck, and was ended: {found.reason}{found.places}{late}"
-        )
+        words = f"rank {self._place.rank} was stuck, and was ended: {diagnosis.reason}"
+        words += f"{diagnosis.places}{late}"
         print(words, file=sys.stderr, flush=True)
         self.recorder.tell(words)
-        self.end_silent(found, asked=store is not None)
-        if store is not None and found.stuck and self._place.rank == 0:
-            self._linger(store, found.silent)
+        self.end_silent(diagnosis, asked=store is not None)
+        if store is not None and diagnosis.stuck and self._place.rank == 0:
+            self._linger(store, diagnosis.silent)
         os._exit(1)
 
     def end_alone(self, why: str) -> None:
-        """End this process at once. The others are told, if they can be, as of a rank that is
-        dead."""
+        """End this process at once. The others are told, if possible, that this rank is dead."""
         rank = self._place.rank
 
         def tell() -> None:
@@ -331,9 +329,9 @@ class Watch:
         os._exit(1)
 
     def end_silent(self, found: Diagnosis | None, *, asked: bool = True) -> None:
-        """Kill those ranks of this machine that have not answered and would keep their launcher
-        from ending: when the run ends because of them, or they are stopped. One that a debugger
-        holds stays. ``asked``: they could have answered."""
+        """Kill ranks of this machine that have not answered and would keep their launcher from
+        ending: if the run ends because of them, or they are stopped. A rank that a debugger holds
+        stays. ``asked``: they could have answered."""
         if found is None:
             return
         for rank in found.silent:
@@ -346,7 +344,7 @@ class Watch:
                 print(words, file=sys.stderr, flush=True)
 
     def _learn_siblings(self, store: Store) -> None:
-        """Find out which processes the other ranks of this machine are, while they can say so."""
+        """Learn the processes of the other ranks of this machine, while they can tell them."""
         first = self._place.rank - self._place.local_rank
         ranks = range(first, min(first + self._place.local_world_size, self._place.world_size))
         missing = [r for r in ranks if r != self._place.rank and r not in self._siblings]
@@ -371,7 +369,7 @@ class Watch:
         try:
             kind, caller = store.get(ALARM).decode().split()
             ranks = range(self._place.world_size)
-            # Who has come to the end is not missing: it left before it could hear the alarm. And it
+            # A rank that has ended is not missing: it left before it could hear the alarm. And it
             # is no longer where it was seen last.
             silent = [
                 rank
@@ -397,43 +395,43 @@ class Watch:
             return self._diagnosis or self._diagnose_lost_store()
 
     def _read_flights(self, store: Store) -> list[str]:
-        """Sentences about the collectives that do not end, by what the ranks have written down."""
+        """Return sentences about the collectives that do not end, from the ranks' notes."""
         ranks = [rank for rank in range(self._place.world_size) if store.check([_flight(rank)])]
         texts = store.multi_get([_flight(rank) for rank in ranks]) if ranks else []
         notes = zip(ranks, map(flight_recorder.decode, texts), strict=True)
         return flight_recorder.stuck_collectives(dict(notes))
 
     def diagnose(self) -> Diagnosis | None:
-        """Set the alarm, unless it is set, and wait for the answers; None before the start. Rank 0
-        returns last, because it may host the store."""
-        found: list[Diagnosis] = []
+        """Set the alarm, unless it is set, and return the diagnosis of the answers; None before the
+        start. Rank 0 returns last, because it may host the store."""
+        diagnoses: list[Diagnosis] = []
         if self._store is None:  # the others have not been met
             return None
         store = self._store
         asking = threading.Thread(
-            target=lambda: found.append(self._ask(store)), name="alarm", daemon=True
+            target=lambda: diagnoses.append(self._ask(store)), name="alarm", daemon=True
         )
         asking.start()
         asking.join(
             PATIENCE_SECONDS + (0.0 if self._place.rank else LEAVE_SECONDS + ANSWER_SECONDS)
         )
-        return found[0] if found else self._diagnosis or self._diagnose_lost_store()
+        return diagnoses[0] if diagnoses else self._diagnosis or self._diagnose_lost_store()
 
     def _ask(self, store: Store) -> Diagnosis:
         try:
             store.set(_answer(self._place.rank), "here")
-            # Set once: ranks that call later failed because the first one did.
+            # Only the first call sets it: ranks that call later failed because the first one did.
             store.compare_set(ALARM, "", f"{FAILED} {self._place.rank}")
-            found = self._hear_answers(store)
+            diagnosis = self._hear_answers(store)
             if self._place.rank == 0:
-                self._linger(store, found.silent)
-            return found
+                self._linger(store, diagnosis.silent)
+            return diagnosis
         except RuntimeError:
             return self._diagnosis or self._diagnose_lost_store()
 
     def _linger(self, store: Store, silent: Sequence[int]) -> None:
-        """Stay until the other ranks have read the answers. Rank 0 may host the store, and to those
-        who still ask its leaving would look like its death."""
+        """Stay until the other ranks have read the answers. Rank 0 may host the store, and ranks
+        that still ask would take its end for its death."""
         deadline = time.monotonic() + ANSWER_SECONDS + LEAVE_SECONDS
         try:
             for rank in set(range(1, self._place.world_size)) - set(silent):
@@ -442,7 +440,7 @@ class Watch:
             return
 
     def _diagnose_lost_store(self) -> Diagnosis:
-        """The store is gone, so no other rank can be asked."""
+        """Return the diagnosis where the store is gone, so that no other rank can be asked."""
         here = grouped({self._place.rank: hang_report(self.recorder)}, "is", "are")[0]
         return Diagnosis(
             "rank 0 does not answer",
@@ -453,37 +451,37 @@ class Watch:
 
 
 def read_within(seconds: float, then_end: float) -> list[GroupNotes]:
-    """Return what the flight recorder has; nothing if reading it takes more than ``seconds``, or
+    """Return the notes of the flight recorder; none if reading takes more than ``seconds``, or
     fails. Reading asks the device which collectives are done, and a device that stands still may
-    not answer. Where torch keeps the interpreter meanwhile, no thread of Python can go on, and this
+    not answer. If torch holds the interpreter meanwhile, no thread of Python can go on, and this
     process is ended after ``then_end`` seconds."""
-    found: list[GroupNotes] = []
+    notes: list[GroupNotes] = []
 
     def work() -> None:
         try:
-            found.extend(flight_recorder.read())
+            notes.extend(flight_recorder.read())
         except Exception:
             return  # the hang is reported without it
 
-    # The timer is a thread of faulthandler's that needs no interpreter.
+    # The timer is a thread of faulthandler, which needs no interpreter.
     faulthandler.dump_traceback_later(then_end, exit=True, file=STDERR)
     reading = threading.Thread(target=work, name="flight recorder", daemon=True)
     reading.start()
     reading.join(seconds)
     faulthandler.cancel_dump_traceback_later()
-    return list(found)
+    return list(notes)
 
 
 def _appears(store: Store, keys: Sequence[str], deadline: float) -> None:
     """Wait until one of the keys is set or the deadline comes. Raises RuntimeError if the store is
     gone."""
-    # Not with the store's own wait: it knows no "one of", and gives no sign while it waits.
+    # The store's own wait cannot wait for one of several keys, and gives no sign meanwhile.
     while not any(store.check([key]) for key in keys) and time.monotonic() < deadline:
         time.sleep(ASK_SECONDS)
 
 
 def _is_of_stuck(store: Store) -> bool:
-    """Whether the alarm, which is set, says that a rank is stuck, and not that one has failed."""
+    """Whether the alarm, which is set, means a rank that is stuck, and not one that failed."""
     return bool(store.get(ALARM).decode().startswith(STUCK))
 
 

@@ -1,2 +1,2 @@
-"""What a run reports: FLOPs and MFU, the averages of a log interval, log lines, TensorBoard and
+"""Reports of a run: FLOPs and MFU, the averages of a log interval, log lines, TensorBoard and
 Weights & Biases."""

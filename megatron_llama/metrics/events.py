@@ -1,8 +1,8 @@
-"""``events.jsonl``: what has happened to a run, beside its curve.
+"""``events.jsonl``: the events of a run, beside its curve.
 
-``log.jsonl`` is one consistent curve: what was done twice is there once. This file is the other
+``log.jsonl`` is one consistent curve, in which repeated steps stand once. This file is the other
 half of the truth, for ``report``: every start with its configuration, every return to a checkpoint,
-every save, and how each process came to its end. Lines are appended and never taken back.
+every save, and the end of each process. Lines are appended and never taken back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_llama.errors import CheckpointError
 
 FILE_NAME = "events.jsonl"
 START = "start"
-"""A process began to train. The line has all that ``train/setup/facts.py`` gathers."""
+"""A process began to train. The line has the facts of ``train/setup/facts.py``."""
 REWIND = "rewind"
 """The run went back to ``iteration``, when its log had come to ``reached``."""
 SAVED = "saved"
@@ -28,29 +28,29 @@ NOT_FINITE = "not finite"
 """The save of ``path`` has found values that are infinite or NaN: ``words`` has the tensors,
 ``kept`` says whether the checkpoint is there."""
 FAULT = "fault"
-"""What the watch said, in ``words``, of ranks that hang or are gone; or what a tracker has not
+"""The watch's ``words`` about ranks that hang or are gone, or about lines that a tracker has not
 taken."""
 END = "end"
-"""The process came to its end: for a ``reason`` at ``iteration``, or with an ``error``. Where it is
-missing the process was killed."""
+"""The process ended: for a ``reason`` at ``iteration``, or with an ``error``. If the line is
+missing, the process was killed."""
 
 
 def tracked_runs(folder: Path) -> dict[str, str]:
-    """Return the runs that trackers keep of the run of a folder, by tracker: those of its last
-    fresh start, and of what went on from there. What cannot be read is left out."""
-    found: dict[str, str] = {}
+    """Return the trackers' runs of the run in a folder, by tracker: those of its last fresh start
+    and of later resumes. Unreadable lines are left out."""
+    runs: dict[str, str] = {}
     try:
         file = (folder / FILE_NAME).open("rb")
     except OSError:
-        return found
+        return runs
     with file:
         for entry in _starts(file):
             if not entry.get("iteration"):
-                found = {}
+                runs = {}
             named = entry.get("trackers")
             items = named.items() if isinstance(named, dict) else ()
-            found |= {name: run for name, run in items if isinstance(run, str)}
-    return found
+            runs |= {name: run for name, run in items if isinstance(run, str)}
+    return runs
 
 
 def _starts(file: IO[bytes]) -> Iterator[dict[str, Any]]:
@@ -85,6 +85,6 @@ class EventFile:
             ) from error
 
     def tell(self, what: str, **details: Any) -> None:
-        """As ``append``, where something has gone wrong already: what cannot be written is lost."""
+        """As ``append``, for lines about a failure: a line that cannot be written is lost."""
         with suppress(CheckpointError):
             self.append(what, **details)

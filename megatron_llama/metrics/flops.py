@@ -2,8 +2,8 @@
 
 Two conventions are in use and differ by 10 to 20 %. torchtitan (and the PaLM paper, appendix B)
 counts the whole square of attention scores; Megatron-LM counts the half below the diagonal. MFU
-follows the first one here. Both count matrix products only, forward once and backward twice, and
-neither recomputation nor the embedding lookup.
+follows the first one here. Both count only matrix products, forward once and backward twice,
+without recomputation and the embedding lookup.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def flops_per_token(
     """Forward and backward FLOPs of one token in a sequence of ``seq_length``.
 
     ``model`` has every derived field filled in, and a ``vocab_size`` without padding. ``causal``
-    counts only the scores that the mask leaves (Megatron) instead of all (torchtitan); a layer with
-    a window has that many keys for each query, and the first ones fewer if ``causal``.
+    counts only the scores that the mask leaves (Megatron) instead of all (torchtitan). A layer with
+    a window has that many keys for each query; if ``causal``, the first queries have fewer.
     """
     hidden = model.hidden_size
     layers = model.num_hidden_layers
@@ -40,13 +40,14 @@ def flops_per_token(
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
     windows = [min(window or seq_length, seq_length) for window in layer_windows(model)]
     if causal:
-        # Of a sequence, in halves of pairs of a query and a key: the band below the diagonal.
+        # Halves of (query, key) pairs of a sequence: the band below the diagonal.
         halves = sum(2 * seq_length * window - window**2 for window in windows)
         scores = 6 * queries * halves // seq_length
     else:
         scores = 12 * queries * sum(windows)
     if lora.lora_rank:
-        # Frozen weights have no gradient, which is one of three products; the additions have all.
+        # Frozen weights have no gradient, which is one of three products. The additions have all
+        # three.
         additions = sum(math.prod(shape) for shape in adapter_shapes(model, lora).values())
         # The score of a reward model is trained beside them.
         head_passes = 6 if model.num_labels else 4
@@ -81,8 +82,8 @@ twice this."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak in FLOP/s of a device by its name (``NVIDIA H100 80GB HBM3``). None: unknown,
-    so no MFU."""
+    """Return the dense bf16 peak in FLOP/s of a device by its name (``NVIDIA H100 80GB HBM3``).
+    None: unknown, so there is no MFU."""
     words = re.split(r"[^A-Z0-9]+", device_name.upper())
     known = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
     return PEAK_FLOPS[max(known, key=len)] if known else None

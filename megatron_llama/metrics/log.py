@@ -20,14 +20,15 @@ from megatron_llama.metrics.window import Spread
 
 FILE_NAME = "log.jsonl"
 TAIL_BYTES = 1 << 16
-"""The end of a file in which its last whole line is."""
+"""Bytes at the end of a file that hold its last whole line."""
 NOTHING = -1
-"""The last iteration that ``truncate`` keeps where it is to keep none."""
+"""The iteration for which ``truncate`` keeps no line."""
 
 
 @dataclass(frozen=True)
 class LossNames:
-    """How a log calls the loss of its run, and what a validation loss is the mean over."""
+    """The name of a run's loss in its log, and the unit over which a validation loss is the
+    mean."""
 
     loss: str
     """In lines; in ``log.jsonl`` with underscores."""
@@ -73,13 +74,13 @@ class StepRecord:
     """Since the last line."""
     nan_iterations: int = 0
     compute: Spread | None = None
-    """How long the ranks compute in a step; with --log-straggler."""
+    """Time for which the ranks compute in a step; with --log-straggler."""
     numbers: Mapping[str, float | None] = field(default_factory=dict)
-    """What the objective of the run counts beside its loss, by name; None as for ``lm_loss``."""
+    """Numbers of the run's objective beside its loss, by name; None as for ``lm_loss``."""
     names: LossNames = LANGUAGE_MODEL
     data_parallel_bytes: float | None = None
-    """Per iteration, what this rank has issued over the data-parallel axes; of a collective the
-    bytes of the whole bucket, as plans count them. Evaluations do not count."""
+    """Per iteration, bytes that this rank has issued over the data-parallel axes. A collective
+    counts as the bytes of its whole bucket, as in plans. Evaluations do not count."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ SHOWN = ("rewards/margins", "rewards/accuracies", "kl", "nll_loss")
 
 
 def compact_line(record: StepRecord, now: datetime) -> str:
-    """A line of at most 260 columns: the fields of Megatron's line that people and scripts look
-    for, under its names, and the speed. The others are in ``log.jsonl``."""
+    """Return a line of at most 260 columns: the fields of Megatron's line that people and scripts
+    look for, under its names, and the speed. The other fields are in ``log.jsonl``."""
     r = record
     fields = [
         f" iteration {r.iteration:{len(str(r.train_iters))}d}/{r.train_iters}",
@@ -150,11 +151,10 @@ def compact_line(record: StepRecord, now: datetime) -> str:
 
 
 def megatron_line(record: StepRecord, now: datetime) -> str:
-    """The line of Megatron's ``training_log``, which log readers parse, with our own fields at the
-    end. As there, the loss is the mean over the interval, and steps that were skipped count
-    nothing."""
+    """Return the line of Megatron's ``training_log``, which log readers parse, with our own fields
+    at the end. As there, the loss is the mean over the interval without skipped steps."""
     r = record
-    # Megatron writes one digit behind the point, of which nothing is left on a CPU.
+    # Megatron writes one digit behind the point, which is 0 on a CPU.
     digits = 1 if r.tflops_per_gpu >= 1 else 4
     megatron = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {r.iteration:8d}/{r.train_iters:8d}",
@@ -186,7 +186,7 @@ def _or_na(number: float | None, format: str) -> str:
 
 
 def _compute_field(record: StepRecord) -> list[str]:
-    """What --log-straggler adds to a line."""
+    """Return the field that --log-straggler adds to a line."""
     c = record.compute
     if c is None:
         return []
@@ -199,11 +199,11 @@ def _compute_field(record: StepRecord) -> list[str]:
 LINES: Mapping[str, Callable[[StepRecord, datetime], str]] = MappingProxyType(
     {"compact": compact_line, "megatron": megatron_line}
 )
-"""The lines of --log-format."""
+"""The makers of the lines of --log-format."""
 
 
 def format_validation(record: ValidationRecord) -> str:
-    """The line of an evaluation; perplexity is capped at e^20 as in Megatron."""
+    """Return the line of an evaluation; perplexity is capped at e^20 as in Megatron."""
     r = record
     fields = [
         f" validation loss at iteration {r.iteration}",
@@ -224,16 +224,16 @@ def format_duration(seconds: float) -> str:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Return what is known of an interval, under the names of ``log.jsonl``."""
+    """Return the known numbers of an interval, under the names of ``log.jsonl``."""
     usual = LANGUAGE_MODEL.loss.replace(" ", "_")
     ours = record.names.loss.replace(" ", "_")
-    found = {name.replace(usual, ours): value for name, value in asdict(record).items()}
-    found |= record.numbers
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    values = {name.replace(usual, ours): value for name, value in asdict(record).items()}
+    values |= record.numbers
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def validation_scalars(record: ValidationRecord) -> dict[str, float]:
-    """Return what an evaluation has found, under the names of ``log.jsonl``."""
+    """Return the numbers of an evaluation, under the names of ``log.jsonl``."""
     numbers = {f"validation_{name}": value for name, value in record.numbers.items()}
     return {"iteration": record.iteration, "validation_loss": record.loss, **numbers}
 
@@ -250,7 +250,7 @@ class MetricLogger(Protocol):
         ...
 
     def rewind(self, iteration: int) -> None:
-        """The run has returned to ``iteration`` and repeats what follows."""
+        """Go back: the run has returned to ``iteration`` and repeats later steps."""
         ...
 
     def close(self) -> None:
@@ -259,16 +259,16 @@ class MetricLogger(Protocol):
 
 
 class FedLogger(MetricLogger, Protocol):
-    """A MetricLogger that may fail without the run: it says so."""
+    """A MetricLogger that may fail while the run goes on, and reports its problems."""
 
     @property
     def name(self) -> str:
-        """The service, and what it was asked for there: its project or experiment."""
+        """The service, and its project or experiment."""
         ...
 
     @property
     def run(self) -> str | None:
-        """What finds its run again; None where there is nothing to find."""
+        """The key that finds its run again; None where there is no run to find."""
         ...
 
     def problems(self) -> Iterator[str]:
@@ -277,12 +277,10 @@ class FedLogger(MetricLogger, Protocol):
 
 
 class MetricLog:
-    """Prints log lines and appends them to ``log.jsonl``. On ranks that do not print it does
-    neither.
+    """Prints log lines and appends them to ``log.jsonl``, only on the rank that prints.
 
     The file is always one consistent curve. Opening it for a run that continues after
-    ``start_iteration`` drops what an interrupted run has written beyond that, and a last line that
-    was cut off.
+    ``start_iteration`` drops later lines of an interrupted run, and a last line that was cut off.
     """
 
     def __init__(
@@ -305,24 +303,24 @@ class MetricLog:
         self._prints = prints
         self._trackers: tuple[FedLogger, ...] = tuple(trackers)
         self._loggers: tuple[MetricLogger, ...] = (*loggers, *trackers)
-        self.tracked = {one.name: one.run for one in trackers if one.run is not None}
-        """The runs that trackers keep of this one: a run that is resumed goes on with them."""
+        self.tracked = {logger.name: logger.run for logger in trackers if logger.run is not None}
+        """The trackers' runs of this run: a resumed run goes on with them."""
         self._line = line
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
         self._abandoned = False
         self._events = EventFile(folder) if prints and folder is not None else None
         self.reached = 0
-        """The last iteration of which the file had a line when it was opened: what an interrupted
-        run has done."""
+        """The last iteration in the file when it was opened, which an interrupted run has
+        reached."""
         self.evaluated: dict[int, float] = {}
-        """By iteration, the loss of each evaluation of the run, those before a resume included. It
-        is filled on the rank that prints."""
+        """The loss of each evaluation of the run by iteration, also before a resume. Filled only on
+        the rank that prints."""
         self._bar: Any = None
         if not prints:
             return
         if folder is not None:
-            # A fresh start begins a new curve: what the file says of iteration 0 is another run's.
+            # A fresh start begins a new curve: a line of iteration 0 in the file is another run's.
             self._open(Path(folder) / FILE_NAME, start_iteration or NOTHING)
         if progress_bar and self._out.isatty():
             from tqdm import tqdm
@@ -362,7 +360,7 @@ class MetricLog:
         self._trackers = ()
 
     def _tell_problems(self) -> None:
-        """Say what trackers have not taken, here and in ``events.jsonl``."""
+        """Report what trackers have not taken, here and in ``events.jsonl``."""
         for tracker in self._trackers:
             for words in tracker.problems():
                 self.say(f" warning: {words}")
@@ -380,15 +378,16 @@ class MetricLog:
         self._file = path.open("a", encoding="utf-8")
 
     def abandon(self, words: str) -> None:
-        """Write nothing more into the folder, which has become another run's, but why this process
-        ends, in ``words`` unless they are empty. Any thread may call it."""
+        """Write nothing more into the folder, which has become another run's, except ``words`` on
+        why this process ends, unless they are empty. Any thread may call it."""
         self._abandoned = True
         if words:
             self.tell(END, error=words)
         self._events = None
 
     def rewind(self, iteration: int) -> None:
-        """The run has returned to ``iteration``: later lines leave the file, not the terminal."""
+        """Go back to ``iteration``, as the run did: later lines leave the file, not the
+        terminal."""
         if self._file is not None and not self._abandoned:
             self._file.close()
             self._open(Path(self._file.name), iteration)
@@ -400,14 +399,15 @@ class MetricLog:
             self._bar.refresh()
 
     def event(self, what: str, **details: Any) -> None:
-        """Append what has happened to the run to ``events.jsonl``, of which nothing is ever taken
-        back. Raises CheckpointError."""
+        """Append an event of the run to ``events.jsonl``, which never loses a line. Raises
+        CheckpointError."""
         events = self._events
         if events is not None:
             events.append(what, **details)
 
     def tell(self, what: str, **details: Any) -> None:
-        """As ``event``, from any thread and whatever happens: what cannot be written is lost."""
+        """As ``event``, from any thread and without an error: a line that cannot be written is
+        lost."""
         events = self._events
         if events is not None:
             events.tell(what, **details)
@@ -445,7 +445,7 @@ class MetricLog:
         """Log one evaluation.
 
         A resumed run that repeats the evaluation of its first iteration prints it again, but the
-        file keeps one. One that is not ``in_curve`` is only printed: a run that nobody interrupted
+        file keeps one. An evaluation that is not ``in_curve`` is only printed: an uninterrupted run
         would not have made it.
         """
         if not self._prints:
@@ -499,11 +499,11 @@ def last_iteration(path: Path) -> int:
         lines = file.read().splitlines()
     for line in reversed(lines):
         try:
-            found = parse_json(line)["iteration"]
+            iteration = parse_json(line)["iteration"]
         except (ValueError, TypeError, KeyError):
             continue
-        if isinstance(found, int):
-            return found
+        if isinstance(iteration, int):
+            return iteration
     return 0
 
 

@@ -20,7 +20,8 @@ def require_mlflow(config: LogConfig) -> None:
 
 
 class MLflow:
-    """A MetricLogger. What a rewound run repeats is logged at the same step once more."""
+    """A MetricLogger. Iterations that a rewound run repeats are logged at the same steps once
+    more."""
 
     def __init__(self, config: Config, run: str | None = None) -> None:
         """``run``: the id of the run to go on with, if it is still there. Raises ConfigError if the
@@ -42,12 +43,12 @@ class MLflow:
         from mlflow.exceptions import MlflowException
 
         try:
-            found = self._client.get_run(run)
+            existing = self._client.get_run(run)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return False
-        if found.info.lifecycle_stage != "active":
+        if existing.info.lifecycle_stage != "active":
             return False
         # Its parameters stay those of its first start: the service lets none change.
         self._client.update_run(run, status="RUNNING")
@@ -58,10 +59,10 @@ class MLflow:
         from mlflow.entities import Param
 
         name = config.log.mlflow_experiment
-        values = {f"{a}.{b}": str(v) for a, part in asdict(config).items() for b, v in part.items()}
+        values = {f"{a}.{b}": str(v) for a, opts in asdict(config).items() for b, v in opts.items()}
         params = [Param(option, value) for option, value in values.items()]
-        found = self._client.get_experiment_by_name(name)
-        number = found.experiment_id if found else self._client.create_experiment(name)
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run = str(self._client.create_run(number, run_name=config.log.job_name).info.run_id)
         for first in range(0, len(params), 100):  # the service takes so many at a time
             self._client.log_batch(run, params=params[first : first + 100])

@@ -22,7 +22,7 @@ from megatron_llama.metrics.log import StepRecord, ValidationRecord
 
 PREFIX = "megatron_llama_"
 LOCAL = "127.0.0.1"
-"""The address without another one: nobody else sees the numbers unless the user says so."""
+"""The default address: only this machine sees the numbers unless the user says otherwise."""
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 REQUEST_SECONDS = 5.0
 """How long one client may take to ask, while others wait."""
@@ -50,31 +50,31 @@ class OpenMetrics:
         return int(self._server.server_address[1])
 
     def step(self, record: StepRecord) -> None:
-        found = list(_step_families(record))
+        families = list(_step_families(record))
         with self._lock:
-            self._step = found
+            self._step = families
             self._skipped += record.skipped_iterations
 
     def validation(self, record: ValidationRecord) -> None:
         numbers = record.numbers.items()
-        found: list[Family] = [
+        families: list[Family] = [
             ("validation_iteration", "Optimizer steps before the evaluation", record.iteration),
             ("validation_loss", f"Mean over {record.names.unit}", record.loss),
             *((f"validation_{name}", f"Validation {name}", value) for name, value in numbers),
         ]
         with self._lock:
-            self._validation = found
+            self._validation = families
 
     def rewind(self, iteration: int) -> None:
         with self._lock:
             self._rollbacks += 1
-            # What the run has taken back is no longer its newest number.
+            # The run has taken the last interval back.
             self._step = []
             self._validation = []
 
     def close(self) -> None:
-        # It waits for the reader that is being answered: who asks letter by letter may not hold up
-        # the end of the run.
+        # The shutdown waits for the reader that is being answered. A very slow reader may not hold
+        # up the end of the run.
         start_thread(self._server.shutdown, name="OpenMetrics ends").join(2 * REQUEST_SECONDS)
         self._server.server_close()
 
@@ -110,7 +110,7 @@ def require_port(config: LogConfig) -> None:
 
 
 def _step_families(record: StepRecord) -> Iterator[Family]:
-    """What the newest log line says. A number that was not finite is NaN, one that is not known
+    """Yield the numbers of the newest log line. A number that was not finite is NaN, an unknown one
     None."""
     r = record
     nan = float("nan")
@@ -146,7 +146,7 @@ def _number(value: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A label's value or a help text, as the format wants it."""
+    """Return a label's value or a help text, escaped for the format."""
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
@@ -157,15 +157,15 @@ def _listen(config: LogConfig, text: Callable[[], str]) -> TCPServer:
     host = host.removeprefix("[").removesuffix("]") or LOCAL
 
     class Handler(BaseHTTPRequestHandler):
-        """Answers one request."""
+        """The answer to one request."""
 
         timeout = REQUEST_SECONDS
 
         def do_GET(self) -> None:
-            found = self.path.partition("?")[0] in ("/", "/metrics")
-            body = text().encode() if found else b"see /metrics\n"
-            self.send_response(200 if found else 404)
-            self.send_header("Content-Type", CONTENT_TYPE if found else "text/plain")
+            known = self.path.partition("?")[0] in ("/", "/metrics")
+            body = text().encode() if known else b"see /metrics\n"
+            self.send_response(200 if known else 404)
+            self.send_header("Content-Type", CONTENT_TYPE if known else "text/plain")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -174,7 +174,7 @@ def _listen(config: LogConfig, text: Callable[[], str]) -> TCPServer:
             pass  # a run's log is no log of its readers
 
     class Server(TCPServer):
-        """Takes a port again whose last owner has just closed it."""
+        """A server that can take a port whose last owner has just closed it."""
 
         allow_reuse_address = True
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -30,7 +30,7 @@ class TensorBoard:
     ones."""
 
     def __init__(self, config: LogConfig, iteration: int) -> None:
-        """The run continues after ``iteration``."""
+        """``iteration``: the run continues after it."""
         assert config.tensorboard_dir is not None
         self._config = config
         self._folder = Path(config.tensorboard_dir, config.job_name or "")

@@ -1,7 +1,7 @@
 """The services that get the numbers of a run: TensorBoard, Weights & Biases, MLflow and Trackio.
 
-``log.jsonl`` has every number; these have copies. So none of them holds up a step or ends a run
-that has begun: each is fed by a thread of its own, and what it does not take is said.
+``log.jsonl`` has every number; these have copies. So no service holds up a step or ends a run that
+has begun: each is fed by its own thread, and lost lines are reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrackedRun(MetricLogger, Protocol):
 
     @property
     def run(self) -> str:
-        """What finds this run again, when the training is resumed."""
+        """The key that finds this run again, when the training is resumed."""
         ...
 
 
@@ -39,8 +39,8 @@ SERVICES: Registry[Callable[[Config, str | None], TrackedRun]] = Registry(
         "Trackio": "metrics.trackio:Trackio",
     }
 )
-"""Services by name. They take the configuration, and the run that they are to go on with, if there
-is one; they raise ConfigError where they cannot be reached."""
+"""Services by name. They take the configuration, and the run to go on with, if there is one. They
+raise ConfigError where they cannot be reached."""
 
 
 REQUIRED: Registry[Callable[[LogConfig], None]] = Registry(
@@ -51,22 +51,22 @@ REQUIRED: Registry[Callable[[LogConfig], None]] = Registry(
         "trackio_project": "metrics.trackio:require_trackio",
     }
 )
-"""What looks for the package that a tracker needs, by the option that asks for the tracker."""
+"""The checks for the packages of trackers, by the option that asks for the tracker."""
 
 
-def require_trackers(config: LogConfig) -> None:
-    """Raise ConfigError for a tracker that is asked for and whose package is not installed."""
-    for option in REQUIRED:
-        if getattr(config, option) is not None:
-            REQUIRED[option](config)
+def require_tracker(option: str, config: LogConfig) -> None:
+    """Raise ConfigError if ``option`` asks for its tracker and the package is not installed."""
+    # Looked up only if it is asked for: the look-up imports the tracker.
+    if getattr(config, option) is not None:
+        REQUIRED[option](config)
 
 
 class Tracker:
-    """A MetricLogger that passes all calls on to another one, in a thread. Nothing it is given is
-    waited for, except at its end."""
+    """A MetricLogger that passes all calls on to another one, in a thread. It waits for that thread
+    only at its end."""
 
     def __init__(self, name: str, receiver: MetricLogger, *, run: str | None = None) -> None:
-        """``name`` is that of the service and of what it was asked for there. ``run`` is that of a
+        """``name``: the service and its project or experiment. ``run``: that of a
         ``TrackedRun``."""
         self.name = name
         self.run = run
@@ -117,7 +117,7 @@ class Tracker:
             try:
                 call()
             except Exception as error:
-                # Whatever a client, its server or its disk has raised: the training goes on.
+                # The training goes on, whatever a client, its server or its disk has raised.
                 self._lost += what == LINE
                 if not failed:
                     self._lines.put(
@@ -130,17 +130,16 @@ class Tracker:
 def open_trackers(
     config: Config, iteration: int, known: Mapping[str, str]
 ) -> tuple[list[Tracker], list[str]]:
-    """Return the trackers that a run wants, which continues after ``iteration``, and lines that say
-    what has become of them. ``known`` are its runs before, by name of their tracker: it goes on
-    with these.
+    """Return the trackers of a run that continues after ``iteration``, and lines about their state.
+    ``known``: its earlier runs by the names of their trackers, which go on with them.
 
-    Raises ConfigError where a new run cannot have one: somebody is there to mend it. One that is
-    resumed, perhaps at night, goes on without."""
+    Raises ConfigError where a new run cannot have one, since a user can mend it then. A resumed
+    run, perhaps at night, goes on without."""
     log = config.log
     trackers = list[Tracker]()
     lines = list[str]()
     if log.tensorboard_dir is not None:
-        # As of services, a run loads those that it writes to.
+        # A run loads only the services that it writes to.
         from megatron_llama.metrics.tensorboard import TensorBoard
 
         board = TensorBoard(log, iteration)

@@ -20,8 +20,8 @@ def require_trackio(config: LogConfig) -> None:
 
 
 class Trackio:
-    """A MetricLogger. Every value is logged with its iteration as the step: what a rewound run
-    repeats stands at the same step, later."""
+    """A MetricLogger. Every value is logged with its iteration as the step: iterations that a
+    rewound run repeats stand at the same step, later."""
 
     def __init__(self, config: Config, run: str | None = None) -> None:
         """``run``: the run to go on with, if it is still there. Raises ConfigError if the project
@@ -29,7 +29,7 @@ class Trackio:
         try:
             self._run = self._opened(config, run)
             if run is not None and run != self.run:
-                # Its name is that of another run now, or of none.
+                # Its name now belongs to another run, or to none.
                 self._run.finish()
                 self._run = self._opened(config, None)
         except Exception as error:  # whatever the client, the network or a disk has raised
@@ -53,7 +53,7 @@ class Trackio:
             resume="never" if run is None else "allow",
             config=asdict(config),
             embed=False,
-            # The log lines have what the devices do; a thread that asks them takes time.
+            # The log lines have the load of the devices; a thread that asks them takes time.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )

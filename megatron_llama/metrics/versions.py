@@ -1,4 +1,4 @@
-"""Versions of what a run is made of, for bug reports and for the page of a run."""
+"""Versions of a run's packages, for bug reports and for the page of a run."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def require_wandb(config: LogConfig) -> None:
 
 
 class WandB:
-    """A MetricLogger. Every value is logged with its iteration as the x-axis, so that what a
-    rewound run repeats is drawn at the same place."""
+    """A MetricLogger. Every value is logged with its iteration as the x-axis, so that iterations
+    that a rewound run repeats are drawn at the same place."""
 
     def __init__(self, config: Config, run: str | None = None) -> None:
         """``run``: the id of the run to go on with. Raises ConfigError if the service cannot be
@@ -29,7 +29,7 @@ class WandB:
 
         options = config.log
         name = options.wandb_exp_name or options.job_name
-        # The service does not get what the run prints (console), and prints little (quiet).
+        # The service does not get the run's output (console), and prints little (quiet).
         settings = wandb.Settings(console="off", quiet=True)
         try:
             self._run = wandb.init(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """What happened since the last log line."""
+    """The counts and times since the last log line."""
 
     steps: int
     """Optimizer steps, at least 1."""
@@ -23,7 +23,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Work:
-    """What the run computes, and on which devices."""
+    """The work of a token, and the devices that do it."""
 
     flops_per_token: int
     world_size: int
@@ -46,17 +46,17 @@ class Averages:
 
 @dataclass(frozen=True)
 class Spread:
-    """How long the ranks compute in a step, in milliseconds."""
+    """The times for which the ranks compute in a step, in milliseconds."""
 
     least: float
     median: float
     most: float
     slowest: int
-    """The rank that takes the longest."""
+    """The slowest rank."""
 
 
 def spread(milliseconds: Sequence[float]) -> Spread:
-    """The spread of the times of all ranks, given in rank order."""
+    """Return the spread of the times of all ranks, given in rank order."""
     most = max(milliseconds)
     return Spread(
         min(milliseconds), statistics.median(milliseconds), most, list(milliseconds).index(most)

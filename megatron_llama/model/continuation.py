@@ -1,4 +1,4 @@
-"""Tokens that follow others, whose keys and values are in a cache: generation, in one process."""
+"""Tokens that follow others whose keys and values are in a cache: generation, in one process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_llama.model.nn.sliding import continued_attention
 
 @dataclass(frozen=True)
 class Continuation:
-    """What is known of the tokens that were read before.
+    """The state of the tokens that were read before.
 
-    ``slots`` [s, b] and ``length`` are those of ``KVCache``. ``last``, int64 [b], is the place in
-    each sequence of the one token whose logits are wanted, and of the last one that is no padding.
-    ``shortest`` is how many tokens of the shortest sequence were read before."""
+    ``slots`` [s, b] and ``length`` are those of ``KVCache``. ``last``, int64 [b], is the place of
+    each sequence's last token before the padding, whose logits are wanted. ``shortest`` is how many
+    tokens of the shortest sequence were read before."""
 
     cache: KVCache
     slots: Tensor
@@ -43,8 +43,8 @@ class Continuation:
         rule: ScoreRule,
         backend: AttentionBackend,
     ) -> Tensor:
-        """Attend to what was read before, too, [s, b, n or n_kv, d] -> [s, b, n * d], and remember
-        the keys and values of ``layer``."""
+        """Attend also to the tokens that were read before, [s, b, n or n_kv, d] -> [s, b, n * d],
+        and remember the keys and values of ``layer``."""
         assert not isinstance(mask, Documents)
         if rule.window:
             counts = self.last + 1
@@ -53,11 +53,11 @@ class Continuation:
         key, value = self.cache.extend(layer, key, value, self.slots, self.length)
         if not rule.softcap:
             return causal_attention(query, key, value, mask, backend=backend, scale=rule.scale)
-        heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out, _ = attend(*heads, causal=mask is None, mask=mask, backend=backend, rule=rule)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def last_of(self, x: Tensor) -> Tensor:
-        """Return the last token of each sequence, [s, b, h] -> [1, b, h]: no other has a
-        successor to be drawn."""
+        """Return the last token of each sequence, [s, b, h] -> [1, b, h]: only its successor is
+        drawn."""
         return x[self.last, torch.arange(len(self.last), device=x.device)].unsqueeze(0)

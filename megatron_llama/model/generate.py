@@ -16,7 +16,7 @@ from megatron_llama.model.nn.cache import KVCache
 from megatron_llama.model.rope import longest_sequence
 
 FinishReason = Literal["stop", "length"]
-"""Why a text ended: by an end token or a stop string, or because there was no room for more."""
+"""The reason why a text ended: an end token or a stop string, or no room for more."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Reader:
 
     A token's slot in the cache is its position. Shorter sequences are padded behind their end,
     where no token of theirs attends, and the next tokens overwrite the padding. So the first piece
-    is plain causal attention without a mask; only later pieces need one."""
+    is plain causal attention without a mask; only later pieces need a mask."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -42,11 +42,11 @@ class Reader:
         self._tokens: list[list[int]] = []
         """All tokens of each sequence."""
         self._cached: list[int] = []
-        """How many of them are in the cache."""
+        """The number of them that are in the cache."""
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens of each sequence have been read."""
+        """The number of tokens of each sequence that have been read."""
         return [len(sequence) for sequence in self._tokens]
 
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -103,19 +103,19 @@ class Reader:
         if length >= cached:
             return
         if self._switches(length, cached) or 0 < self._stage.config.sliding_window <= cached:
-            # Layers with a window have forgotten tokens that are among the last ones now.
+            # Layers with a window have forgotten tokens that their windows reach now.
             self._read_again()
         else:
             self._cache.drop_last(cached - length)
             self._cached = [length]
 
     def _switches(self, shorter: int, longer: int) -> bool:
-        """Whether a sequence of one length rotates its first tokens unlike that of the other."""
+        """Whether sequences of these two lengths rotate their first tokens differently."""
         boundary = self._stage.rotaries.plain.switches_at
         return boundary is not None and shorter <= boundary < longer
 
     def _read_again(self) -> None:
-        """Begin with an empty cache: all tokens are read with the next ones."""
+        """Empty the cache: all tokens are read again with the next ones."""
         self._cache = KVCache()
         self._cached = [0] * len(self._tokens)
 
@@ -152,9 +152,9 @@ def generate_batch(
     """Continue prompts (none empty) in one batch: yield (number of the prompt, new token), and
     (number, why it ended) when a prompt is done.
 
-    Each prompt ends as in ``continue_sequence``, or without another word when the caller, who has
-    got a token of it, has put its number into ``ended``. Each has a generator of its own, so that
-    its text does not depend on what else is in the batch."""
+    Each prompt ends as in ``continue_sequence``, or without a reason once the caller has put its
+    number into ``ended`` after a token of it. Each has its own generator, so its text does not
+    depend on the rest of the batch."""
     model = stage.config
     longest = longest_sequence(model.rope_scaling, model.max_position_embeddings)
     room = [min(sampling.max_new_tokens, longest - len(prompt)) for prompt in prompts]
@@ -197,7 +197,7 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
         sorted_logits = sorted_logits[: sampling.top_k]
         order = order[: sampling.top_k]
     probabilities = sorted_logits.softmax(-1)
-    # The first token whose predecessors do not yet have top_p together is the last one kept.
+    # The last token kept is the last one whose predecessors together have less than top_p.
     keep = probabilities.cumsum(-1) - probabilities < sampling.top_p
     probabilities = probabilities.where(keep, torch.zeros_like(probabilities))
     return int(order[torch.multinomial(probabilities.cpu(), 1, generator=generator)])

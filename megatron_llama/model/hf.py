@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.fields import shown
 from megatron_llama.config.json_file import read_json_object
 from megatron_llama.config.limits import LARGEST_LAYERS
 from megatron_llama.config.schema import ModelConfig
@@ -27,14 +28,14 @@ from megatron_llama.model.windows import FULL, SLIDING
 
 
 def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> ModelConfig:
-    """The model of a HuggingFace folder, as ``model_config_from_hf`` reads it. Raises
+    """Return the model of a HuggingFace folder, as ``model_config_from_hf`` reads it. Raises
     CheckpointError when ``config.json`` is missing, damaged or of no known family."""
     path = Path(folder) / "config.json"
     return model_config_from_hf(read_config_json(path), where=str(path), ignored=ignored)
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
-    """The content of a ``config.json``. Raises CheckpointError when it is missing or damaged."""
+    """Read a ``config.json``. Raises CheckpointError when it is missing or damaged."""
     if not Path(path).is_file():
         do = "give a HuggingFace folder (config.json, *.safetensors)"
         raise CheckpointError(
@@ -46,21 +47,21 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 )
-"""Activations of the gated MLP by transformers' names -> ours."""
+"""Activations of the gated MLP: transformers' names -> ours."""
 _UNUSABLE = "{} is no model that can be used here:"
 ADAPTED = ("llama3", "yarn", "longrope")
-"""Rotary scalings that know the length of the first training."""
+"""Rotary scalings that have the length of the first training."""
 
 
 def model_config_from_hf(
     config_json: Mapping[str, Any], *, where: str, ignored: Collection[str] = ()
 ) -> ModelConfig:
-    """The model fields of a ``config.json``. ``where`` is its path, for messages.
+    """Return the model fields of a ``config.json``. ``where`` is its path, for messages.
 
-    Absent fields have the defaults of the family in transformers, sizes excepted: those must be
-    there. Of several end-of-sequence tokens the first counts. Raises CheckpointError with every
-    field that is wrong or not computed here, and with those that are not known to be harmless,
-    unless their names are ``ignored``.
+    Absent fields have the defaults of the family in transformers. Sizes have none and must be
+    there. The first of several end-of-sequence tokens counts. Raises CheckpointError with every
+    field that is wrong or not implemented, and with those that are not known to be harmless, unless
+    their names are ``ignored``.
     """
     family = FAMILIES.get(str(config_json.get("model_type", "llama")), FAMILIES["llama"])
     reader = ConfigReader(config_json, where, family.defaults)
@@ -127,10 +128,10 @@ def model_config_from_hf(
 
 
 def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """A ``config.json`` for the family's class that transformers 4 and 5 read alike.
+    """Return a ``config.json`` for the family's class that transformers 4 and 5 read alike.
 
     ``model``: every derived field filled in. ``dtype``: name of the saved weights' dtype, such as
-    ``bfloat16``. What the family cannot hold is lost; ``unheld_fields`` says what that is.
+    ``bfloat16``. Fields that the family cannot hold (``unheld_fields``) are lost.
     """
     family = FAMILIES[model.model_type]
     sizes = (
@@ -159,7 +160,7 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         **family.windows.write(model),
         "bos_token_id": model.bos_token_id,
         "eos_token_id": model.eos_token_id,
-        # Also null: for a file without the field some classes take a token of their own.
+        # Null is written too: without the field some classes use their own default token.
         "pad_token_id": model.pad_token_id,
         **_written_labels(model),
         "use_cache": True,
@@ -170,16 +171,16 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WRITTEN_ANEW = ("architectures", "model_type", "torch_dtype", "dtype", "auto_map")
-"""Fields of which a file that is written has its own value. The code that auto_map names does not
-come along."""
+"""Fields whose values a written file does not take over. The code that auto_map names is not
+copied."""
 
 
 def carried_config(
     model: ModelConfig, hf_config: Mapping[str, Any], *, dtype: str
 ) -> dict[str, Any]:
-    """A ``config.json`` for the model, as ``hf_config_from_model`` writes it, with the fields of
-    ``hf_config``, the file that it came with, as far as they say the same of the model: end tokens
-    in a list, ids and notes that are no numbers of the model, an older spelling."""
+    """Return a ``config.json`` for the model, as ``hf_config_from_model`` makes it, with those
+    fields of ``hf_config``, the model's original file, that do not contradict it: end tokens in a
+    list, ids and notes that are no numbers of the model, an older spelling."""
     written = hf_config_from_model(model, dtype=dtype)
     meant = model_config_from_hf(written, where="config.json")
     for name in TOKEN_IDS if hf_config else ():
@@ -197,8 +198,8 @@ def carried_config(
 
 
 def _written_labels(model: ModelConfig) -> dict[str, Any]:
-    """What says that a model has a score. transformers counts the names of the labels, and asks for
-    the kind of the problem only where it computes a loss."""
+    """Return the fields that say that a model has a score. transformers counts the names of the
+    labels, and reads the kind of the problem only to compute a loss."""
     if not model.num_labels:
         return {}
     names = {str(number): f"LABEL_{number}" for number in range(model.num_labels)}
@@ -210,7 +211,7 @@ def _written_labels(model: ModelConfig) -> dict[str, Any]:
 
 
 def _class_of(model: ModelConfig, family: Family) -> str:
-    """The class in transformers of a model of the family."""
+    """Return the class in transformers of a model of the family."""
     return family.classifier if model.num_labels else family.architecture
 
 
@@ -220,9 +221,23 @@ def _written_field(family: Family, name: str, value: Any) -> Any:
     return int(value) if name in family.integers else value
 
 
+LISTED: Mapping[str, int] = MappingProxyType({"num_labels": 1, "num_hidden_layers": LARGEST_LAYERS})
+"""Fields that count items that a ``config.json`` may list, and the most items of each."""
+
+
+def unlistable_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that count more items than a ``config.json`` may list, with their limits:
+    no file is written for such a model, since it would not fit into memory."""
+    return {
+        name: f"at most {most:,}" for name, most in LISTED.items() if getattr(model, name) > most
+    }
+
+
 def unheld_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that a ``config.json`` of the model's family cannot hold, with the values
-    that they would have to have. Every derived field of ``model`` is filled in."""
+    that it implies. Every derived field of ``model`` is filled in."""
+    if beyond := unlistable_fields(model):
+        return beyond
     family = FAMILIES[model.model_type]
     needed = {name: getattr(model, name) for name in family.fields if name not in family.optional}
     missing = [name for name, value in needed.items() if value is not False and value == 0]
@@ -239,8 +254,8 @@ def unheld_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _refuse_other_families(reader: ConfigReader, family: Family) -> None:
-    """Raise CheckpointError for a model_type that nobody knows. What the fields of such a model
-    mean is not known either: nothing more is said of them."""
+    """Raise CheckpointError for an unknown model_type. The meaning of such a model's fields is
+    unknown too, so it reports nothing more about them."""
     kind = reader.value("model_type", family.model_type)
     if kind == family.model_type:
         return
@@ -265,7 +280,8 @@ def _refuse_other_architectures(reader: ConfigReader, family: Family) -> None:
 
 
 def _labels(reader: ConfigReader, family: Family) -> int:
-    """The scores of a reward model; 0 for a language model, whatever labels its file names."""
+    """Return the scores of a reward model; 0 for a language model, whatever labels its file
+    names."""
     names = reader.content.get("architectures") or [family.architecture]
     if not isinstance(names, list) or [str(name) for name in names] != [family.classifier]:
         return 0
@@ -278,13 +294,13 @@ def _labels(reader: ConfigReader, family: Family) -> int:
         if isinstance(count, bool) or count != 1:
             name = "id2label" if labels is not None else "num_labels"
             do = "only models with one score, reward models, can be read"
-            reader.problem(name, f"{count} labels", "1 label", do)
+            reader.problem(name, f"{shown(count)} labels", "1 label", do)
     return 1
 
 
 def _padding_token(reader: ConfigReader, model: ModelConfig) -> int | None:
-    """The padding token: lookups do not train its row, and of a reward model it decides where the
-    score is read. A class's own default counts if the model has that token."""
+    """Return the padding token: lookups do not train its row, and in a reward model it decides
+    where the score is read. A class's own default counts if the model has that token."""
     token = reader.token("pad_token_id")
     if "pad_token_id" not in reader.content and token is not None and token >= model.vocab_size:
         return None
@@ -292,8 +308,8 @@ def _padding_token(reader: ConfigReader, model: ModelConfig) -> int | None:
 
 
 def padding_token(model: ModelConfig) -> int | None:
-    """The padding token with which a language model becomes a reward model: its own, unless it is
-    no token of the model, or ends texts, whose score would then be read one token too early."""
+    """Return the padding token with which a language model becomes a reward model: its own, unless
+    it is no token of the model, or ends texts, whose score would then be read one token early."""
     token = model.pad_token_id
     if token is None or token == model.eos_token_id:
         return None
@@ -310,7 +326,7 @@ def _activation(reader: ConfigReader, name: str) -> str:
 
 
 def _own_field(reader: ConfigReader, family: Family, name: str) -> Any:
-    """The value of one of a family's own fields, by the type of ModelConfig's default."""
+    """Return the value of one of a family's own fields, by the type of ModelConfig's default."""
     default = getattr(ModelConfig(), name)
     if isinstance(default, bool):
         return reader.switch(name)
@@ -321,12 +337,12 @@ def _own_field(reader: ConfigReader, family: Family, name: str) -> Any:
 
 
 def _rope_fields(reader: ConfigReader, family: Family, model: ModelConfig) -> dict[str, Any]:
-    """The rotary embedding: rope_theta, rope_scaling, and where the family has them the share of a
-    head and the base of layers with a window. A file that carries both spellings, as ours do, must
-    say the same in both."""
+    """Return the rotary embedding: rope_theta, rope_scaling, and, if the family has them, the share
+    of a head and the base of layers with a window. A file that carries both spellings, as ours do,
+    must say the same in both."""
     local = "rope_local_base_freq" in family.fields
     partial = "partial_rotary_factor" in family.fields
-    found = []
+    embeddings = []
     present = [
         name for name in ("rope_parameters", "rope_scaling") if reader.value(name, None) is not None
     ]
@@ -334,16 +350,16 @@ def _rope_fields(reader: ConfigReader, family: Family, model: ModelConfig) -> di
         raw = reader.content[name]
         if local and name == "rope_parameters":
             raw = _of_full_layers(reader, raw)
-        found.append(_rope(reader, family, model, name, raw))
-    found = found or [_rope(reader, family, model, "rope_scaling", {})]
-    if any(other != found[0] for other in found):
+        embeddings.append(_rope(reader, family, model, name, raw))
+    embeddings = embeddings or [_rope(reader, family, model, "rope_scaling", {})]
+    if any(embedding != embeddings[0] for embedding in embeddings):
         reader.problem(
             " and ".join(present),
-            " against ".join(str(tuple(one.values())) for one in found),
+            " against ".join(str(tuple(embedding.values())) for embedding in embeddings),
             "the same rotary embedding",
             "remove the wrong one",
         )
-    fields = found[0]
+    fields = embeddings[0]
     if not partial:
         fields.pop("partial_rotary_factor")
     if local:
@@ -352,7 +368,7 @@ def _rope_fields(reader: ConfigReader, family: Family, model: ModelConfig) -> di
 
 
 def _of_full_layers(reader: ConfigReader, raw: Any) -> Any:
-    """What rope_parameters says of layers without a window."""
+    """Return the rope_parameters of layers without a window."""
     if not isinstance(raw, Mapping) or set(raw) != {FULL, SLIDING}:
         expected = f"a mapping with {FULL} and {SLIDING}"
         reader.problem("rope_parameters", raw, expected, COPY)
@@ -361,7 +377,7 @@ def _of_full_layers(reader: ConfigReader, raw: Any) -> Any:
 
 
 def _local_base(reader: ConfigReader) -> float:
-    """The base of layers with a window."""
+    """Return the base of layers with a window."""
     outer = reader.value("rope_local_base_freq", None)
     both = reader.content.get("rope_parameters")
     raw = both.get(SLIDING) if isinstance(both, Mapping) else None
@@ -379,16 +395,16 @@ def _local_base(reader: ConfigReader) -> float:
 def _rope(
     reader: ConfigReader, family: Family, model: ModelConfig, name: str, raw: Any
 ) -> dict[str, Any]:
-    """rope_theta, rope_scaling and partial_rotary_factor by the field ``name`` and by those that
-    stand outside of it."""
+    """Return rope_theta, rope_scaling and partial_rotary_factor from the field ``name`` and from
+    those outside of it."""
     fields = dict(raw) if isinstance(raw, Mapping) else raw
-    outer = {one: reader.content.get(one) for one in ("rope_theta", "partial_rotary_factor")}
-    # A class that has this field has a default for it, too.
+    outer = {key: reader.content.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    # A class that has this field also has a default for it.
     outer[ORIGINAL] = reader.content.get(ORIGINAL, family.defaults.get(ORIGINAL))
     inner: dict[str, Any] = {}
     reader.seen.update(("rope_theta", "partial_rotary_factor"))
     if isinstance(fields, dict):
-        inner = {one: fields.pop(one, None) for one in ("rope_theta", "partial_rotary_factor")}
+        inner = {key: fields.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
         older = fields.pop("type", "default")
         kind = fields.get("rope_type", older)
         if isinstance(kind, str):
@@ -408,24 +424,24 @@ def _rope(
     if ORIGINAL in family.defaults:
         reader.seen.add(ORIGINAL)
     values = {}
-    for one, default in (
+    for key, default in (
         ("rope_theta", family.defaults.get("rope_theta", 10000.0)),
         ("partial_rotary_factor", 1.0),
         (ORIGINAL, None),
     ):
-        given = [value for value in (inner.get(one), outer[one]) if value is not None]
+        given = [value for value in (inner.get(key), outer[key]) if value is not None]
         if len(given) == 2 and given[0] != given[1]:
-            expected = f"{one} {outer[one]}"
-            reader.problem(f"{name}.{one}", inner[one], expected, "remove the wrong one")
-        values[one] = given[0] if given else default
-    part = reader.positive(f"{name}.partial_rotary_factor", values["partial_rotary_factor"])
-    if part != 1.0 and "partial_rotary_factor" not in family.fields:
+            expected = f"{key} {outer[key]}"
+            reader.problem(f"{name}.{key}", inner[key], expected, "remove the wrong key")
+        values[key] = given[0] if given else default
+    share = reader.positive(f"{name}.partial_rotary_factor", values["partial_rotary_factor"])
+    if share != 1.0 and "partial_rotary_factor" not in family.fields:
         do = f"{family.architecture} rotates whole heads"
-        reader.problem("partial_rotary_factor", part, "1.0", do)
-    rotated = int(model.head_dim * part)
+        reader.problem("partial_rotary_factor", share, "1.0", do)
+    rotated = int(model.head_dim * share)
     fits = rotated % 2 == 0 and 0 < rotated <= model.head_dim
     if not fits and model.head_dim > 0 and model.head_dim % 2 == 0:
-        got = f"{part}, {rotated} dims"
+        got = f"{share}, {rotated} dims"
         expected = f"an even number of dims up to head_dim {model.head_dim}"
         reader.problem("partial_rotary_factor", got, expected, "such models are not supported")
     frequencies = rotated // 2
@@ -434,19 +450,19 @@ def _rope(
     return {
         "rope_theta": reader.positive(f"{name}.rope_theta", values["rope_theta"]),
         "rope_scaling": None if problems else normal_rope(fields),
-        "partial_rotary_factor": part,
+        "partial_rotary_factor": share,
     }
 
 
 def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The rotary embedding in both spellings."""
+    """Return the rotary embedding in both spellings."""
     scaling = normal_rope(model.rope_scaling)
     whole = {"rope_type": "default", **(scaling or {}), "rope_theta": model.rope_theta}
     written: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "partial_rotary_factor" in family.fields:
         whole["partial_rotary_factor"] = model.partial_rotary_factor
     if scaling is not None and scaling["rope_type"] == "longrope":
-        # transformers 4 has this length outside, and Phi-3 takes no further fields within.
+        # transformers 4 has this length outside, and Phi-3 accepts no further fields within.
         written[ORIGINAL] = scaling[ORIGINAL]
         outside = (ORIGINAL, "rope_type") if ORIGINAL in family.defaults else ()
         within = {name: value for name, value in scaling.items() if name not in outside}

@@ -1,8 +1,8 @@
-"""Which fields of a HuggingFace ``config.json`` may be left unread.
+"""The fields of a HuggingFace ``config.json`` that may be left unread.
 
-A field that changes what the model computes, and that nobody reads, gives other text than the
-model's own program, and no error. So every field of the file is in one of the groups below, or the
-file is refused. To accept a field, enter it in the group whose reason holds for it.
+An unread field that changes what the model computes gives other text than the model's own program,
+and no error. So every field of the file is in one of the groups below, or the file is refused. To
+accept a field, enter it in the group whose reason holds for it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ GENERATION_FIELDS = _names(
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
     "begin_suppress_tokens"
 )
-"""How generate() draws tokens: this program's commands have options for it. Files of today have
-these fields in ``generation_config.json``."""
+"""Fields of generate(), for which this program's commands have options. Today's files have them in
+``generation_config.json``."""
 HARMLESS = _names(
-    # Who wrote the file, with which program, and where its code and weights lie. The code of
+    # The author of the file, the program, and the place of its code and weights. The code of
     # auto_map runs only where the user trusts it; the family's class runs without it.
     "_name_or_path _commit_hash _from_model_config transformers_version auto_map "
     "transformers.js_config unsloth_version unsloth_fixed is_llama_config",
-    # In which precision, and by which kernel, the same is computed. pretraining_tp cuts matrix
-    # products into summands, chunk_size_feed_forward computes some rows at a time.
+    # The precision and the kernels of the same computation. pretraining_tp cuts matrix products
+    # into summands, chunk_size_feed_forward computes some rows at a time.
     "torch_dtype dtype use_bfloat16 torchscript tf_legacy_loss gradient_checkpointing "
     "pretraining_tp chunk_size_feed_forward attn_implementation _attn_implementation "
     "_attn_implementation_internal _attn_implementation_autoset _flash_attn_2_enabled "
     "use_flash_attention use_flash_attn use_flash_attention_2",
-    # What a call returns or keeps beside the logits.
+    # Results that a call returns or keeps beside the logits.
     "use_cache return_dict use_return_dict output_hidden_states output_attentions "
     "tie_last_hidden_states keys_to_ignore_at_inference",
     # Heads of other tasks, and an encoder, which causal language models do not have.
@@ -50,7 +50,7 @@ HARMLESS = _names(
     # Ids and files of the tokenizer, and lengths that are meant for it.
     "unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id tokenizer_class "
     "prefix model_max_length max_sequence_length max_seq_len seq_length",
-    # From which layer on a window counts; whether there is one is said elsewhere.
+    # The layer from which on a window counts; other fields say whether there is one.
     "max_window_layers",
     *GENERATION_FIELDS,
 )
@@ -66,12 +66,12 @@ FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "pruned_heads": ({},),
     }
 )
-"""Fields with the values that they have in a model that can be read here, unless its family has
-them; null is always one. They cannot be ignored."""
+"""Fields with the values that a readable model has, unless its family reads them; null is always
+allowed. They cannot be ignored."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        # transformers drops attention weights while it trains. Training here has no dropout, so a
-        # file that asks for one is not trained as it says.
+        # transformers drops attention weights while it trains. Training here has no dropout, so it
+        # would not follow a file that asks for one.
         **dict.fromkeys(
             _names(
                 "attention_dropout hidden_dropout hidden_dropout_prob attention_dropout_prob "
@@ -115,9 +115,9 @@ def field_problems(
     neutral: Mapping[str, tuple[Any, ...]],
     architecture: str,
 ) -> Iterator[str]:
-    """Yield what is wrong with the fields of a ``config.json`` that are not ``read``, and with the
-    names that the user wants ``ignored``. ``where`` is the path of the file, for messages.
-    ``neutral``: what the family adds to ``NEUTRAL``."""
+    """Yield the problems of the fields of a ``config.json`` that are not ``read``, and of the names
+    that the user wants ``ignored``. ``where`` is the path of the file, for messages. ``neutral``:
+    what the family adds to ``NEUTRAL``."""
     allowed = {**NEUTRAL, **neutral}
     for name in ignored:
         if name in read or name in FIXED:

@@ -1,5 +1,5 @@
-"""Initial weights that do not depend on the parallel layout: they are drawn for each block of rows
-of each HuggingFace tensor."""
+"""Initial weights that do not depend on the parallel layout, drawn for each block of rows of each
+HuggingFace tensor."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class InitialWeights:
     multiply by one. Low-rank additions start at zero: A is uniform within +- 1 / sqrt(inputs), as
     in PEFT, and B is zero. The embedding's row of the padding token is zero, as in transformers.
 
-    Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU. On
-    another ``device`` they are other values, drawn much faster.
+    Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU. Another
+    ``device`` draws other values, much faster.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class InitialWeights:
         groups: Sequence[str] = (),
         padding_idx: int | None = None,
     ) -> None:
-        """``norm_weight``: with which a norm multiplies by one, 0 with ``apply_layernorm_1p``.
-        ``groups``: values of --param-group, which may give matrices another ``std``.
-        ``padding_idx``: the embedding's row of the padding token, if lookups do not train it."""
+        """``norm_weight`` lets a norm multiply by one: 0 with ``apply_layernorm_1p``. ``groups``:
+        values of --param-group, which may give matrices another ``std``. ``padding_idx``: the
+        embedding's row of the padding token, if lookups do not train it."""
         self.seed = seed
         self.std = std
         self.norm_weight = norm_weight
@@ -75,7 +75,7 @@ class InitialWeights:
 
     @staticmethod
     def of(config: Config, device: torch.device | None = None) -> InitialWeights:
-        """The weights with which a run of this configuration starts."""
+        """Return the weights with which a run of this configuration starts."""
         model = config.model
         return InitialWeights(
             config.training.seed,
@@ -105,7 +105,7 @@ class InitialWeights:
 
 
 class WithAdapters:
-    """Another source, with low-rank additions that are initialized as ``InitialWeights`` does."""
+    """Another source, with low-rank additions that are initialized as in ``InitialWeights``."""
 
     def __init__(self, source: Callable[[Rectangle, Tensor], None], seed: int) -> None:
         self._source = source
@@ -117,7 +117,7 @@ class WithAdapters:
 
 
 class WithScore:
-    """A source of a language model, with a score that is drawn as ``InitialWeights`` does."""
+    """A source of a language model, with a score that is drawn as in ``InitialWeights``."""
 
     def __init__(self, source: Callable[[Rectangle, Tensor], None], seed: int, std: float) -> None:
         self._source = source
@@ -151,8 +151,8 @@ class ResizedEmbeddings:
         width = rectangle.shape[1]
         old = min(max(self._rows - first, 0), count)
         if old:
-            part = replace(rectangle, shape=(self._rows, width), size=(old, columns))
-            self._source(part, out[:old])
+            known = replace(rectangle, shape=(self._rows, width), size=(old, columns))
+            self._source(known, out[:old])
         if old < count:
             out[old:] = self._mean(rectangle.name, width)[column : column + columns]
 
@@ -163,9 +163,9 @@ class ResizedEmbeddings:
             total = np.zeros(width)
             block = torch.empty(max(1, BLOCK_ELEMENTS // width), width, dtype=torch.float32)
             for first in range(0, self._rows, len(block)):
-                part = block[: self._rows - first]
+                rows = block[: self._rows - first]
                 shape = (self._rows, width)
-                self._source(Rectangle(name, shape, (first, 0), (len(part), width), 0), part)
-                total += part.numpy().sum(axis=0, dtype=np.float64)
+                self._source(Rectangle(name, shape, (first, 0), (len(rows), width), 0), rows)
+                total += rows.numpy().sum(axis=0, dtype=np.float64)
             self._means[name] = torch.from_numpy(total / self._rows)
         return self._means[name]

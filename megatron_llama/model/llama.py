@@ -80,15 +80,15 @@ class StageOptions:
     cp_comm_type: Comm = "all_gather"
     recompute: Granularity = "none"
     recompute_layers: int | None = None
-    """So many blocks recompute, from the first of the stage; None: all."""
+    """Number of blocks that recompute, from the first of the stage; None: all."""
     ops: Ops = PLAIN
-    """What computes between matrix products."""
+    """Functions that compute between matrix products."""
     attention_backend: AttentionBackend = "auto"
     scores: ScoreRule = PLAIN_SCORES
     """Attention scores of one block: a stage gives each of its blocks the rule of its layer."""
     head_chunk: int = HEAD_CHUNK
-    """The most logits that exist at once, where no backward pass comes, or the schedule lets their
-    gradients be computed in the forward pass."""
+    """The most logits that exist at once, if no backward pass comes or the schedule allows their
+    gradients in the forward pass."""
     padding_idx: int | None = None
     """See VocabParallelEmbedding."""
 
@@ -106,7 +106,7 @@ class StageOptions:
         )
 
     def recompute_of(self, position: int) -> Granularity:
-        """Return what the block at this position of the stage recomputes."""
+        """Return the granularity at which the block at this position of the stage recomputes."""
         recomputes = self.recompute_layers is None or position < self.recompute_layers
         return self.recompute if recomputes else "none"
 
@@ -114,8 +114,7 @@ class StageOptions:
 class AddRMSNorm(nn.Module):
     """The residual addition and the norm behind it, in one pass.
 
-    With ``recompute``, the norm is given as something that the next layer can make again in
-    backward."""
+    With ``recompute``, the norm is ``Recomputable``: the next layer makes it again in backward."""
 
     def __init__(self, config: ModelConfig, ops: Ops, *, recompute: bool = False) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class AddRMSNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """The norm behind a layer, of what is added to the residual stream."""
+    """The norm behind a layer, of its addition to the residual stream."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -177,7 +176,7 @@ class Attention(nn.Module):
         if self.is_fused:
             self.qkv_proj = column(hidden, query + key_value)
         else:
-            # Gradients of the copies are summed, those of the queries are not: two weights.
+            # Two weights: gradients of the copies are summed, those of the queries are not.
             self.q_proj = column(hidden, query)
             self.kv_proj = column(hidden, key_value)
         self.o_proj = RowLinear(
@@ -205,7 +204,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> queries, keys and values [s, b, (heads + 2 kv_heads) * head_dim].
 
-        The result must be a tensor that nobody else reads: ``attend`` rotates it in place."""
+        The result must have no other reader: ``attend`` rotates it in place."""
         if self.is_fused:
             qkv = cast(Tensor, self.qkv_proj(x))
         else:
@@ -309,11 +308,11 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One transformer block, with norms before attention and MLP, behind them, or both.
-    ``model/plan/activation_memory.py`` says to the byte what it keeps for backward."""
+    ``model/plan/activation_memory.py`` counts, to the byte, what it keeps for backward."""
 
     attention_class: type[Attention] = Attention
     mlp_class: type[MLP] = MLP
-    """What a changed block replaces (docs/change-the-model.md)."""
+    """The class that a changed block replaces (docs/change-the-model.md)."""
 
     def __init__(
         self,
@@ -326,8 +325,8 @@ class Block(nn.Module):
         super().__init__()
         selective = granularity == "selective"
         self.recompute_all = granularity == "full"
-        # Without sequence parallelism all tp ranks have the same input, and divide what is kept of
-        # it; with it each has a part anyway.
+        # Without sequence parallelism all tp ranks have the same input, and divide the kept copy;
+        # with it each rank has only a part.
         self.shared_input = None if options.sequence_parallel else mesh.tp
         self.norms_before = config.norm_position != "after"
         self.norms_behind = config.norm_position != "before"
@@ -355,7 +354,7 @@ class Block(nn.Module):
         if self.norms_behind:
             delta = self.post_self_attn_layernorm(delta)
         if self.norms_before:
-            # A norm also adds what the layer before it has computed, and returns both.
+            # A norm also adds the output of the layer before it, and returns both.
             x, normed = self.post_attention_layernorm(x, delta)
         else:
             normed = x = x + delta
@@ -366,7 +365,7 @@ class Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What HuggingFace calls ``model``: a stage has all of it or a part."""
+    """The module that HuggingFace calls ``model``: a stage has all of it or a part."""
 
     embed_tokens: VocabParallelEmbedding
     layers: nn.ModuleDict
@@ -401,7 +400,7 @@ class Stage(nn.Module):
         self.is_first = index == 0
         self.is_last = index == partition.stages - 1
         self.scores = {layer: score_rule(config, layer) for layer in partition.layers[index]}
-        """How each layer of this stage makes attention scores."""
+        """The rule by which each layer of this stage makes attention scores."""
         self.rotaries = Rotaries(config, mesh.cp)
         self.on_weight_access: Callable[[int, bool], None] = lambda unit, backward: None
         """Called with the index of a unit of this stage and False right before its forward pass,
@@ -414,12 +413,12 @@ class Stage(nn.Module):
         """The handle of the head's weight, kept from ``loss_in_chunks``, which writes the gradient,
         until the backward pass to which that gradient belongs."""
         self._head_input_is_frozen = False
-        """Whether the head's input has no gradient, because nothing is trained below: then no
+        """Whether the head's input has no gradient, because nothing below is trained: then no
         backward pass calls the hook of the head."""
 
         padded = padded_vocab_size(config, mesh.tp.size)
         self.model = _Decoder()
-        # So that a module of plain torch needs no device argument.
+        # A module of plain torch then needs no device argument.
         with torch.device("meta"):
             if self.is_first:
                 self.model.embed_tokens = VocabParallelEmbedding(
@@ -474,8 +473,8 @@ class Stage(nn.Module):
         returns scores [s, b], at least fp32, the same on every tp rank.
 
         ``noise``, as the activations, is added to the embeddings. With a continuation the logits
-        are [1, b, padded_vocab]. Without ``head`` the last stage returns what the head reads, of
-        which ``loss_in_chunks`` makes the loss."""
+        are [1, b, padded_vocab]. Without ``head`` the last stage returns the head's input, of which
+        ``loss_in_chunks`` makes the loss."""
         unit = 0
         if self.is_first:
             self.on_weight_access(unit, False)
@@ -540,8 +539,8 @@ class Stage(nn.Module):
         return losses
 
     def _head_backward(self, unit: int) -> None:
-        """Announce the head's backward pass, and that its weight gradient, which ``loss_in_chunks``
-        has written, is complete."""
+        """Announce the head's backward pass, and the completion of its weight gradient, which
+        ``loss_in_chunks`` has written."""
         self.on_weight_access(unit, True)
         handle = self._head_handle
         self._head_handle = None
@@ -566,7 +565,7 @@ class Stage(nn.Module):
         documents: Documents | None = None,
         lengths: Tensor | None = None,
     ) -> Positions:
-        """Make what attention needs to know of a microbatch (``Rotaries.positions``)."""
+        """Make the positions of a microbatch (``Rotaries.positions``)."""
         positions = self.rotaries.positions(length, device, position_ids, lengths)
         if document_ids is None:
             return positions
@@ -584,7 +583,7 @@ class Stage(nn.Module):
 
 
 def score_rule(model: ModelConfig, layer: int) -> ScoreRule:
-    """Return how a layer makes attention scores."""
+    """Return the rule by which a layer makes attention scores."""
     scalar = model.query_pre_attn_scalar
     return ScoreRule(
         scale=float(scalar**-0.5) if scalar else None,

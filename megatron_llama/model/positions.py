@@ -1,4 +1,4 @@
-"""What attention needs to know of a microbatch: rotary tables, and which positions are one
+"""The positions of a microbatch for attention: rotary tables, and which positions are one
 document."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron_llama.model.nn.rotary import Rotary
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention needs to know of a microbatch.
+    """The positions of a microbatch, as attention needs them.
 
     ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
-    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are given
-    as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s]. With it, for
-    layers with a window or with capped scores, and instead of a mask that would be too large, they
-    are given as ``document_ids``, int [s, b] of the whole sequence. With a continuation the mask is
-    [b, 1, s, length], and None when nothing was read before; it has no window."""
+    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Without context
+    parallelism documents are given as ``mask``, either ``Documents`` or bool [b, 1, s, s]. With it,
+    for layers with a window or capped scores, and instead of a mask that would be too large, they
+    are ``document_ids``, int [s, b] of the whole sequence. With a continuation the mask is [b, 1,
+    s, length], and None when nothing was read before; it has no window."""
 
     cos: Tensor
     sin: Tensor
@@ -76,7 +76,7 @@ def with_documents(
     cp: Axis,
     rules: Collection[ScoreRule],
 ) -> Positions:
-    """Say which positions are one document, in the form that the attention of each layer reads.
+    """Add which positions are one document, in the form that the attention of each layer reads.
 
     ``documents`` are those of ``document_ids`` where there is a kernel for them, which replaces the
     mask. ``rules`` are how the layers make attention scores."""

@@ -8,11 +8,11 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.model.families import FAMILIES
 
 LLAMA_VOCABULARY = 32000
-"""The vocabulary that plans assume where no tokenizer is at hand."""
+"""The vocabulary that plans assume when no tokenizer is at hand."""
 
 
 class _Presets(Mapping[str, ModelConfig]):
-    """The presets of all families. Families are imported when somebody looks for one."""
+    """The presets of all families. Families are imported when a preset is looked up."""
 
     def __getitem__(self, name: str) -> ModelConfig:
         for family in FAMILIES.values():

@@ -23,7 +23,7 @@ class RopeFields:
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    """What transformers has a default for; absent and null are the same, but for ``truncate``."""
+    """Fields with a default in transformers; absent and null are the same, but for ``truncate``."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ SWITCHES = ("truncate", "finetuned")
 """Fields that are true or false. ``finetuned`` says that a model was trained with its scaling, and
 changes nothing."""
 DEFAULTED_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Numbers of which 0 means, as in transformers, that they are not given."""
+"""Numbers for which 0 means "not given", as in transformers."""
 ORDERED = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
 """Pairs of fields of which the first has to be the lower one."""
 
@@ -75,8 +75,8 @@ def reads_max_positions(scaling: Mapping[str, Any] | None) -> bool:
 
 
 def longest_sequence(scaling: Mapping[str, Any] | None, max_position_embeddings: int) -> int:
-    """Return how many positions a model with a rotary scaling is good for. That of ``dynamic`` has
-    no room in max_position_embeddings, and that of ``yarn`` often is not entered there (Qwen)."""
+    """Return how many positions a model with a rotary scaling is good for. max_position_embeddings
+    has no room for the length of ``dynamic``, and often lacks that of ``yarn`` (Qwen)."""
     kind = "default" if scaling is None else scaling["rope_type"]
     if scaling is not None and kind == "dynamic":
         return int(max_position_embeddings * scaling["factor"])
@@ -98,7 +98,7 @@ def longest_sequence_name(scaling: Mapping[str, Any] | None, max_position_embedd
 
 
 def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str]:
-    """Return what is wrong with a ``rope_scaling`` mapping: rope_type and its numbers, without
+    """Return the problems of a ``rope_scaling`` mapping: rope_type and its numbers, without
     rope_theta. ``where`` names it in the messages. ``frequencies``: how many pairs of dims are
     rotated; 0 if that is not known."""
     if not isinstance(scaling, Mapping):
@@ -125,7 +125,7 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
     problems = []
     for name in fields.names:
         value = scaling.get(name)
-        # transformers takes a null for false where absent means true.
+        # transformers reads null as false, although absent means true.
         is_given = name in scaling if name == "truncate" else value is not None
         if not is_given and name in fields.optional:
             continue
@@ -159,7 +159,7 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
 
 
 def _expected(name: str, value: Any, frequencies: int) -> str | None:
-    """What a field has to be, if it is not."""
+    """Return the expectation that a field does not meet; None if it meets it."""
     if name in SWITCHES:
         return None if isinstance(value, bool) else "true or false"
     if name in DEFAULTED_BY_ZERO and value == 0 and not isinstance(value, bool):
@@ -192,7 +192,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def normal_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a valid ``rope_scaling`` with its fields in one order and one type, without optional
+    """Return a valid ``rope_scaling`` in its normal form: one order, one type, and no optional
     fields that are null. None: no scaling."""
     if scaling is None or scaling.get("rope_type", "default") == "default":
         return None

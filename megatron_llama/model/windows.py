@@ -1,4 +1,4 @@
-"""Sliding windows: which layers of a model have one."""
+"""Sliding windows: the layers of a model that have one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYER_TYPES = (FULL, SLIDING)
 
 
 def window_of(model: ModelConfig, layer: int) -> int:
-    """Return how many positions a query sees in a layer, its own included. 0: all."""
+    """Return the number of positions that a query sees in a layer, its own included. 0: all."""
     slides = not model.layer_types or model.layer_types[layer] == SLIDING
     return model.sliding_window if slides else 0
 
@@ -23,8 +23,8 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
 
 
 def normal_windows(window: int, types: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """Return (sliding_window, layer_types) in the one form that says the same: no types where all
-    layers are alike, and no window where no layer has one. Layers that slide have a window."""
+    """Return (sliding_window, layer_types) in their normal form: no types if all layers are alike,
+    and no window if no layer has one. Layers that slide have a window."""
     if not window or (types and SLIDING not in types):
         return 0, ()
     return window, tuple(types) if FULL in types else ()

@@ -1,4 +1,4 @@
-"""From a run's configuration to the engine of its pipeline stages."""
+"""Builds the engine of a run's pipeline stages from its configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.build import build_engine
-from megatron_llama.engine.comm.host.gloo import carries
+from megatron_llama.engine.comm.exchange import carried_by_gloo
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import DTYPES, OverlappedDistributedOptimizer
 from megatron_llama.engine.options import MUON
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """The dtype of parameters and activations."""
+    """Return the dtype of parameters and activations."""
     return DTYPES[compute_dtype_name(config.training)]
 
 
@@ -44,22 +44,22 @@ def build_optimizer(
     inline: bool = False,
 ) -> OverlappedDistributedOptimizer:
     """Build the engine of this rank's stages. Its parameters are zero until ``load_weights`` or a
-    checkpoint fills them. The rest are those of ``build_engine``.
+    checkpoint fills them. The other arguments are those of ``build_engine``.
 
     Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than
     gloo can tell apart; ConfigError or OffloadError where processors or memory for offload are
     missing."""
     options = engine_options(config)
     dp = mesh.dp.size
-    if carries(mesh.world, mesh.device):
-        # On every rank, also where only another pipeline rank has too large a bucket.
+    if carried_by_gloo(mesh.world, mesh.device):
+        # On every rank, even if only another pipeline rank has too large a bucket.
         bucket_plans = (
             rank_bucket_plan(config, dp=dp, rank=rank)
             for rank in range(config.parallel.pipeline_model_parallel_size)
         )
         if (problem := chunk_problem(options, bucket_plans, dp=dp)) is not None:
             raise ConfigError(problem)
-    # Muon alone needs those of its neighbours: it makes matrices whole over tp.
+    # Only Muon needs those of its neighbours: it makes matrices whole over tp.
     tp_bucket_plans = [
         rank_bucket_plan(config, dp=dp, tp_rank=rank, rank=mesh.pp.rank)
         for rank in (range(mesh.tp.size) if options.rule == MUON else (mesh.tp.rank,))

@@ -1,4 +1,4 @@
-"""What the pipeline reads of a batch of samples."""
+"""The part of a batch of samples that the pipeline reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Microbatch(Protocol):
 
     @property
     def longest_document(self) -> int:
-        """``Documents.longest``, where they are counted."""
+        """``Documents.longest``, if they are counted."""
 
     @property
     def noise_scale(self) -> Tensor | None:
@@ -48,7 +48,7 @@ class Microbatch(Protocol):
 
     @property
     def noise_seeds(self) -> tuple[int, ...]:
-        """One for each sample, where there is noise."""
+        """One seed for each sample, if there is noise."""
 
     @property
     def completion_ids(self) -> Tensor | None:
@@ -57,7 +57,7 @@ class Microbatch(Protocol):
 
     @property
     def completion_kinds(self) -> Tensor | None:
-        """[c, b] int8, what each completion of a sample is: 0 absent, 1 chosen or desirable, 2
+        """[c, b] int8, the kind of each completion of a sample: 0 absent, 1 chosen or desirable, 2
         rejected or undesirable."""
 
     @property
@@ -66,7 +66,7 @@ class Microbatch(Protocol):
 
     @property
     def mismatched(self) -> Microbatch | None:
-        """Prompts with completions of other prompts, of which KTO estimates a divergence."""
+        """Prompts with completions of other prompts, from which KTO estimates a divergence."""
 
     def to(self, device: torch.device) -> Microbatch:
-        """The same microbatch on another device."""
+        """Return the same microbatch on another device."""

@@ -1,10 +1,10 @@
-"""What a step minimizes: how the losses of tokens become one number, and the weight that the
+"""The objective of a step: how the losses of tokens become one number, and the weight that the
 gradient of each token has in it.
 
-The runtime asks for it in this order: ``preliminary`` and ``begin`` before the first pass of a step
-or an evaluation, ``microbatch`` at the last stage for each microbatch, and ``means`` when all are
+The runtime calls it in this order: ``preliminary`` and ``begin`` before the first pass of a step or
+an evaluation, ``microbatch`` at the last stage for each microbatch, and ``means`` when all are
 summed. Every rank takes part in ``begin``; only the ranks of the last stage, all of tp and cp among
-them, in what belongs to a microbatch.
+them, take part in the calls for a microbatch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_llama.model.nn.loss import TokenWeights
 from megatron_llama.pipeline.microbatch import Microbatch
 
 OBJECTIVE = "objective"
-"""The key of what a run minimizes in the identity of its samples, which a checkpoint keeps."""
+"""The key of a run's objective in the identity of its samples, which a checkpoint keeps."""
 
 
 class MicrobatchLoss(Protocol):
@@ -30,12 +30,12 @@ class MicrobatchLoss(Protocol):
 
     def weights(self, scale: Tensor) -> Tensor | TokenWeights:
         """Return the derivative of the share, times ``scale`` (0-dim), by the loss of each token of
-        this rank's part of the sequence, [s, b] in the dtype of ``scale``; or the function that
-        makes it of these losses."""
+        this rank's part of the sequence, [s, b] in the dtype of ``scale``; or the function from
+        these losses to it."""
 
     def sums(self, losses: Tensor) -> Tensor:
-        """Return the share, and what else is summed up over the global batch, fp64
-        [Objective.length]. Ranks that share the samples (cp) each give a part of it."""
+        """Return the share, and the other sums over the global batch, fp64 [Objective.length].
+        Ranks that share the samples (cp) each give a part of it."""
 
 
 class StepLoss(Protocol):
@@ -43,7 +43,7 @@ class StepLoss(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """What the loss is the mean over, for example target tokens: 0-dim fp64, the same on all
+        """The divisor of the mean loss, for example the target tokens: 0-dim fp64, the same on all
         ranks."""
 
     def microbatch(self, batch: Microbatch) -> MicrobatchLoss:
@@ -51,16 +51,16 @@ class StepLoss(Protocol):
 
 
 class Objective(Protocol):
-    """What a run minimizes."""
+    """The objective of a run."""
 
     @property
     def length(self) -> int:
-        """How many numbers are summed up over a global batch; the first is the loss."""
+        """The number of sums over a global batch; the first is the loss."""
 
     def preliminary(
         self, batches: Sequence[Microbatch]
     ) -> tuple[Sequence[Microbatch], Objective] | None:
-        """Return other microbatches, which are run forward before the step, and the objective whose
+        """Return other microbatches, which run forward before the step, and the objective whose
         sums over them ``begin`` gets; or None, on every rank alike."""
 
     def begin(self, batches: Sequence[Microbatch], mesh: Mesh, known: Tensor | None) -> StepLoss:
@@ -68,8 +68,8 @@ class Objective(Protocol):
         Collective."""
 
     def means(self, sums: Tensor) -> Mapping[str, Tensor]:
-        """Return what sums, of one global batch or added up over several, mean: numbers for the log
-        by name, 0-dim fp64 each, NaN where nothing was counted."""
+        """Return the means that follow from sums, of one global batch or added up over several:
+        numbers for the log by name, 0-dim fp64 each, NaN where nothing was counted."""
 
 
 class NextToken:
@@ -78,14 +78,14 @@ class NextToken:
     length = 1
 
     def preliminary(self, batches: Sequence[Microbatch]) -> None:
-        """Return None: everything is known before the step."""
+        """Return None: no sums are needed before the step."""
 
     def begin(self, batches: Sequence[Microbatch], mesh: Mesh, known: Tensor | None) -> StepLoss:
         """Count the target tokens, before the first backward pass: they divide every loss."""
         return _NextTokenLoss(target_tokens(batches, mesh), mesh)
 
     def means(self, sums: Tensor) -> Mapping[str, Tensor]:
-        """Return nothing: the loss is all there is."""
+        """Return no numbers: there is only the loss."""
         return {}
 
 

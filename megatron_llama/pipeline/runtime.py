@@ -1,7 +1,7 @@
-"""The pipeline runtime: it walks this rank's list of actions, and does nothing else.
+"""The pipeline runtime, which only walks this rank's list of actions.
 
-Which pass, send or receive comes when is decided and proven in ``schedule``. A step is
-``_run``: each action is one call of one of the eight methods below it.
+``schedule`` decides and proves the order of passes, sends and receives. A step is ``_run``: each
+action is one call of one of the eight methods below it.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from megatron_llama.schedule import (
 )
 
 ReadLogits = Callable[[Stage, int, Microbatch, Tensor], None]
-"""Takes the logits of a microbatch instead of a loss: the last stage, the number of the microbatch,
-the microbatch on the device, and the logits."""
+"""Reads the logits of a microbatch instead of computing its loss: the last stage, the number of the
+microbatch, the microbatch on the device, and the logits."""
 
 
 class Engine(Protocol):
-    """What the runtime needs of the optimizer, which shards the weights."""
+    """The optimizer, which shards the weights, as the runtime needs it."""
 
     def access(self, unit: int, backward: bool) -> None:
-        """A unit (counted over all stages of this process) is about to run forward or backward."""
+        """Begin a pass of a unit, which is counted over all stages of this process."""
 
     def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
-        """A training step with these weight accesses starts; returns the loss scale (0-dim)."""
+        """Start a training step with these weight accesses. Returns the loss scale (0-dim)."""
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
-        """An evaluation with these weight accesses starts."""
+        """Start an evaluation with these weight accesses."""
 
     def begin_preliminary(self, accesses: Sequence[WeightAccess]) -> None:
-        """Forward passes with the weights of the training step that follows start."""
+        """Start forward passes with the weights of the training step that follows."""
 
     def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: no longer."""
@@ -85,7 +85,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class _RankPlan:
-    """What this rank does in one step or evaluation: its actions, and the weights that they
+    """The plan of this rank for one step or evaluation: its actions, and the weights that they
     read."""
 
     actions: tuple[Action, ...]
@@ -106,15 +106,15 @@ class _Step:
     loss_scale: Tensor | None
     """0-dim, in the dtype of the losses. None: no backward."""
     sums: Tensor
-    """Of the microbatches that the last stage has computed: [Objective.length] fp64."""
+    """Sums over the microbatches that the last stage has computed: [Objective.length] fp64."""
     backward_comes_next: bool
     read_logits: ReadLogits | None = None
-    """Takes the logits of the last stage; None: it adds up the loss."""
+    """Reads the logits of the last stage; None: it adds up the loss."""
     receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, Tensor] = field(default_factory=dict)
-    """What each stage returned. For the last stage these are logits, or the input of the head. The
+    """The results of each stage. For the last stage these are logits, or the input of the head. The
     loss overwrites them by their gradient, with which the backward pass begins."""
     local: dict[tuple[Op, Key], Tensor] = field(default_factory=dict)
     """Tensors for a neighbouring stage of this process, which are passed without a message."""
@@ -138,15 +138,15 @@ class PipelineRuntime:
         dtype: torch.dtype,
         objective: Objective | None = None,
     ) -> None:
-        """``objective``: what is minimized; None: the mean loss of the target tokens."""
+        """``objective`` is minimized; None: the mean loss of the target tokens."""
         self.stages = stages
         self.engine = engine
         self.mesh = mesh
         self.dtype = dtype
         self.objective: Objective = NextToken() if objective is None else objective
         self.sums = torch.zeros(self.objective.length, dtype=torch.float64, device=mesh.device)
-        """Of the last step or evaluation of this objective: what its ``means`` makes numbers of.
-        The same on all ranks, and overwritten by the next one."""
+        """Sums of the last step or evaluation of this objective, from which its ``means`` makes
+        numbers. The same on all ranks, and overwritten by the next one."""
         self._config = config
         self._parallel = config.parallel
         self._partition = partition_of(config)
@@ -168,10 +168,10 @@ class PipelineRuntime:
         }
 
     def step(self, batches: Sequence[Microbatch]) -> Tensor:
-        """Forward and backward of every microbatch; the engine reduces the gradients on the way.
+        """Run every microbatch forward and backward; the engine reduces the gradients on the way.
 
         Returns the loss of the global batch, a 0-dim fp64 tensor, on every rank. ``sums`` and
-        ``numbers`` are those of this step then."""
+        ``numbers`` are then those of this step."""
         sums, _ = self._sums(batches, self.objective, training=True)
         self.sums.copy_(sums)
         return sums[0]
@@ -179,9 +179,9 @@ class PipelineRuntime:
     def evaluate(
         self, batches: Sequence[Microbatch], objective: Objective | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the same loss without backward, and what it is the mean over, for example the
-        number of target tokens: 0-dim fp64 each. ``sums`` and ``numbers`` are those of this
-        evaluation then, unless it has another ``objective``."""
+        """Return the same loss without backward, and its divisor, for example the number of target
+        tokens: 0-dim fp64 each. ``sums`` and ``numbers`` are then those of this evaluation, unless
+        it has another ``objective``."""
         with torch.no_grad():
             sums, weight = self._sums(batches, objective or self.objective, training=False)
         if objective is None:
@@ -190,14 +190,14 @@ class PipelineRuntime:
 
     @property
     def numbers(self) -> Mapping[str, Tensor]:
-        """What the objective says of the last step or evaluation beside the loss, 0-dim fp64
+        """The objective's numbers of the last step or evaluation beside the loss, 0-dim fp64
         each."""
         return self.objective.means(self.sums)
 
     def _sums(
         self, batches: Sequence[Microbatch], objective: Objective, *, training: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums over the global batch, and what the loss is the mean over."""
+        """Return the sums over the global batch, and the divisor of the mean loss."""
         known = None
         preliminary = objective.preliminary(batches)
         if preliminary is not None:
@@ -210,7 +210,7 @@ class PipelineRuntime:
 
     def forward(self, batches: Sequence[Microbatch], read_logits: ReadLogits) -> None:
         """Run the stages forward, and give the logits of every microbatch to ``read_logits``, on
-        the ranks of the last stage. All ranks give as many microbatches."""
+        the ranks of the last stage. All ranks give the same number of microbatches."""
         with torch.no_grad():
             self._run(batches, NextToken(), None, training=False, read_logits=read_logits)
 
@@ -234,7 +234,7 @@ class PipelineRuntime:
             self.engine.begin_preliminary(plan.accesses)
         else:
             self.engine.begin_evaluation(plan.accesses)
-        # Before the first pass: a collective in between would wait for ranks that are in theirs.
+        # Before the first pass: a collective in between would wait for ranks that run their passes.
         loss = objective.begin(batches, self.mesh, known)
         step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, read_logits)
         recorder = self.mesh.recorder
@@ -247,11 +247,11 @@ class PipelineRuntime:
             if note is not None:
                 note.end()
             if index == plan.last_forward:
-                # Now rather than at the end, so that nobody waits for it. The last stage of every
+                # Now rather than at the end, so that no rank waits for it. The last stage of every
                 # data-parallel replica has its part, and each tp rank has it once.
                 total = sums / self.mesh.tp.size
                 summing = all_reduce(total, self.mesh.world)
-        # A buffer that is being sent may not be freed, and a step leaves nothing under way.
+        # A buffer that is being sent may not be freed, and a step leaves no message under way.
         for transfer in step.sends.values():
             transfer.wait()
         summing.wait()
@@ -304,8 +304,8 @@ class PipelineRuntime:
         return torch.empty(length, batch, hidden, dtype=self.dtype, device=self.mesh.device)
 
     def _arrived(self, step: _Step, op: Op, key: Key) -> Tensor:
-        """Return the input of a pass, once it is here: received, or from the neighbouring stage of
-        this process."""
+        """Return the input of a pass once it has arrived: received, or from the neighbouring stage
+        of this process."""
         if (op, key) in step.receives:
             return step.receives.pop((op, key)).wait()
         return step.local.pop((op, key))
@@ -319,7 +319,7 @@ class PipelineRuntime:
             if step.training:
                 noise = self._noise(batch, stage)
         else:
-            # A leaf of this stage's graph: its .grad is what the stage before it needs.
+            # A leaf of this stage's graph: the stage before it needs its .grad.
             inputs = self._arrived(step, Op.FORWARD, key).requires_grad_(step.training)
         documents = None
         if batch.document_starts is not None:
@@ -340,7 +340,7 @@ class PipelineRuntime:
         elif stage.is_last:
             self._add_loss(output, batch, step, in_chunks=in_chunks)
         elif next_is_here:
-            # Detached: every stage has a graph of its own, whether the next one is here or not.
+            # Detached: every stage has its own graph, whether the next stage is here or not.
             step.local[Op.FORWARD, key.next_stage] = output.detach()
         if step.training and not stage.is_first:  # token ids have no gradient
             step.inputs[key] = inputs
@@ -378,11 +378,11 @@ class PipelineRuntime:
         share = step.loss.microbatch(batch)
         weights: Tensor | TokenWeights | None = None
         if step.loss_scale is not None:
-            # The weight of a token in the loss, which is also what its gradient is multiplied by.
+            # The weight of a token in the loss, which is also the factor of its gradient.
             weights = share.weights(step.loss_scale)
         z_weight = self._config.training.z_loss_weight
         if stage.config.num_labels:
-            # To an objective a score is what a log-probability is elsewhere.
+            # An objective reads a score as it reads a log-probability elsewhere.
             losses = output.detach().neg()
             if weights is not None:
                 by_loss = weights if isinstance(weights, Tensor) else weights(losses)
@@ -414,12 +414,12 @@ class PipelineRuntime:
         if output.requires_grad:
             backward(output, grad)
         if not stage.is_first and key.stage - 1 in self.stages:
-            # No message: the previous stage is in this process. Where it is not, the action
+            # No message: the previous stage is in this process. If it is not, the action
             # SEND_BACKWARD takes the gradient from ``inputs``.
             step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))
 
     def _backward_input(self, step: _Step, key: Key) -> None:
-        # The stage before waits for the gradient of the input, and nobody for that of a weight.
+        # The stage before waits for the gradient of the input, and no stage for that of a weight.
         self.engine.postpone_wgrads(key)
         self._backward(step, key)
         self.engine.postpone_wgrads(None)
@@ -434,8 +434,8 @@ class PipelineRuntime:
     def _send(self, step: _Step, op: Op, tensor: Tensor, to: int) -> None:
         """Send a tensor, and keep it until the next one goes over the same link.
 
-        That waits until the receiver has taken the previous one. ``schedule/proof.py`` proves that
-        this always ends."""
+        Sending waits until the receiver has taken the previous tensor. ``schedule/proof.py`` proves
+        that this always ends."""
         if (op, to) in step.sends:
             step.sends.pop((op, to)).wait()
         # Each direction has a communicator: a GPU's runs one message at a time, and the two would

@@ -1,4 +1,4 @@
-"""What a model says of the tokens of microbatches: the most likely next tokens, and the
+"""A model's scores of the tokens of microbatches: the most likely next tokens, and the
 log-probabilities of the labels. Forward passes only."""
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron_llama.pipeline.runtime import PipelineRuntime
 
 
 class TokenScores(NamedTuple):
-    """What a model says of the tokens of a microbatch, all [s, b]."""
+    """A model's scores of the tokens of a microbatch, all [s, b]."""
 
     losses: Tensor
     """Negative log-probabilities of the labels, fp32 (fp64 for an fp64 model)."""
     likeliest: Tensor
-    """The most likely token behind each, int64; of equal ones the first."""
+    """The most likely token behind each token, int64; the first of equal ones."""
 
 
 def predict_tokens(runtime: PipelineRuntime, batch: Microbatch) -> Tensor:
-    """Return the most likely token behind each of a batch's, int64 [s, b], on every rank. All ranks
-    give the same batch; labels are not read."""
+    """Return the most likely token behind each token of a batch, int64 [s, b], on every rank. All
+    ranks give the same batch; labels are not read."""
     mesh = runtime.mesh
     likeliest = torch.full(batch.tokens.shape, -1, device=mesh.device)
 
@@ -45,9 +45,9 @@ def predict_tokens(runtime: PipelineRuntime, batch: Microbatch) -> Tensor:
 
 
 def score_tokens(runtime: PipelineRuntime, batches: Sequence[Microbatch]) -> list[TokenScores]:
-    """Return what the model says of every token of some microbatches, on all ranks that share them.
-    Forward only; all logits of a microbatch are in memory at once. Collective: all ranks give as
-    many microbatches, those of a data-parallel replica the same."""
+    """Return the scores of every token of some microbatches, on all ranks that share them. Forward
+    only; all logits of a microbatch are in memory at once. Collective: all ranks give the same
+    number of microbatches, those of a data-parallel replica the same ones."""
     mesh = runtime.mesh
     dtype = at_least_fp32(runtime.dtype)
     scores = [

@@ -22,15 +22,15 @@ from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabula
 def chosen(
     parsed: Parsed, config: Config, count: int, devices: Sequence[RankDevice], start: Start | None
 ) -> Choice:
-    """Return the configuration with the layout for ``count`` processes with the least of what
-    ``devices`` have; ``start`` is what the run loads. Raises ConfigError."""
+    """Return the configuration with a layout for ``count`` processes. Memory and speed are the
+    least of ``devices``; ``start`` is the checkpoint that the run loads. Raises ConfigError."""
     config = with_vocabulary(config, find_vocabulary(config, start))
     choice = planned(parsed, config, count, devices)
     return replace(choice, notes=(*choice.notes, *_changes_since(choice.config, start)))
 
 
 def _changes_since(config: Config, start: Start | None) -> Iterator[str]:
-    """Say what of the layout is not as it was when the checkpoint was saved."""
+    """Yield a note on options of the layout that have changed since the checkpoint was saved."""
     if start is None or start.meta is None:
         return
     saved = start.meta.config
@@ -48,8 +48,8 @@ def _changes_since(config: Config, start: Start | None) -> Iterator[str]:
 
 
 def planned(parsed: Parsed, config: Config, world: int, devices: Sequence[RankDevice]) -> Choice:
-    """Return the choice for ``world`` processes with the least of what ``devices`` have. Raises
-    ConfigError."""
+    """Return the choice for ``world`` processes, with the least memory and speed of ``devices``.
+    Raises ConfigError."""
     options = parsed.get(AutoParallelConfig)
     if config.training.global_batch_size <= 0:
         do = "give --global-batch-size, so that what is learned does not depend on the layout"
@@ -70,15 +70,15 @@ def planned(parsed: Parsed, config: Config, world: int, devices: Sequence[RankDe
 
 
 def known_device(options: AutoParallelConfig, devices: Sequence[RankDevice]) -> Calibration:
-    """Return the device as the planner knows it: the one that is named or was calibrated, else the
-    slowest of ``devices``. Raises ConfigError for one that it does not know."""
+    """Return the rates of the device that is named or calibrated in ``options``, else of the
+    slowest of ``devices``. Raises ConfigError for a device that the planner does not know."""
     if options.gpu is not None or options.coefficients is not None:
         return calibration_of(options.gpu, options.coefficients)
     if any(device.host for device in devices):
         return calibration_of(CPU.name, None)
-    found = [gpu_of_device(device.name, device.memory) for device in devices]
+    gpus = [gpu_of_device(device.name, device.memory) for device in devices]
     unknown = sorted(
-        {device.name for device, gpu in zip(devices, found, strict=True) if gpu is None}
+        {device.name for device, gpu in zip(devices, gpus, strict=True) if gpu is None}
     )
     if unknown:
         do = (
@@ -87,5 +87,5 @@ def known_device(options: AutoParallelConfig, devices: Sequence[RankDevice]) -> 
         )
         got = f"a {', a '.join(unknown)}"
         raise ConfigError("--auto-parallel", got=got, expected=f"one of {', '.join(GPUS)}", do=do)
-    slowest = min((gpu for gpu in found if gpu is not None), key=lambda gpu: gpu.peak)
+    slowest = min((gpu for gpu in gpus if gpu is not None), key=lambda gpu: gpu.peak)
     return calibration_of(slowest.name, None)

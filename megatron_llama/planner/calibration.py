@@ -1,5 +1,4 @@
-"""A device as the planner knows it: its rates and the coefficients that belong to them, shipped or
-measured by ``plan calibrate``."""
+"""The rates and coefficients of a device, shipped or measured by ``plan calibrate``."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ AGAIN = "measure again with plan calibrate"
 
 @dataclass(frozen=True)
 class Calibration:
-    """A device, and how fast its kernels and links are relative to its data sheet."""
+    """A device, and the speed of its kernels and links relative to its data sheet."""
 
     gpu: Gpu
     fit: Coefficients
     precision: str = "bf16"
-    """The precision of the measurement: bf16 or fp32."""
+    """Precision of the measurement: bf16 or fp32."""
     notes: tuple[str, ...] = ()
-    """What a user should know about the origin of the times."""
+    """Notes for the user on the origin of the times."""
 
 
 HOST = Calibration(
     CPU,
-    # Sockets take long to start a message.
+    # Messages over sockets have a long latency.
     replace(
         FITTED, latency=2e-4, latency_across=5e-4, hop=5e-5, hop_inside=2e-5, launch=3e-4, step=5e-3
     ),
@@ -45,11 +44,11 @@ HOST = Calibration(
         "plan calibrate measures this machine: --coefficients FILE",
     ),
 )
-"""Processes on CPUs that have not been measured."""
+"""A CPU process on a machine that has not been measured."""
 
 
 def calibration_of(name: str | None, file: str | None) -> Calibration:
-    """Return the device called ``name``, or that of a file of ``plan calibrate``. Raises
+    """Return the device called ``name``, or the device in a file of ``plan calibrate``. Raises
     ConfigError."""
     if file is not None and name is not None:
         do = "leave one out: the file says which device it is"
@@ -99,20 +98,20 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _problems(path: Path, content: dict[str, Any], name: str, kind: type[Any]) -> Iterator[str]:
-    """What is missing, unknown or not a positive number in one part of the file."""
-    part = content.get(name)
+    """Yield each missing, unknown or unusable value in one section of the file."""
+    values = content.get(name)
     where = f"{path} {name}"
-    if not isinstance(part, dict):
+    if not isinstance(values, dict):
         yield describe(where, got="nothing", expected="numbers by name", do=AGAIN)
         return
     names = {item.name for item in fields(kind)}
-    for key in part:
+    for key in values:
         if key not in names:
             yield describe(where, got=key, expected="a known name", do=AGAIN)
-    for key in sorted(names - part.keys()):
+    for key in sorted(names - values.keys()):
         yield describe(where, got=f"no {key}", expected="all numbers", do=AGAIN)
-    for key in (key for key in part if key in names):
-        value = part[key]
+    for key in (key for key in values if key in names):
+        value = values[key]
         number = finite_number(value)
         expected = ""
         if key in ("name", "family", "source"):
@@ -137,7 +136,7 @@ _COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "host_memory": (0, LARGEST_INTEGER),
     }
 )
-"""Whole numbers of a device, and their bounds."""
+"""Fields of a device that are integers, with their bounds."""
 _RATES = frozenset({"peak", "hbm", "nvlink", "nic", "power"})
 _FACTORS = frozenset(
     item.name
@@ -148,4 +147,4 @@ _FACTORS = frozenset(
 _DIVISORS: Mapping[type[Any], frozenset[str]] = MappingProxyType(
     {Gpu: _RATES, Coefficients: _FACTORS - {"matmul_bytes"}}
 )
-"""Numbers that times are divided by."""
+"""Fields by which times are divided."""

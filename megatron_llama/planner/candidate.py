@@ -1,5 +1,5 @@
-"""A configuration of this trainer as the planner sees it: its plans with times. All bytes and
-messages are read from the plans."""
+"""A configuration of this trainer with the times of its plans. All bytes and messages are read
+from the plans."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron_llama.schedule import SCHEDULES, Op
 from megatron_llama.train.setup.memory import MemoryPlan
 
 ENOUGH = 2
-"""Microbatches for each pipeline rank after which more of them repeat the same pattern: memory has
-reached its peak, and a step grows evenly."""
+"""Microbatches for each pipeline rank after which the pattern repeats: memory has reached its peak,
+and the time of a step grows linearly."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration on a machine. ``config`` is resolved, and valid for the machine's GPUs."""
+    """A configuration on a machine. ``config`` is resolved and valid for the machine's GPUs."""
 
     config: Config
     machine: Machine
@@ -45,7 +45,7 @@ class Candidate:
 
     @cached_property
     def few(self) -> Config:
-        """The configuration with as many microbatches as show the pattern."""
+        """The configuration with just enough microbatches to show the pattern."""
         job = self.job
         everything = SCHEDULES[self.config.parallel.pipeline_schedule].keeps_every_microbatch
         few = job.microbatches if everything else min(job.microbatches, ENOUGH * job.pp)
@@ -59,7 +59,7 @@ class Candidate:
 
     @cached_property
     def traffic(self) -> tuple[StepTraffic, ...]:
-        """What each pipeline rank sends in a step of ``few``."""
+        """Traffic of each pipeline rank in a step of ``few``."""
         return tuple(self.short.traffic(rank) for rank in range(self.job.pp))
 
     @cached_property
@@ -111,7 +111,7 @@ class Candidate:
 
     @cached_property
     def stage_times(self) -> tuple[StageTimes, ...]:
-        """Seconds of the passes of one microbatch at every stage, and of what travels meanwhile."""
+        """Seconds of one microbatch's passes at each stage, and of the overlapped messages."""
         job = self.job
         partition = self.short.partition
         kernels = Kernels(job, self.fit)
@@ -152,8 +152,8 @@ class Candidate:
         return tuple(times)
 
     def _data_times(self, rank: int) -> tuple[float, float]:
-        """Seconds of gathers and of reductions for one microbatch at one stage of a rank, without
-        what is sent once a step."""
+        """Return seconds of gathers and of reductions for one microbatch at one stage of a rank,
+        without messages that are sent once a step."""
         plan = self.short
         strategy = strategy_named(self.config.parallel.data_parallel_sharding_strategy)
         if not strategy.reduce_every_microbatch or self.job.dp * self.job.cp == 1:
@@ -173,7 +173,7 @@ class Candidate:
 
     @cached_property
     def step_time(self) -> StepTime:
-        """A step as the schedule runs it, extended to all its microbatches."""
+        """The simulated step of ``few``, extended to all microbatches."""
         job = self.job
         fit = self.fit
         schedule = self.short.schedule
@@ -204,18 +204,18 @@ class Candidate:
 
     @cached_property
     def stretched(self) -> float:
-        """Seconds by which communication makes the passes of one microbatch longer, on the rank
-        where that is most."""
+        """Seconds by which communication prolongs the passes of one microbatch, on the rank with
+        the largest value."""
         longer = [0.0] * self.job.pp
-        for rank, one in zip(self.short.partition.placement, self.stage_times, strict=True):
-            alone = one.alone
-            longer[rank] += sum(one.of(op) - alone.of(op) for op in self.short.schedule.passes)
+        for rank, times in zip(self.short.partition.placement, self.stage_times, strict=True):
+            alone = times.alone
+            longer[rank] += sum(times.of(op) - alone.of(op) for op in self.short.schedule.passes)
         return max(longer)
 
     def _once_a_step(self) -> float:
-        """Exposed seconds of what is sent once a step: gradients after the last backward pass,
-        parameters before the next forward pass. A part of what travels during kernels shows as
-        their slowdown."""
+        """Return exposed seconds of messages sent once a step: gradients after the last backward
+        pass, parameters before the next forward pass. Messages during kernels slow these down, so
+        a part of their time is exposed too."""
         if self.job.dp * self.job.cp == 1:
             return 0.0
         worst = 0.0
@@ -231,7 +231,7 @@ class Candidate:
         strategy = strategy_named(self.config.parallel.data_parallel_sharding_strategy)
         total = sum(bucket.numel for bucket in layout.buckets)
         wire = job.traits.gradient_bytes
-        # Each reduction with the share of the last backward pass after which it is ready.
+        # Each reduction, with the share of the last backward pass after which it can start.
         messages = []
         done = 0
         for bucket in layout.buckets:
@@ -251,24 +251,24 @@ class Candidate:
         if layout.shards > 1:
             gathers = self.groups.shards.gather(sum(once) * job.itemsize, len(once))
         hidden = sum(seconds for _, seconds in messages) + gathers
-        late = max(0.0, gathers - sum(one.of(Op.FORWARD) for one in times))
+        late = max(0.0, gathers - sum(stage_times.of(Op.FORWARD) for stage_times in times))
         ends = [(0.0, times[-1].of(Op.BACKWARD))]
         return tail(ends, messages) + late + self.fit.data_exposed * hidden
 
     def _update(self) -> float:
-        """Seconds of the update rule on the largest shard, of the norm before it, and of waiting
-        for the host."""
+        """Return seconds of the update rule on the largest shard, of the norm before it, and of
+        waiting for the host."""
         norm = self.groups.shards.reduce(8.0) if self.config.optimizer.clip_grad else 0.0
         elements = []
         for layout, away in zip(self.short.bucket_plans, self.away, strict=True):
             trained = [bucket for bucket in layout.buckets if bucket.kind.trainable]
-            elements.append(sum(layout.shard_numel(one.index) for one in trained) - away)
+            elements.append(sum(layout.shard_numel(bucket.index) for bucket in trained) - away)
         update = update_bytes(self.job) * max(elements) / Kernels(self.job, self.fit).hbm
         return update + norm + max(map(self.host_wait, range(self.job.pp)))
 
     @cached_property
     def away(self) -> tuple[float, ...]:
-        """Elements that the host updates for each pipeline rank."""
+        """Number of elements that the host updates, for each pipeline rank."""
         plans = [self.short.offload(rank) for rank in range(self.job.pp)]
         offload = self.job.offload
         return tuple(
@@ -280,13 +280,13 @@ class Candidate:
         """Return the seconds of a step in which a pipeline rank waits for its optimizer on the
         host."""
         stages = [self.stage_times[stage] for stage in self.short.partition.stages_of(rank)]
-        forward = sum(one.of(Op.FORWARD) for one in stages)
-        backward = sum(one.of(Op.BACKWARD) for one in stages)
+        forward = sum(times.of(Op.FORWARD) for times in stages)
+        backward = sum(times.of(Op.BACKWARD) for times in stages)
         return host_wait(self.job, self.fit, self.away[rank], forward, backward)
 
     @cached_property
     def host_bytes(self) -> int:
-        """Bytes of host memory of the process that needs most."""
+        """Host memory in bytes of the process that needs most."""
         return self.short.offloaded()
 
     @property

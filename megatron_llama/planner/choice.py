@@ -1,5 +1,5 @@
-"""The layout that ``--auto-parallel`` gives a run: the fastest that fits, with what the user has
-given unchanged."""
+"""The layout that ``--auto-parallel`` gives a run: the fastest that fits, with the user's options
+unchanged."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ SEARCHED = (
     "recompute_granularity",
     "micro_batch_size",
 )
-"""Options that a search tries, unless they are given."""
+"""Options that a search varies, unless they are given."""
 DERIVED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Options that follow from these."""
 TOP = 3
-"""How many layouts a search looks for: the choice and two to compare it with."""
+"""Layouts that a search returns: the choice and two to compare it with."""
 RISK = 0.05
-"""Probability of running out of memory below which a layout is taken, if there is one: nobody
-checks the choice before the run starts."""
+"""Probability of running out of memory below which a layout is preferred. It is low because the run
+starts without a check of the choice."""
 
 
 def given_of(config: Config, explicit: Collection[str]) -> dict[str, Any]:
-    """Return the options among the ``explicit`` ones that a search keeps, with their values."""
+    """Return those of the ``explicit`` options that a search keeps, with their values."""
     kept = {
         name: value_of(config, name)
         for name in SEARCHED
@@ -52,13 +52,13 @@ def given_of(config: Config, explicit: Collection[str]) -> dict[str, Any]:
 
 
 def value_of(config: Config, name: str) -> Any:
-    """Return an option of a layout."""
+    """Return the value of a layout's option."""
     return getattr(config.training if name == "micro_batch_size" else config.parallel, name)
 
 
 def searchable(config: Config) -> Config:
-    """Return the configuration that a search begins with: derived fields are filled in, and what
-    memory would decide is left to the search."""
+    """Return the configuration that a search begins with. Derived fields are filled in, and options
+    that depend on memory are left to the search."""
     parallel = config.parallel
     slots = "default" if parallel.param_slots == AUTO else parallel.param_slots
     blocks = parallel.recompute_num_layers
@@ -69,22 +69,22 @@ def searchable(config: Config) -> Config:
 
 def choose(config: Config, machine: Machine, fit: Coefficients, given: Mapping[str, Any]) -> Choice:
     """Return the fastest layout that fits. ``config`` has a vocabulary and a batch; ``given`` are
-    options that stay. The result depends on the arguments alone, so every rank would choose the
-    same. Raises ConfigError if no layout is valid, or none fits."""
+    options that stay. The result depends only on the arguments, so every rank makes the same
+    choice. Raises ConfigError if no layout is valid or none fits."""
     bare = searchable(config)
-    found = search(bare, machine, fit, top=TOP, pinned=given, risk=RISK, offload=False)
-    if not found.best:
-        found = search(bare, machine, fit, top=TOP, pinned=given)
-    if not found.best:
-        assert found.smallest is not None
-        raise ConfigError(does_not_fit(found.smallest, enough_gpus(bare, machine, fit, given)))
-    best = found.best[0].config
+    result = search(bare, machine, fit, top=TOP, pinned=given, risk=RISK, offload=False)
+    if not result.best:
+        result = search(bare, machine, fit, top=TOP, pinned=given)
+    if not result.best:
+        assert result.smallest is not None
+        raise ConfigError(does_not_fit(result.smallest, enough_gpus(bare, machine, fit, given)))
+    best = result.best[0].config
     changed = {name: value_of(best, name) for name in (*SEARCHED, *DERIVED)}
     training = replace(config.training, micro_batch_size=changed.pop("micro_batch_size"))
     parallel = replace(config.parallel, **changed)
     whole = replace(config, parallel=parallel, training=training, offload=best.offload)
     moved = best.offload != config.offload
-    return Choice(whole, tuple(_notes(found.best, found.tried, given, moved=moved)))
+    return Choice(whole, tuple(_notes(result.best, result.tried, given, moved=moved)))
 
 
 def _notes(

@@ -1,5 +1,4 @@
-"""A recorded run next to its plan: which parts of a step take longer than planned, and by how
-much."""
+"""A recorded run next to its plan: the parts of a step, with measured and planned times."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ HEAD = ("", "a step", "measured", "planned", "ratio", "more in a step")
 
 @dataclass(frozen=True)
 class ComparedPart:
-    """One part of a step: seconds of one occurrence, mean over the ranks that have it."""
+    """One part of a step: seconds of one occurrence, as the mean over the ranks that have it."""
 
     what: str
     count: float
@@ -42,7 +41,7 @@ class ComparedPart:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts of a table with the columns of HEAD."""
+        """Texts of a table row with the columns of HEAD."""
         start = self.what, f"{self.count:.3g}", ms(self.measured)
         if self.planned is None:
             return *start, "?", "", ""
@@ -63,8 +62,8 @@ class ComparedPart:
 @dataclass(frozen=True)
 class Comparison:
     """Recorded steps and the plan of the same configuration. ``known`` says whether the plan is for
-    the device that ran them. If not, kernels are planned for another one and scaled by one factor,
-    and communication has no plan."""
+    the device that ran the steps. If not, kernels are planned for another device and scaled by one
+    factor, and communication has no plan."""
 
     steps: MeasuredSteps
     candidate: Candidate
@@ -72,14 +71,14 @@ class Comparison:
 
     @cached_property
     def excluded(self) -> tuple[str, ...]:
-        """Lanes for which a pass may wait without that counting as its time: the plan of a pass
-        does not contain them."""
+        """Lanes whose waits do not count as time of a pass, since the plan of a pass does not
+        contain them."""
         between = (PIPELINE, GATHERS, REDUCTIONS)
         return between if self.known else (*between, "tp", "cp")
 
     @cached_property
     def scale(self) -> float:
-        """Seconds of kernels here for a planned second; 1 for a device that is known."""
+        """Measured seconds of kernels for one planned second; 1 for a known device."""
         if self.known:
             return 1.0
         measured = self.steps.passes(self.excluded)
@@ -90,32 +89,32 @@ class Comparison:
 
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
-        """The passes of each stage as planned, scaled, without messages that travel meanwhile."""
+        """Planned times of the passes of each stage, scaled, without overlapped messages."""
         return tuple(
             replace(
-                one,
-                forward=self.scale * one.forward,
-                backward_input=self.scale * one.backward_input,
-                backward_weight=self.scale * one.backward_weight,
+                times,
+                forward=self.scale * times.forward,
+                backward_input=self.scale * times.backward_input,
+                backward_weight=self.scale * times.backward_weight,
             )
-            for one in self._unscaled
+            for times in self._unscaled
         )
 
     @cached_property
     def _unscaled(self) -> tuple[StageTimes, ...]:
         candidate = self.candidate
-        times = [one.alone for one in candidate.stage_times]
+        times = [stage_times.alone for stage_times in candidate.stage_times]
         if self.known:
             return tuple(times)
-        for stage, one in enumerate(times):
+        for stage, stage_times in enumerate(times):
             embedding = 0.5 * candidate.groups.tp.reduce(candidate.job.stream) * (stage == 0)
-            shown = [self.shown(stage, part) for part in ("tensor", "context")]
+            shown = [self.shown(stage, kind) for kind in ("tensor", "context")]
             forward = embedding + sum(first for first, _ in shown)
             backward = sum(second for _, second in shown)
             times[stage] = replace(
-                one,
-                forward=max(0.0, one.forward - forward),
-                backward_input=max(0.0, one.backward_input - backward),
+                stage_times,
+                forward=max(0.0, stage_times.forward - forward),
+                backward_input=max(0.0, stage_times.backward_input - backward),
             )
         return tuple(times)
 
@@ -129,8 +128,8 @@ class Comparison:
         """Return the planned seconds of communication over tp (``tensor``) or cp (``context``) in
         one forward and one backward pass of a stage."""
 
-        def share(one: PassTime) -> float:
-            return one.seconds - replace(one, **{part: 0.0}).seconds
+        def share(pass_time: PassTime) -> float:
+            return pass_time.seconds - replace(pass_time, **{part: 0.0}).seconds
 
         layers = len(self.candidate.short.partition.layers[stage])
         return layers * share(self._block.forward), layers * share(self._block.backward)
@@ -149,18 +148,18 @@ class Comparison:
 
     @cached_property
     def hop(self) -> float:
-        """Seconds of a message between stages; 0 if links are not known."""
+        """Planned seconds of a message between stages; 0 if the links are not known."""
         return self.candidate.hop if self.known else 0.0
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The passes as planned."""
+        """The simulated timeline of the planned passes."""
         return simulate(self.schedule, self.times, self.hop)
 
     @cached_property
     def rows(self) -> tuple[ComparedPart, ...]:
-        """Every part: those first that cost most beyond the plan, at the end those without a
-        plan."""
+        """All parts, sorted by seconds beyond the plan, largest first. Parts without a plan come
+        last."""
         return tuple(sorted(self._parts(), key=lambda row: (row.planned is None, -row.more)))
 
     def _parts(self) -> Iterator[ComparedPart]:
@@ -180,10 +179,10 @@ class Comparison:
             waited = steps.waits(GATHERS, REDUCTIONS)
             data = planned.data if known else None
             yield ComparedPart("waiting for parameters and gradients", 1, waited, data)
-        for axis, part, size in (("tp", "tensor", job.tp), ("cp", "context", job.cp)):
+        for axis, kind, size in (("tp", "tensor", job.tp), ("cp", "context", job.cp)):
             if size > 1:
                 stages = range(len(self.times))
-                within = sum(sum(self.shown(stage, part)) for stage in stages)
+                within = sum(sum(self.shown(stage, kind)) for stage in stages)
                 seconds_planned = job.microbatches * within / job.pp if known else None
                 name = f"waiting for {axis}{' (within passes)' if known else ''}"
                 yield ComparedPart(name, 1, steps.waits(axis), seconds_planned)
@@ -193,23 +192,23 @@ class Comparison:
 
     @cached_property
     def messages(self) -> tuple[ComparedPart, ...]:
-        """Collectives from the moment at which a rank issues one, hidden by passes or not: with the
-        wait for the last of the ranks."""
-        found: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        """Collectives, timed from their issue, whether passes hide them or not. The times include
+        the wait for the last rank."""
+        issued: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self.steps.spans:
             axis = str(span.details.get("axis"))
             if span.lane in (GATHERS, REDUCTIONS, "tp", "cp") and self._group(axis).size > 1:
-                found[axis, str(span.details["operation"])].append(span)
-        each = self.steps.recorded.ranks * len(self.steps.numbers)
+                issued[axis, str(span.details["operation"])].append(span)
+        rank_steps = self.steps.recorded.ranks * len(self.steps.numbers)
         rows = []
-        for (axis, operation), spans in found.items():
+        for (axis, operation), spans in issued.items():
             group = self._group(axis)
             times = {"all_reduce": group.reduce, "send": group.send, "receive": group.send}
             size = fmean(int(span.details["bytes"]) for span in spans)
             planned = times.get(operation, group.gather)(size) if self.known else None
             name = f"{operation} on {axis}, {sized(int(size))}"
             measured = fmean(span.seconds for span in spans)
-            rows.append(ComparedPart(name, len(spans) / each, measured, planned))
+            rows.append(ComparedPart(name, len(spans) / rank_steps, measured, planned))
         return tuple(sorted(rows, key=lambda row: -row.count * row.measured))
 
     def _group(self, axis: str) -> RankGroup:
@@ -222,7 +221,7 @@ class Comparison:
         return groups.replicas if replicas else groups.shards
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything that ``lines`` say."""
+        """Return the contents of ``lines`` for programs."""
         return {
             "layout": label(self.candidate),
             "gpu": self.candidate.machine.gpu.name,
@@ -235,7 +234,7 @@ class Comparison:
         }
 
     def lines(self, name: str) -> Iterator[str]:
-        """Yield what a terminal shows. ``name`` is that of the file."""
+        """Yield lines for a terminal. ``name`` is the file's name."""
         recorded = self.steps.recorded
         numbers = self.steps.numbers
         yield (
@@ -257,7 +256,7 @@ class Comparison:
             yield _columns(row.cells).rstrip()
 
     def verdict(self) -> Iterator[str]:
-        """Yield the whole step."""
+        """Yield the measured and planned seconds of the whole step in words."""
         gpu = self.candidate.machine.gpu.name
         measured = self.steps.seconds
         if self.known:
@@ -280,5 +279,5 @@ def _columns(cells: tuple[str, ...]) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Return milliseconds for people."""
+    """Return seconds as milliseconds for people."""
     return f"{seconds * 1e3:,.2f} ms"

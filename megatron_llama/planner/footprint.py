@@ -1,5 +1,5 @@
-"""Memory of any trainer by component, from formulas. The memory of this trainer is planned exactly,
-by ``train/setup/memory.py``; here it only serves to rule out layouts quickly.
+"""Memory of any trainer by component, from formulas. They only serve to rule out layouts quickly:
+``train/setup/memory.py`` plans the memory of this trainer exactly.
 
 Activations follow "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et
 al., 2022, section 4), extended to any MLP and attention.
@@ -18,7 +18,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank."""
+    """Bytes of one rank by component."""
 
     weights: float
     gradients: float
@@ -26,13 +26,13 @@ class Footprint:
     activations: float
     logits: float
     working: float
-    """One block while it is computed again, when the logits are gone; gathered layers."""
+    """Bytes of one block while it is recomputed, after the logits are freed; of gathered layers."""
     buffers: float
-    """Workspaces of libraries, tensors between stages."""
+    """Bytes of workspaces of libraries and of tensors between stages."""
 
     @property
     def persistent(self) -> float:
-        """Bytes that are there between steps."""
+        """Bytes that are held between steps."""
         return self.weights + self.gradients + self.optimizer + self.buffers
 
     @property
@@ -67,7 +67,7 @@ def block_bytes(job: TrainingJob) -> float:
     split = job.tp if job.sequence_parallel else 1
     hidden = model.hidden_size
     inner = model.intermediate_size / job.tp
-    # Schedules that postpone weight gradients keep their inputs, whatever is computed again.
+    # Schedules that postpone weight gradients keep their inputs, even with recomputation.
     again = 0.0 if job.bubble < 1 else job.recomputed
     lean = job.recomputed_memory > 0
     if again >= 1:
@@ -82,11 +82,11 @@ def block_bytes(job: TrainingJob) -> float:
 
 
 def in_flight(job: TrainingJob, *, last: bool) -> float:
-    """Return how many blocks' activations a rank holds at most, in 1F1B (Narayanan et al., 2021,
-    section 2.2), its interleaved form and the zero-bubble schedules."""
+    """Return the largest number of blocks whose activations a rank holds, in 1F1B (Narayanan et
+    al., 2021, section 2.2), its interleaved form and the zero-bubble schedules."""
     layers = job.model.num_hidden_layers / job.pp - last * job.last_stage_lacks
     depth = 0 if last else job.pp - 1
-    # Zero-bubble schedules hold on every rank as much as 1F1B holds on the first.
+    # With zero-bubble schedules every rank holds as much as the first rank with 1F1B.
     if job.bubble < 1:
         return min(job.microbatches, job.pp) * layers
     if job.vpp == 1:
@@ -115,7 +115,7 @@ def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footp
     keys = 2 * max(1, model.num_key_value_heads // job.tp) * model.head_dim
     buffers = workspaces + (2 * job.vpp * stream if job.pp > 1 else 0.0)
     if job.recomputed >= 1:
-        # The input of the block that was recomputed last stays, as Megatron's own tests show.
+        # The input of the last recomputed block stays, as Megatron's own tests show.
         buffers += stream
     if job.cp > 1:
         buffers += 4 * BF16_BYTES * job.tokens * keys

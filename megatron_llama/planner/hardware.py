@@ -1,5 +1,4 @@
-"""GPUs and how they are wired: peak rates, memory, and bandwidth of memory and links, from data
-sheets."""
+"""GPUs from data sheets: peak rates, memory, and the bandwidths of memory and links."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from megatron_llama.metrics.flops import PEAK_FLOPS
 
 MIB = 2**20
 GBIT = 1e9 / 8
-"""A Gbit/s in bytes per second."""
+"""Bytes per second of one Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device and the node in which it usually stands. Rates are per GPU and per second, those
-    of links in one direction."""
+    """One device and its usual node. Rates are per GPU and second. Rates of links are in one
+    direction."""
 
     name: str
     family: str
-    """Whose kernels it runs: ``v100``, ``a100``, ``h100`` or ``b200``; ``own`` for a device that
+    """Family of its kernels: ``v100``, ``a100``, ``h100`` or ``b200``; ``own`` for a device that
     ``plan calibrate`` has measured."""
     peak: float
     """Dense FLOP/s in bfloat16 (V100: float16)."""
@@ -34,27 +33,27 @@ class Gpu:
     """Bytes per second of the device's memory."""
     nvlink: float
     nic: float
-    """Bytes per second of the network in a common machine; ``--nic-gbit`` replaces it."""
+    """Bytes per second of the network in a usual machine. ``--nic-gbit`` replaces it."""
     node: int = 8
     """GPUs in a node."""
     domain: int = 8
-    """GPUs that NVLink joins: those of a node, or of a rack."""
+    """GPUs joined by NVLink: those of a node or of a rack."""
     fp8: float = 1.0
-    """Dense FLOP/s in 8-bit floats as a multiple of ``peak``; 1 where there are none."""
+    """Dense FLOP/s in 8-bit floats as a multiple of ``peak``; 1 without 8-bit floats."""
     fp4: float = 1.0
     """The same in 4-bit floats."""
     power: float = 1.0
-    """Sustained clock relative to the usual variant of the family, where the power limit is
-    known to differ."""
+    """Sustained clock relative to the usual variant of the family, if the power limit is known to
+    differ."""
     source: str = ""
     single: float = 1 / 16
     """Dense FLOP/s in float32 as a share of ``peak``."""
     pcie: float = 10e9
     """Bytes per second between device and host, in each direction."""
     host: float = 10e9
-    """Bytes per second of the host's memory: each GPU's equal share."""
+    """Bytes per second of the host's memory, as each GPU's equal share."""
     host_memory: int = 0
-    """Bytes of the host's memory, each GPU's equal share. 0: the device is the host itself."""
+    """Bytes of the host's memory, as each GPU's equal share. 0 if the device is the host itself."""
 
 
 _HOSTS: Mapping[str, tuple[float, float, int]] = MappingProxyType(
@@ -115,8 +114,8 @@ _B200 = Gpu(
     fp4=4.0,
     source="NVIDIA DGX B200, GB200 and GB300 NVL72 data sheets (2025)",
 )
-# metrics.flops has 2,500 TFLOP/s for a GB200. The coefficients were fitted with this figure, so it
-# changes with the next fit and not before.
+# metrics.flops has 2,500 TFLOP/s for a GB200. The coefficients were fitted with the figure here, so
+# it may only change together with a new fit.
 _GB200 = replace(
     _B200, name="gb200", peak=2450e12, memory=189471 * MIB, hbm=8e12, node=4, domain=72
 )
@@ -126,7 +125,7 @@ _ALL = (
     replace(_A100, name="a100-40", memory=40960 * MIB, hbm=1.555e12),
     _A100,
     _H100,
-    # HBM2e and a limit of 500 W.
+    # This variant has HBM2e and a power limit of 500 W.
     replace(
         _H100,
         name="h100-96",
@@ -138,7 +137,7 @@ _ALL = (
     replace(_H100, name="h200", memory=143771 * MIB, hbm=4.8e12, source=_H200_SOURCE),
     _B200,
     _GB200,
-    # 1.4 kW instead of the 1.2 kW of a GB200.
+    # A GB300 may take 1.4 kW, a GB200 1.2 kW.
     replace(_GB200, name="gb300", memory=284208 * MIB, nic=100e9, fp4=6.0, power=1.1),
 )
 
@@ -163,8 +162,8 @@ CPU = Gpu(
     single=1.0,
     source="a core with AVX-512, gloo, 10 Gbit/s",
 )
-"""A process on one core of a host. With these rates only the order of layouts is meaningful; ``plan
-calibrate`` measures the host at hand."""
+"""A process on one core of a host. With these rates only the order of layouts is meaningful. ``plan
+calibrate`` measures a real host."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -180,11 +179,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "gb300-288gb": "gb300",
     }
 )
-"""Other spellings. The Chinese variants (A800, H800) differ in NVLink only."""
+"""Other spellings of names. The Chinese variants (A800, H800) differ in NVLink only."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU by any of its names. Raises ConfigError that suggests the nearest known name."""
+    """Return a GPU by any of its names. Raises ConfigError with the nearest known name."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     key = ALIASES.get(key, key)
     if key == CPU.name:
@@ -197,8 +196,8 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device: str, memory: int) -> Gpu | None:
-    """Return the GPU that torch calls ``device``, for example ``NVIDIA A100-SXM4-40GB``; of several
-    variants the one whose memory is nearest. None if the planner does not know it."""
+    """Return the GPU that torch calls ``device``, for example ``NVIDIA A100-SXM4-40GB``. Among
+    variants, ``memory`` chooses the nearest. None if the planner does not know the GPU."""
     words = re.split(r"[^a-z0-9]+", device.lower())
     same = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
     return min(same, key=lambda gpu: abs(gpu.memory - memory), default=None)

@@ -1,4 +1,4 @@
-"""What this room hangs into the trainer (``megatron_llama/hooks.py``)."""
+"""The planner's commands and hooks in the trainer (``megatron_llama/hooks.py``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the options of ``plan`` mean, for all its actions: the run without what is searched, the
-machine, one layout."""
+"""The meaning of the options of ``plan`` for all its actions: the run without searched options,
+the machine, one layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from megatron_llama.config.limits import LARGEST_RANKS
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig, TrainingConfig
 from megatron_llama.engine.plan.offload import MODES
@@ -23,6 +22,7 @@ from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.hardware import GBIT, Gpu
 from megatron_llama.planner.search import with_ends
 from megatron_llama.planner.training_job import Machine
+from megatron_llama.train.setup.checks.ranges import refuse_values
 from megatron_llama.train.setup.resolve import assemble, problems, resolve
 
 NUMBERS: Mapping[str, str] = MappingProxyType(
@@ -33,14 +33,11 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "v": "virtual_pipeline_model_parallel_size",
     }
 )
-"""Numbers in the word for a layout (``tp4/pp2``), and their options."""
+"""Prefixes of numbers in a layout's name (``tp4/pp2``), and their options."""
 CHOICES = ("pipeline_schedule", "data_parallel_sharding_strategy", "recompute_granularity")
-"""Options whose values stand in that word by themselves."""
-SMALLEST_GBIT = 1e-6
-LARGEST_GBIT = 1e6
-"""Networks beyond these are none."""
+"""Options whose values are parts of that name without a prefix."""
 TOKENS_A_STEP = 4 * 2**20
-"""Tokens of a step where no batch is given: what LLaMA 2 was pretrained with."""
+"""Tokens of a step if no batch is given, as in the pretraining of LLaMA 2."""
 MODEL_HINT = "give --model llama2-70b or the model's fields"
 
 
@@ -55,8 +52,8 @@ def with_cluster(parsed: Parsed) -> Parsed:
 
 
 def assumed(parsed: Parsed, config: Config) -> str | None:
-    """Say what a plan takes that nobody gave, as the options that would change it, or return
-    None if everything was given."""
+    """Return words with the options that a plan assumes because they were not given; None if all
+    were given."""
     training = config.training
     given = parsed.explicit
     taken = []
@@ -71,21 +68,21 @@ def assumed(parsed: Parsed, config: Config) -> str | None:
 
 
 def config_of(parsed: Parsed) -> Config:
-    """Return the run without what is searched: in bfloat16 unless another precision is asked for or
-    was measured, with LLaMA's vocabulary and a usual batch if none is given. Raises ConfigError."""
-    config = assemble(parsed)
+    """Return the run without searched options. It is in bfloat16 unless another precision was given
+    or measured, with LLaMA's vocabulary and a usual batch if none is given. Raises ConfigError."""
     options = parsed.get(PlanConfig)
+    refuse_values(options)
+    config = assemble(parsed)
     model = config.model
     training = config.training
     if training.global_batch_size <= 0 < options.gpus:
-        # Of a multiple of the GPUs every number of data-parallel ranks gets equal shares.
+        # Any number of data-parallel ranks divides a batch that is a multiple of the GPUs.
         samples = max(1, TOKENS_A_STEP // max(1, training.seq_length))
         batch = -(-samples // options.gpus) * options.gpus
         config = replace(config, training=replace(training, global_batch_size=batch))
     needs = (
         ("--model", model.num_hidden_layers, "a model", MODEL_HINT),
         ("--gpus", options.gpus, "the number of GPUs", "give --gpus 64"),
-        ("--top", options.top, "1 or more", "leave it out"),
     )
     missing = [
         describe(name, got="nothing", expected=expected, do=do)
@@ -94,25 +91,18 @@ def config_of(parsed: Parsed) -> Config:
     ]
     if missing:
         raise ConfigError(listing("A plan needs more:", missing))
-    if options.gpus > LARGEST_RANKS:
-        expected = f"at most {LARGEST_RANKS:,}"
-        raise ConfigError("--gpus", got=options.gpus, expected=expected, do="give fewer")
-    if not 0 <= options.nic_gbit <= LARGEST_GBIT or 0 < options.nic_gbit < SMALLEST_GBIT:
-        expected = f"0, or a number from {SMALLEST_GBIT:g} to {LARGEST_GBIT:,.0f}"
-        do = "leave it out"
-        raise ConfigError("--nic-gbit", got=options.nic_gbit, expected=expected, do=do)
-    other = training.fp16 or training.fp64 or calibrated(parsed).precision == "fp32"
-    config = with_precision(config, bf16=not other)
+    other_precision = training.fp16 or training.fp64 or calibrated(parsed).precision == "fp32"
+    config = with_precision(config, bf16=not other_precision)
     alone = replace(config.training, micro_batch_size=1, global_batch_size=1)
     config = searchable(config)
-    if found := problems(replace(config, parallel=ParallelConfig(), training=alone), 1):
-        raise ConfigError(listing("This model cannot be trained:", found))
+    if refused := problems(replace(config, parallel=ParallelConfig(), training=alone), 1):
+        raise ConfigError(listing("This model cannot be trained:", refused))
     return config
 
 
 def with_precision(config: Config, *, bf16: bool) -> Config:
-    """Return the run in bfloat16 if ``bf16``, with a length and LLaMA's vocabulary if it has
-    none."""
+    """Return the run, in bfloat16 if ``bf16``, with a length and LLaMA's vocabulary if it lacks
+    them."""
     training = config.training
     model = config.model
     return replace(
@@ -125,17 +115,17 @@ def with_precision(config: Config, *, bf16: bool) -> Config:
 
 
 def calibrated(parsed: Parsed) -> Calibration:
-    """Return the kind of GPU and how fast it is. Raises ConfigError for a GPU that is not known,
-    and for a file that has no coefficients."""
+    """Return the GPU and its speed. Raises ConfigError for a GPU that is not known, and for a file
+    without coefficients."""
     options = parsed.get(PlanConfig)
-    # The default of --gpu counts for nothing where a file says which device it is.
+    # A file of coefficients names its device, so the default of --gpu is ignored.
     named = options.coefficients is None or "gpu" in parsed.explicit
     return calibration_of(options.gpu if named else None, options.coefficients)
 
 
 def machine_of(parsed: Parsed) -> Machine:
-    """Return the GPUs and their links. Raises ConfigError for a GPU that is not known, and for
-    nodes that are not full."""
+    """Return the GPUs and their links. Raises ConfigError for an unknown GPU, and if the last node
+    is not full."""
     options = parsed.get(PlanConfig)
     gpu = calibrated(parsed).gpu
     node = parsed.get(LaunchConfig).gpus_per_node or gpu.node
@@ -147,15 +137,15 @@ def machine_of(parsed: Parsed) -> Machine:
 
 
 def machine_with(gpu: Gpu, gpus: int, node: int, nic_gbit: float) -> Machine:
-    """Return ``gpus`` GPUs, ``node`` of them in a node. ``nic_gbit`` replaces the usual network if
-    it is above 0. NVLink joins a rack where the GPU has that, else a node."""
+    """Return a machine of ``gpus`` GPUs with ``node`` in a node. ``nic_gbit`` replaces the usual
+    network if it is above 0. NVLink joins a rack if the GPU supports that, else a node."""
     domain = gpu.domain if gpu.domain > gpu.node else node
     return Machine(gpu, gpus, node, domain, nic_gbit * GBIT if nic_gbit > 0 else gpu.nic)
 
 
 def layout_named(config: Config, machine: Machine, fit: Coefficients, word: str) -> Candidate:
-    """Return the layout of a word such as ``tp4/pp4/mbs1/1f1b/optim``: parts in any order, and what
-    is left out as in the options. Raises ConfigError."""
+    """Return the layout of a name such as ``tp4/pp4/mbs1/1f1b/optim``. Parts may come in any order;
+    omitted parts are as in the options. Raises ConfigError."""
     parallel: dict[str, Any] = {}
     training = config.training
     offload = config.offload
@@ -181,7 +171,7 @@ def layout_named(config: Config, machine: Machine, fit: Coefficients, word: str)
     parallel.setdefault("sequence_parallel", tp > 1)
     whole = with_ends(replace(config.parallel, **parallel), config.model.num_hidden_layers)
     chosen = replace(config, parallel=whole, training=training, offload=offload)
-    found = problems(chosen, machine.gpus)
-    if found:
-        raise ConfigError(listing(f"--explain {word} cannot run on {machine.gpus} GPUs:", found))
+    refused = problems(chosen, machine.gpus)
+    if refused:
+        raise ConfigError(listing(f"--explain {word} cannot run on {machine.gpus} GPUs:", refused))
     return Candidate(resolve(chosen, machine.gpus), machine, fit)

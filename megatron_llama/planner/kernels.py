@@ -1,4 +1,4 @@
-"""How long kernels last on a GPU: matrix products, attention, and what only moves memory. A
+"""Times of kernels on a GPU: matrix products, attention, and operators that only move memory. A
 roofline model (Williams et al., 2009) with fitted efficiencies."""
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ BF16_BYTES = 2
 CAUSAL = 0.5
 """Share of the scores that a causal mask leaves. Kernels that write scores compute all of them."""
 SHARPNESS = 4
-"""Exponent of the norm that joins the times of device and host: how sharply the slower decides."""
+"""Exponent of the norm that joins the times of device and host. The larger it is, the more the
+slower of the two decides."""
 OLD = ("megatron", "aleph")
-"""Trainers of before 2023, whose blocks are many small kernels."""
+"""Trainers from before 2023, whose blocks are many small kernels."""
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of one pass through one block (or the ends of the model) on one rank, by what they
-    are spent on."""
+    """Seconds of one pass through one block (or the ends of the model) on one rank, by purpose."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     tensor: float = 0.0
-    """Communication over tp that nothing hides."""
+    """Exposed communication over tp."""
     context: float = 0.0
-    """Communication over cp that nothing hides."""
+    """Exposed communication over cp."""
     launch: float = 0.0
     """The host's time to launch the kernels, while the device works."""
 
     @property
     def seconds(self) -> float:
-        """The whole pass. The slower of device and host decides; where they are close, each waits
-        for the other now and then."""
+        """Seconds of the whole pass. The slower of device and host decides. If their times are
+        close, each sometimes waits for the other."""
         device = self.matmul + self.attention + self.memory + self.tensor + self.context
         return float((device**SHARPNESS + self.launch**SHARPNESS) ** (1 / SHARPNESS))
 
@@ -53,8 +53,8 @@ class PassTime:
         return self.matmul, self.attention, self.memory, self.tensor, self.context, self.launch
 
     def scaled(self, factor: float) -> PassTime:
-        """Return ``factor`` times this."""
-        return PassTime(*(part * factor for part in self.parts))
+        """Return the times multiplied by ``factor``."""
+        return PassTime(*(seconds * factor for seconds in self.parts))
 
 
 class Kernels:
@@ -68,12 +68,12 @@ class Kernels:
         self.hbm = gpu.hbm / fit.memory
         peak = gpu.peak * gpu.power * (gpu.single if job.itemsize > BF16_BYTES else 1.0)
         self.base_rate = peak * fit.of_gpu("matmul", gpu.family)
-        """FLOP/s of products that are not in 8 or 4 bits."""
+        """FLOP/s of products in 16 bits or more."""
         self.rate = self.base_rate * self._speedup()
         self.attention_rate = peak * fit.of_gpu("attention", gpu.family)
 
     def _speedup(self) -> float:
-        """Products in 8 or 4 bits relative to 16 bits, conversions included."""
+        """Return the rate of products in 8 or 4 bits relative to 16 bits, with conversions."""
         fit = self.fit
         gpu = self.gpu
         if self.job.precision == "nvfp4":
@@ -87,14 +87,14 @@ class Kernels:
         return 1.0
 
     def matmul(self, product: Matmul, *, reduced: bool = True) -> float:
-        """Return the seconds of one product. ``reduced``: in the job's precision of 8 or 4 bits, if
-        it has one; the head is always in bfloat16."""
+        """Return the seconds of one product. ``reduced`` says that the product is in the job's 8 or
+        4 bits, if it has these; the head is always in bfloat16."""
         moved = self.fit.matmul_bytes * self.job.itemsize * product.elements
         return product.flops / (self.rate if reduced else self.base_rate) + moved / self.gpu.hbm
 
     def attention(self) -> float:
-        """Return the seconds of one block's attention forward, for one microbatch: the mean of
-        layers with and without a window."""
+        """Return the seconds of one block's attention in the forward pass of one microbatch, as the
+        mean of layers with and without a window."""
         job = self.job
         fit = self.fit
         kind = job.traits.attention
@@ -111,8 +111,8 @@ class Kernels:
         return flops / self.base_rate + passes * scores / self.hbm
 
     def memory(self) -> float:
-        """Return the seconds of norms, rotary embedding, activation, residual sums, and biases that
-        no product adds, of one block forward."""
+        """Return the seconds of a block's memory-bound operators in the forward pass: norms, rotary
+        embedding, activation, residual sums, and biases that no product adds."""
         job = self.job
         model = job.model
         traits = job.traits
@@ -125,19 +125,19 @@ class Kernels:
         gates = 3.0 if traits.gated else 2.0
         inner = gates * model.intermediate_size / job.tp + 4.0 * job.queries
         if model.qk_norm != "none":
-            # Queries and keys are read, and written twice: a copy, and the norm in their place.
+            # Queries and keys are read once and written twice: as a copy, then normed in place.
             inner += 3.0 * job.queries * (1.0 + self._keys_of_a_query())
         compiled = self.fit.compiled if traits.compiled else 1.0
         return job.tokens * job.itemsize * compiled * (streams + inner + norms) / self.hbm
 
     def _keys_of_a_query(self) -> float:
-        """Return how many key heads of a rank there are for each query head."""
+        """Return the number of a rank's key heads for each query head."""
         model = self.job.model
         copies = kv_copies(model, self.job.tp)
         return model.num_key_value_heads * copies / model.num_attention_heads
 
     def forward(self) -> PassTime:
-        """Return one block, forward, for one microbatch, without communication."""
+        """Return the forward pass of one block and microbatch, without communication."""
         traits = self.job.traits
         fit = self.fit
         scale = fit.family(traits.family)
@@ -151,8 +151,8 @@ class Kernels:
         )
 
     def backward(self, forward: PassTime) -> PassTime:
-        """Return one block, backward, without what is computed again: both gradients of each
-        product; attention has five products instead of two (Dao et al., 2022, appendix B.4)."""
+        """Return the backward pass of one block, without recomputation: two gradients of each
+        product. Attention has five products instead of two (Dao et al., 2022, appendix B.4)."""
         flash = self.job.traits.attention in ("flash", "flash1", "triton")
         return PassTime(
             forward.matmul + self.weight_gradients(),
@@ -170,7 +170,7 @@ class Kernels:
         return seconds * self.fit.family(self.job.traits.family)
 
     def head(self) -> PassTime:
-        """Return the head and the loss, forward: its product, and passes over the fp32 logits."""
+        """Return the forward pass of head and loss: a product, and passes over fp32 logits."""
         passes = self.fit.logits * (0.5 if self.job.traits.compiled else 1.0)
         logits = passes * 4.0 * self.job.logits / self.hbm
         return PassTime(self.matmul(self.job.head, reduced=False), 0, logits)

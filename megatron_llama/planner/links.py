@@ -1,4 +1,4 @@
-"""How long a collective takes in a group of ranks: latency and bandwidth, inside a node and between
+"""Times of collectives in groups of ranks, from latency and bandwidth inside a node and between
 nodes."""
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class RankGroup:
     latency: float
     """Seconds to start a collective or a message."""
     hops: float
-    """Seconds of going once around the ring."""
+    """Seconds of one trip around the ring."""
 
     def gather(self, size: float, messages: float = 1) -> float:
-        """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes together, counted
-        over all ranks: a rank sends all but one of ``self.size`` parts."""
+        """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes in total, counted
+        over all ranks. A rank sends all but one of ``self.size`` parts."""
         if self.size == 1:
             return 0.0
         start = messages * (self.latency + self.hops)
         return (self.size - 1) / self.size * size / self.rate + start
 
     def reduce(self, size: float, messages: float = 1) -> float:
-        """Return the seconds of all-reduces of ``size`` bytes together: a reduce-scatter and an
+        """Return the seconds of all-reduces of ``size`` bytes in total: a reduce-scatter and an
         all-gather."""
         return 2 * self.gather(size, messages)
 
@@ -54,7 +54,7 @@ def rank_group(machine: Machine, size: int, stride: int, fit: Coefficients) -> R
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The groups of a job by axis; ranks are counted tp first, then cp, dp and pp."""
+    """The groups of a job by axis. Ranks are counted over tp first, then cp, dp and pp."""
 
     tp: RankGroup
     cp: RankGroup
@@ -64,8 +64,8 @@ class RankGroups:
 
 
 def rank_groups(job: TrainingJob, fit: Coefficients) -> RankGroups:
-    """Return the groups of a job on its machine. Neighbouring stages are as far apart as all ranks
-    of one stage."""
+    """Return the groups of a job on its machine. The distance between neighbouring stages is the
+    number of ranks of one stage."""
     machine = job.machine
     data = job.dp * job.cp
     shards = job.shards if job.sharding != "none" else 1

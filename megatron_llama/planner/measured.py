@@ -1,5 +1,5 @@
-"""A recorded timeline in the terms of a plan: the run's configuration, and the seconds of its
-passes, waits and updates."""
+"""A recorded timeline in the terms of a plan: the run's configuration, and the seconds of passes,
+waits and updates."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from megatron_llama.train.setup.resolve import problems
 PASSES: Mapping[str, Op] = MappingProxyType(
     {op.value: op for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
 )
-"""Kinds of passes by their names in a file, in the order in which they are listed."""
+"""Kinds of passes by their names in a file, in the order of tables."""
 
 
 def config_of(recorded: Recorded, path: Path) -> Config:
     """Return the configuration of the run, with as many microbatches as the recorded steps had.
-    Raises ConfigError if it cannot be read, or cannot have run on so many ranks."""
+    Raises ConfigError if it cannot be read, or cannot have run on the recorded ranks."""
     config = read_config(recorded.config, f"{path} config")
     again = "record it again with this version"
     try:
-        found = problems(config, recorded.ranks)
+        refused = problems(config, recorded.ranks)
     except (TypeError, AttributeError) as error:
         expected = "values of the options' kinds"
         raise ConfigError(f"{path} config", got=error, expected=expected, do=again) from None
-    if found:
+    if refused:
         on = f"its {recorded.ranks} ranks"
         raise ConfigError(
-            listing(f"{path} has a configuration that cannot have run on {on}:", found)
+            listing(f"{path} has a configuration that cannot have run on {on}:", refused)
         )
-    # A batch that was still growing is as large as the recorded steps.
+    # A batch that was still ramping up gets the size that it had in the recorded steps.
     passes = [span for span in MeasuredSteps(recorded).spans if span.lane == COMPUTE]
     microbatches = max(int(span.details["microbatch"]) for span in passes) + 1
     parallel = config.parallel
@@ -64,8 +64,8 @@ def config_of(recorded: Recorded, path: Path) -> Config:
 
 
 def read_config(content: Mapping[str, Any], where: str) -> Config:
-    """Return the configuration of which ``asdict`` has made ``content``. Raises ConfigError for
-    options that this version does not have."""
+    """Return the configuration whose ``asdict`` is ``content``. Raises ConfigError for options
+    that this version does not have."""
     kinds = get_type_hints(Config)
     unknown = [name for name in content if name not in kinds]
     sections: dict[str, Any] = {}
@@ -92,14 +92,14 @@ def read_config(content: Mapping[str, Any], where: str) -> Config:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The recorded steps that are compared. If there are others, steps before an evaluation are
-    left out, and the first, for which nothing had been gathered ahead."""
+    """The recorded steps that are compared. Steps before an evaluation are left out, and the first
+    step, for which nothing had been gathered ahead, unless there are no others."""
 
     recorded: Recorded
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Their iterations."""
+        """Iterations of these steps."""
         spans = self.recorded.spans
         every = sorted(int(span.details["iteration"]) for span in self._iterations(spans))
         every = list(dict.fromkeys(every))
@@ -109,8 +109,8 @@ class MeasuredSteps:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What belongs to these steps, and to no evaluation between them. Raises ConfigError if
-        there is no pass."""
+        """Spans of these steps, without evaluations between them. Raises ConfigError if there is no
+        pass."""
         numbers = set(self.numbers)
         spans = [
             span
@@ -129,11 +129,11 @@ class MeasuredSteps:
 
     @cached_property
     def lanes(self) -> Mapping[tuple[int, str], list[Span]]:
-        """The spans of each rank and lane, in order."""
-        found: dict[tuple[int, str], list[Span]] = defaultdict(list)
+        """Spans of each rank and lane, in order of time."""
+        lanes: dict[tuple[int, str], list[Span]] = defaultdict(list)
         for span in sorted(self.spans, key=lambda span: span.begin):
-            found[span.rank, span.lane].append(span)
-        return found
+            lanes[span.rank, span.lane].append(span)
+        return lanes
 
     @cached_property
     def seconds(self) -> float:
@@ -151,24 +151,24 @@ class MeasuredSteps:
     def passes(self, excluded: tuple[str, ...]) -> Mapping[tuple[Op, int], tuple[float, float]]:
         """Return by kind and stage the mean seconds of a pass, without waits for the ``excluded``
         lanes, and the number of passes of a rank in a step."""
-        found: dict[tuple[Op, int], list[float]] = defaultdict(list)
+        seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank in range(self.recorded.ranks):
             for span, waited in self._passes_with_waits(rank, excluded):
                 stage = int(span.details["stage"])
-                found[PASSES[str(span.details["op"])], stage].append(span.seconds - waited)
+                seconds[PASSES[str(span.details["op"])], stage].append(span.seconds - waited)
                 ranks[stage].add(rank)
         steps = len(self.numbers)
         order = list(PASSES.values())
         return {
-            key: (fmean(found[key]), len(found[key]) / len(ranks[key[1]]) / steps)
-            for key in sorted(found, key=lambda key: (order.index(key[0]), key[1]))
+            key: (fmean(seconds[key]), len(seconds[key]) / len(ranks[key[1]]) / steps)
+            for key in sorted(seconds, key=lambda key: (order.index(key[0]), key[1]))
         }
 
     def _passes_with_waits(
         self, rank: int, excluded: tuple[str, ...]
     ) -> Iterator[tuple[Span, float]]:
-        """The passes of a rank, each with the seconds that it waits for the lanes."""
+        """Yield the passes of a rank, each with its seconds of waiting for the excluded lanes."""
         passes = self.lanes.get((rank, COMPUTE), [])
         passes = [span for span in passes if span.details["op"] in PASSES]
         begins = [span.begin for span in passes]
@@ -181,7 +181,7 @@ class MeasuredSteps:
         yield from zip(passes, waited, strict=True)
 
     def waits(self, *lanes: str) -> float:
-        """Return the mean seconds of a rank in a step that it waits for messages of these lanes."""
+        """Return the mean seconds in a step that a rank waits for messages of these lanes."""
         waits = [span for span in self.spans if span.lane == WAITS and span.details["on"] in lanes]
         return sum(span.seconds for span in waits) / self.recorded.ranks / len(self.numbers)
 
@@ -193,7 +193,7 @@ class MeasuredSteps:
 
     @cached_property
     def rest(self) -> float:
-        """Mean seconds of a rank in a step in which it neither computes, nor updates, nor waits for
+        """Mean seconds in a step in which a rank neither computes, nor updates, nor waits for
         messages."""
         busy = []
         for rank in range(self.recorded.ranks):

@@ -1,7 +1,7 @@
-"""The coefficients that follow from what ``plan calibrate`` has timed. Standard library only;
-``calibrate/`` does the timing.
+"""Coefficients fitted to the times of ``plan calibrate``. Standard library only; ``calibrate/``
+does the timing.
 
-A point is the kind of what was timed, its sizes, and its seconds:
+A point has a kind, sizes and seconds:
 
 | kind | sizes | seconds of |
 |---|---|---|
@@ -34,31 +34,31 @@ from megatron_llama.planner.training_job import Machine, Matmul, TrainerTraits, 
 Point = tuple[str, tuple[int, ...]]
 Points = Mapping[Point, float]
 LEAST = 1e-7
-"""Seconds that everything takes at least."""
+"""Lower bound of all measured seconds."""
 LATEST = 1.0
-"""Seconds that a block takes at most to start."""
+"""Upper bound of the seconds to start a block."""
 FACTORS = (0.3, 5.0)
-"""The range of the factor by which the trainer's kernels take longer than those timed alone."""
+"""Range of the factor by which the trainer's kernels take longer than kernels timed alone."""
 ROUNDS = 3
 HALVINGS = 30
-"""How often the search for these two is repeated, and how often it halves their range."""
+"""Rounds of the search for start time and factor, and bisections of each range in a round."""
 
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """What was measured."""
+    """The device that was measured."""
 
     base: Gpu
-    """What is known without measuring."""
+    """Properties that are known without a measurement."""
     itemsize: int
-    """Bytes of an element of the precision that was measured."""
+    """Bytes of an element in the measured precision."""
     node: int
     """Ranks on a machine."""
 
 
 def coefficients_of(points: Points, device: MeasuredDevice, shipped: Coefficients) -> Calibration:
-    """Return the device with its own rates. What was not measured (links of one process) stays as
-    ``shipped``."""
+    """Return the device with its own rates. Values that were not measured (links, if there is one
+    process) stay as in ``shipped``."""
     gpu = replace(
         device.base,
         family="own",
@@ -73,11 +73,11 @@ def coefficients_of(points: Points, device: MeasuredDevice, shipped: Coefficient
     products = [(Matmul(*sizes), seconds) for sizes, seconds in _of(points, "product")]
     inverse, bytes_factor = _fit(
         [
-            (one.flops, device.itemsize * one.elements / gpu.hbm, seconds)
-            for one, seconds in products
+            (matmul.flops, device.itemsize * matmul.elements / gpu.hbm, seconds)
+            for matmul, seconds in products
         ]
     )
-    gpu = replace(gpu, peak=max(one.flops / seconds for one, seconds in products))
+    gpu = replace(gpu, peak=max(matmul.flops / seconds for matmul, seconds in products))
     scores = [
         (2.0 * heads * tokens * tokens * dim, 0.0, seconds)
         for (heads, tokens, dim), seconds in _of(points, "attention")
@@ -95,12 +95,12 @@ def coefficients_of(points: Points, device: MeasuredDevice, shipped: Coefficient
 
 
 def _of(points: Points, kind: str) -> list[tuple[tuple[int, ...], float]]:
-    return [(sizes, max(LEAST, seconds)) for (one, sizes), seconds in points.items() if one == kind]
+    return [(sizes, max(LEAST, time)) for (name, sizes), time in points.items() if name == kind]
 
 
 def _fit(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return (a, b), neither below 0, that make a x + b y the nearest to the seconds of (x, y,
-    seconds), in relative terms: least squares with two unknowns."""
+    """Return the non-negative (a, b) that minimize the sum of ((a x + b y) / seconds - 1)^2 over
+    the rows (x, y, seconds)."""
     scaled = [(x / seconds, y / seconds) for x, y, seconds in rows]
     xx, xy, yy = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
     x, y = (sum(row[i] for row in scaled) for i in (0, 1))
@@ -110,7 +110,7 @@ def _fit(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
         b = (y * xx - x * xy) / determinant
         if a > 0 and b > 0:
             return a, b
-    # Only one of them is positive: take the one that leaves less.
+    # Only one of the two is positive: take the one with the smaller error.
     alone = [(x / xx if xx else 0.0, 0.0), (0.0, y / yy if yy else 0.0)]
     usable = alone[:1] if xx else alone[1:]
     return min(
@@ -120,7 +120,7 @@ def _fit(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def _memory(points: Points, itemsize: int, hbm: float) -> float:
-    """Return how many times the ideal bytes operators between products take."""
+    """Return the bytes that operators between products take, relative to the ideal bytes."""
     moved = {"norm": 2, "gate": 3}
     return fmean(
         seconds * hbm / (moved[kind] * itemsize * elements)
@@ -130,19 +130,19 @@ def _memory(points: Points, itemsize: int, hbm: float) -> float:
 
 
 def _links(points: Points, gpu: Gpu, fit: Coefficients) -> tuple[Gpu, Coefficients]:
-    """Return the device and the coefficients with start and rate of messages, within a machine and
-    between machines, and with the share of them that products do not hide."""
+    """Return the device and the coefficients with the measured links: the start time and rate of
+    messages within a machine and between machines, and the share that products do not hide."""
     for inside in (True, False):
         rows = []
         for kind, times in (("gather", 1), ("reduce", 2)):
-            found = [
+            timed = [
                 (sizes, seconds)
                 for sizes, seconds in _of(points, kind)
                 if (sizes[1] == 1) is inside
             ]
             rows += [
                 (times, times * (ranks - 1) / ranks * size, seconds)
-                for (ranks, _, size), seconds in found
+                for (ranks, _, size), seconds in timed
             ]
         if rows:
             start, inverse = _fit(rows)
@@ -162,9 +162,9 @@ def _links(points: Points, gpu: Gpu, fit: Coefficients) -> tuple[Gpu, Coefficien
 
 
 def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: MeasuredDevice) -> Coefficients:
-    """Return the coefficients with what the trainer itself adds: the host's time to start a block,
-    the time of a step without blocks, and a factor on the kernels that were timed alone. The small
-    model is nothing but overhead: two depths of it differ by blocks."""
+    """Return the coefficients with the overhead of the trainer: the host's time to start a block,
+    the time of a step without blocks, and a factor on kernels that were timed alone. The small
+    model consists of overhead only, so two depths of it differ by the overhead of blocks."""
     steps = sorted(_of(points, "step"), key=lambda point: (point[0][1], point[0][0]))
     (small, first), (deep, second), (wide, third), (widest, fourth) = steps
     fit = replace(fit, step=0.0, straggle=0.0)
@@ -191,7 +191,7 @@ def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: MeasuredDevice) 
 
 
 def _solved(function: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Return where a growing function has the value ``wanted``, by bisection within bounds."""
+    """Return the argument at which a growing function is ``wanted``, by bisection in bounds."""
     for _ in range(HALVINGS):
         middle = sqrt(low * high)
         low, high = (middle, high) if function(middle) < wanted else (low, middle)
@@ -212,7 +212,7 @@ def job_of_step(sizes: Sequence[int], gpu: Gpu, device: MeasuredDevice) -> Train
         max_position_embeddings=tokens,
     )
     machine = Machine(gpu, 1, device.node, device.node, gpu.nic)
-    traits = TrainerTraits(family="torchtitan", gradient_bytes=max(4, device.itemsize))
+    traits = TrainerTraits(gradient_bytes=max(4, device.itemsize))
     return TrainingJob(
         model,
         machine,
@@ -226,7 +226,7 @@ def job_of_step(sizes: Sequence[int], gpu: Gpu, device: MeasuredDevice) -> Train
 
 
 def lines(points: Points, calibration: Calibration) -> list[str]:
-    """Return what was found, for people."""
+    """Return the fitted rates as lines for people."""
     gpu = calibration.gpu
     fit = calibration.fit
     worst = max(points, key=lambda point: points[point])

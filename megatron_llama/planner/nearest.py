@@ -1,4 +1,4 @@
-"""Published runs of other trainers that are like a plan, for comparison.
+"""Published runs of other trainers that are similar to a plan, for comparison.
 
 ``published_runs.csv`` has the fastest published run of each source, model and GPU; ``python -m
 tools.planner_eval fit --write`` writes it.
@@ -21,7 +21,7 @@ class Citation:
     model: str
     gpu: str
     known: str
-    """The name of the GPU in ``hardware.py``."""
+    """Name of the GPU in ``hardware.py``."""
     gpus: int
     numel: int
     """Elements of all weight matrices."""
@@ -48,8 +48,8 @@ def read_citations() -> list[Citation]:
 def nearest(
     citations: Iterable[Citation], *, known: str, gpus: int, numel: int, seq: int, count: int = 3
 ) -> list[Citation]:
-    """Return the ``count`` runs that are nearest in size, GPU, sequence length and number of GPUs,
-    in this order of importance."""
+    """Return the ``count`` runs nearest in size, GPU, sequence length and number of GPUs, in this
+    order of importance."""
 
     def distance(run: Citation) -> float:
         sizes = (

@@ -12,24 +12,24 @@ from megatron_llama.files import replacing
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-    """Write what --json asks for. Raises ConfigError."""
+    """Write the file of --json. Raises ConfigError."""
     write_text("--json", path, json.dumps(content, indent=1) + "\n")
 
 
 def write_page(path: str, content: str) -> None:
-    """Write what --html asks for. Raises ConfigError."""
+    """Write the file of --html. Raises ConfigError."""
     write_text("--html", path, content)
 
 
 def write_drawing(path: str, content: str) -> None:
-    """Write what --svg asks for. Raises ConfigError."""
+    """Write the file of --svg. Raises ConfigError."""
     write_text("--svg", path, content)
 
 
 def write_text(option: str, path: str, text: str) -> None:
     """Write the file that ``option`` names, whole or not at all. Raises ConfigError."""
     target = Path(path)
-    # The name is in the message of the operating system: it should be one that people can read.
+    # The operating system's error message contains this name, so it has to be readable.
     writing = target.with_name(f"{target.name}.writing")
     try:
         with replacing(target, temporary=writing):

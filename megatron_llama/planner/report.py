@@ -1,4 +1,4 @@
-"""What a plan says: a table of layouts, one of them in full, and why the others are slower."""
+"""A plan in words: a table of layouts, one layout in full, and why the others are slower."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
 from megatron_llama.planner.oom_probability import ALLOCATABLE
+from megatron_llama.train.setup.description import describe_config
 
 PARTS = (
     ("compute", "kernels"),
@@ -27,25 +28,27 @@ PARTS = (
     ("update", "optimizer"),
     ("other", "stragglers and the rest"),
 )
-"""Fields of a StepTime in words."""
+"""Fields of a StepTime, with words for them."""
 SHARES = ("bubble", "tensor", "context", "pipeline", "data")
-"""Fields whose share of the step a table shows."""
+"""Fields whose shares of the step are columns of the table."""
+SUBJECTS = ("model", "layout", "precision", "batch")
+"""Subjects of a run's description that a plan decides."""
 LEGEND = (
     "OOM: how likely the memory is too small; bubble, tp, cp, pp, dp: shares of the step, of the "
     "pipeline's bubble and of exposed communication"
 )
 
 _ITERATIONS = "N"
-"""Stands for a number of steps that nobody gave."""
+"""Placeholder for a number of steps that was not given."""
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for people, with more digits if they are few."""
+    """Return seconds as text, with more decimals for short times."""
     return f"{seconds:.{2 if seconds >= 1 else 3 if seconds >= 0.1 else 4}f}"
 
 
 def interval(candidate: Candidate) -> str:
-    """Return the seconds between which eight of ten runs lie."""
+    """Return the interval of seconds that contains eight of ten runs, as text."""
     return f"{duration(candidate.seconds * LOW)} to {duration(candidate.seconds * HIGH)}"
 
 
@@ -70,7 +73,7 @@ def label(candidate: Candidate) -> str:
 
 
 def table(best: Sequence[Candidate]) -> Iterator[str]:
-    """Yield a line for each layout, fastest first, and what the columns mean."""
+    """Yield a line for each layout, fastest first, and a legend."""
     yield (
         f"{'':>2} {'step (s)':>8} {'80 % between (s)':>16} {'tokens/s/GPU':>12} {'MFU':>5} "
         f"{'memory/GPU':>10} {'OOM':>4} {'bubble':>6} {'tp':>5} {'cp':>5} {'pp':>5} {'dp':>5}"
@@ -88,14 +91,20 @@ def table(best: Sequence[Candidate]) -> Iterator[str]:
     yield f"   {LEGEND}"
 
 
+def described(candidate: Candidate) -> dict[str, str]:
+    """Return the description of a run by subject: model, layout, precision and batch."""
+    subjects = describe_config(candidate.config, candidate.machine.gpus)
+    return {subject: subjects[subject] for subject in SUBJECTS}
+
+
 def details(candidate: Candidate) -> Iterator[str]:
-    """Yield where the time and the memory of a layout go."""
+    """Yield lines that describe a layout, its time and its memory."""
     step = candidate.step_time
     gpu = candidate.machine.gpu
-    microbatches = f"{candidate.job.microbatches} microbatches"
-    yield f"{label(candidate)}: {duration(step.seconds)} s a step, {microbatches}"
+    yield f"{label(candidate)}: {duration(step.seconds)} s a step"
+    yield from (f"  {subject:<9} {words}" for subject, words in described(candidate).items())
     parts = [(words, getattr(step, name)) for name, words in PARTS]
-    shown = [f"{words} {duration(part)} s" for words, part in parts if part >= 0.002 * step.seconds]
+    shown = [f"{words} {duration(time)} s" for words, time in parts if time >= 0.002 * step.seconds]
     yield f"  time      {', '.join(shown)}"
     sizes = [f"{name} {sized(size)}" for name, size in candidate.fullest.items() if size]
     reserve = f"context and fragmentation {sized(int((1 - ALLOCATABLE) * gpu.memory))} set aside"
@@ -119,7 +128,7 @@ def details(candidate: Candidate) -> Iterator[str]:
 
 
 def losses(best: Sequence[Candidate]) -> Iterator[str]:
-    """Yield why each layout after the first is slower: the part of a step that grew most."""
+    """Yield for each layout after the first the part of the step that grew most."""
     for place, candidate in enumerate(best[1:], 2):
         slower = candidate.step_time
         winner = best[0].step_time
@@ -133,7 +142,7 @@ def losses(best: Sequence[Candidate]) -> Iterator[str]:
 
 
 def does_not_fit(smallest: Candidate, enough: Candidate | None) -> str:
-    """Say what is missing, and the nearest thing that works: more GPUs."""
+    """Return the message that no layout fits, with the number of GPUs that would do."""
     machine = smallest.machine
     do = "take GPUs of more memory, or a shorter --seq-length"
     if enough is not None:
@@ -149,8 +158,8 @@ def does_not_fit(smallest: Candidate, enough: Candidate | None) -> str:
 
 
 def run_options(candidate: Candidate) -> dict[str, Any]:
-    """Return the options of such a run that differ from their defaults, except for what it reads
-    and writes and for the length of a run that nobody gave."""
+    """Return the options of a run that differ from their defaults, except for its inputs and
+    outputs, and for its length if that was not given."""
     return {name: value for name, value in _changed(candidate).items() if value != _ITERATIONS}
 
 
@@ -168,7 +177,7 @@ def _changed(candidate: Candidate) -> dict[str, Any]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the line that starts such a run."""
+    """Return the command line that starts a run with this layout."""
     machine = candidate.machine
     changed = _changed(candidate)
     options = []
@@ -183,7 +192,7 @@ def command(candidate: Candidate) -> str:
 
 
 def as_json(best: Sequence[Candidate], near: Sequence[Citation], tried: int) -> dict[str, Any]:
-    """Return everything that the table and the details say."""
+    """Return the contents of the table and the details for programs."""
     return {
         "tried": tried,
         "layouts": [

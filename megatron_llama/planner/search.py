@@ -1,4 +1,4 @@
-"""All layouts of a run on a machine, the fastest that fit first."""
+"""The search for the fastest layouts of a run that fit on a machine."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ from megatron_llama.schedule import SCHEDULES
 from megatron_llama.train.setup.resolve import problems
 
 EVEN_RISK = 0.5
-"""The probability of running out of memory from which on a layout does not fit."""
+"""Probability of running out of memory at which a layout no longer fits."""
 MARGIN = 0.85
-"""Factor that makes ``memory_estimate`` a low estimate: the formula may be this much above the
-plans."""
+"""Factor that makes ``memory_estimate`` a low estimate, since the formula may exceed the plans."""
 DOUBLINGS = 10
 TRIES = 4
-"""How many doublings of a cluster that is too small to look at, and how many layouts on each."""
+"""Doublings of a cluster that is too small, and layouts tried on each doubling."""
 LONG = 4096
-"""Tokens of a sequence that a rank keeps at least under context parallelism."""
+"""Fewest tokens of a sequence on a rank under context parallelism."""
 MICRO_BATCHES = (1, 2, 4, 8)
 OFFLOAD = "optimizer_offload"
-"""The option that is changed if nothing fits."""
+"""The option that is changed if no layout fits."""
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 GRANULARITIES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """The result of a search."""
 
     best: tuple[Candidate, ...]
     """Layouts that fit, fastest first."""
     tried: int
-    """How many valid layouts there are."""
+    """Number of valid layouts."""
     smallest: Candidate | None
-    """If nothing fits, the layout that needs least memory."""
+    """The layout that needs least memory, if none fits."""
 
 
 def search(
@@ -58,22 +57,22 @@ def search(
     risk: float = EVEN_RISK,
     offload: bool = True,
 ) -> SearchResult:
-    """Return the fastest ``top`` layouts. ``config`` has the model, the batch and everything that
-    is not searched, resolved; ``pinned`` has the options of a layout that the user has given, which
-    all layouts keep; ``risk`` is the probability of running out of memory from which on a layout
-    does not fit. With ``offload`` and no layout that fits, the search is repeated with the
-    optimizer on the host, unless the user has said where it is to be.
+    """Return the fastest ``top`` layouts. ``config`` is resolved and has the model, the batch and
+    all options that are not searched. ``pinned`` has the layout options that the user gave; all
+    layouts keep them. ``risk`` is the probability of running out of memory at which a layout no
+    longer fits. If no layout fits, ``offload`` repeats the search with the optimizer on the host,
+    unless the user gave its place.
 
     Raises ConfigError if no layout is valid."""
-    found = _search(config, machine, fit, top, pinned, risk)
+    result = _search(config, machine, fit, top, pinned, risk)
     if (
         not offload
-        or found.best
+        or result.best
         or config.offload.optimizer_offload != NONE
         or OFFLOAD in pinned
         or not machine.gpu.host_memory
     ):
-        return found
+        return result
     return _search(
         replace(config, offload=replace(config.offload, optimizer_offload="exact")),
         machine,
@@ -94,13 +93,13 @@ def _search(
 ) -> SearchResult:
     ranked = sorted(
         candidates(config, machine, pinned),
-        key=lambda one: estimate(job_of(one, machine), fit).seconds,
+        key=lambda layout: estimate(job_of(layout, machine), fit).seconds,
     )
     if not ranked:
         raise ConfigError(_nothing_valid(config, machine, pinned))
     fitting: list[Candidate] = []
-    for one in ranked:
-        candidate = Candidate(one, machine, fit)
+    for layout in ranked:
+        candidate = Candidate(layout, machine, fit)
         if memory_estimate(candidate) < machine.gpu.memory and candidate.oom_probability < risk:
             fitting.append(candidate)
             if len(fitting) >= 2 * top:
@@ -114,25 +113,25 @@ def _search(
     if fitting and not best:
         wrong = problems(fitting[0].config, machine.gpus)
         raise ConfigError(listing("No layout makes these options a run:", wrong))
-    every = (Candidate(one, machine, fit) for one in ranked)
+    every = (Candidate(layout, machine, fit) for layout in ranked)
     smallest = None if best else min(every, key=memory_estimate)
     return SearchResult(best, len(ranked), smallest)
 
 
 def memory_estimate(candidate: Candidate) -> float:
-    """Return the bytes of the fuller end of the pipeline by a formula, as a low estimate: it rules
-    out most of what does not fit without making its plans."""
+    """Return a low estimate of the bytes of the fuller end of the pipeline. It rules out most
+    layouts that do not fit without making their plans."""
     return MARGIN * fuller_end(candidate.job)
 
 
 def enough_gpus(
     config: Config, machine: Machine, fit: Coefficients, pinned: Mapping[str, Any]
 ) -> Candidate | None:
-    """Return a layout that fits on the least doubling of the GPUs, looking at those that need least
-    memory. None if ten doublings are not enough."""
+    """Return a layout that fits on the first sufficient doubling of the GPUs; None if DOUBLINGS
+    are not enough. Only the TRIES layouts that need least memory are tried on each."""
     for doublings in range(1, DOUBLINGS + 1):
         larger = replace(machine, gpus=machine.gpus << doublings)
-        every = (Candidate(one, larger, fit) for one in candidates(config, larger, pinned))
+        every = (Candidate(layout, larger, fit) for layout in candidates(config, larger, pinned))
         for candidate in sorted(every, key=memory_estimate)[:TRIES]:
             if candidate.oom_probability < EVEN_RISK:
                 return candidate
@@ -140,7 +139,7 @@ def enough_gpus(
 
 
 def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Config]:
-    """Yield the valid layouts, without looking at memory."""
+    """Yield the valid layouts, whether they fit in memory or not."""
     strategies = _pinned_or(pinned, "data_parallel_sharding_strategy", STRATEGIES)
     granularities = _pinned_or(pinned, "recompute_granularity", GRANULARITIES)
     for tp, pp, cp, schedule, virtual, micro in shapes(config, machine, pinned):
@@ -167,8 +166,8 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
 
 
 def with_ends(parallel: ParallelConfig, layers: int) -> ParallelConfig:
-    """Return the options with embedding and head counted as a block each, if that divides the
-    blocks equally and nothing else does (LLaMA 3.1 405B)."""
+    """Return the options with embedding and head counted as one block each, if the blocks alone
+    cannot be divided equally (LLaMA 3.1 405B)."""
     stages = parallel.pipeline_model_parallel_size
     stages *= SCHEDULES[parallel.pipeline_schedule].chunks(
         parallel.virtual_pipeline_model_parallel_size
@@ -186,7 +185,7 @@ Shape = tuple[int, int, int, Any, int, int]
 
 
 def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Shape]:
-    """Yield (tp, pp, cp, schedule, virtual stages, micro-batch) that divide what they have to."""
+    """Yield each (tp, pp, cp, schedule, virtual stages, micro-batch) that divides evenly."""
     model = config.model
     training = config.training
     world = machine.gpus
@@ -241,7 +240,7 @@ def _pipelines(
 
 
 def _divides_blocks(config: Config, stages: int) -> bool:
-    """Whether stages have equally many blocks, or would with embedding and head (``with_ends``)."""
+    """Whether stages have equal numbers of blocks, alone or with the ends (``with_ends``)."""
     layers = config.model.num_hidden_layers
     return layers % stages == 0 or ((layers + 2) % stages == 0 and (layers + 2) // stages > 1)
 
@@ -264,7 +263,7 @@ def _divisors(whole: int) -> list[int]:
 
 
 def _nothing_valid(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> str:
-    """Say why no layout can be built, and which batch is the nearest that can."""
+    """Return the message that no layout is valid, with the nearest batch that has one."""
     given = ", ".join(f"{name} {value}" for name, value in pinned.items()) or "none"
     batch = config.training.global_batch_size
     world = machine.gpus

@@ -1,9 +1,9 @@
-"""An event simulator: it walks the actions of a ``Schedule`` as the runtime does, with passes and
+"""An event simulator. It walks the actions of a ``Schedule`` as the runtime does, with passes and
 transfers that take time.
 
 The rules are those of ``schedule/replay.py``: a receive is posted and returns, a pass waits
-for what it receives, a send waits until the previous message of its link was taken. Gathers and
-reductions run at the same time as the passes and may make them longer.
+for its message, a send waits until the previous message of its link was taken. Gathers and
+reductions run at the same time as passes and may make them longer.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class StageTimes:
     backward_input: float
     backward_weight: float
     gather_forward: float = 0.0
-    """Parameters that have to arrive during every forward pass."""
+    """Seconds of gathering parameters during each forward pass."""
     gather_backward: float = 0.0
     reduce: float = 0.0
-    """Gradients that are sent after every backward pass."""
+    """Seconds of reducing gradients after each backward pass."""
     slowdown: float = 0.0
-    """How much kernels and communication at the same time delay each other, as a share of the
-    shorter of the two."""
+    """Delay that simultaneous kernels and communication cause each other, as a share of the shorter
+    of the two."""
 
     def of(self, op: Op) -> float:
-        """Return the duration of a pass: its kernels, unless its communication takes longer."""
+        """Return a pass's duration: the longer of kernels and communication, plus a slowdown."""
         if op is Op.FORWARD:
             return self._overlapped(self.forward, self.gather_forward)
         weight = 0.0 if op is Op.BACKWARD_INPUT else self.backward_weight
@@ -54,7 +54,7 @@ class StageTimes:
 
     @property
     def alone(self) -> StageTimes:
-        """The same without communication."""
+        """The same times without communication."""
         return replace(self, gather_forward=0.0, gather_backward=0.0, reduce=0.0)
 
     def _overlapped(self, kernels: float, sent: float) -> float:
@@ -62,10 +62,10 @@ class StageTimes:
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> Timeline:
-    """Return when every pass runs. ``times`` has an entry for each stage; ``transfer`` is the
-    seconds of a message between neighbours.
+    """Return the start and end of every pass. ``times`` has an entry for each stage; ``transfer``
+    is the seconds of a message between neighbours.
 
-    Raises ScheduleError if ranks wait for each other forever, which no validated schedule does."""
+    Raises ScheduleError for a deadlock, which no validated schedule has."""
     walk = _Walk(schedule, times, transfer)
     cursors = [0] * len(schedule.ranks)
     moved = True
@@ -81,13 +81,13 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: float) -
 
 
 class _Walk:
-    """The clock of every rank, when messages arrive and when links are free."""
+    """The clock of every rank, the arrivals of messages, and the times at which links are free."""
 
     def __init__(self, schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> None:
         self.placement = schedule.placement
         self.transfer = transfer
         self.durations = {
-            (op, stage): one.of(op) for op in schedule.passes for stage, one in enumerate(times)
+            (op, stage): time.of(op) for op in schedule.passes for stage, time in enumerate(times)
         }
         self.clocks = [0.0] * len(schedule.ranks)
         self.passes: list[list[TimedPass]] = [[] for _ in schedule.ranks]
@@ -97,7 +97,7 @@ class _Walk:
         self.posted: dict[Link, list[float]] = defaultdict(list)
 
     def perform(self, rank: int, action: Action) -> bool:
-        """Carry out the action and return True, or False if it has to wait for another rank."""
+        """Carry out the action and return True, or return False if it has to wait for a rank."""
         if action.op in RECEIVES:
             self.posted[link_of(action, self.placement)].append(self.clocks[rank])
             return True
@@ -130,10 +130,10 @@ class _Walk:
 
 
 def tail(ends: Sequence[tuple[float, float]], messages: Sequence[tuple[float, float]]) -> float:
-    """Return how many seconds after the last pass of a rank the last reduction ends.
+    """Return the seconds from the end of a rank's last pass to the end of its last reduction.
 
     ``ends`` are (start, end) of the passes that complete gradients; ``messages`` are (share of the
-    pass after which it is ready, seconds), in order of completion."""
+    pass after which the message is ready, seconds), in order of completion."""
     clock = 0.0
     last = max(end for _, end in ends)
     for start, end in ends:

@@ -1,5 +1,5 @@
-"""How long a step takes, in closed form: equal stages, one bottleneck, and what communication
-cannot hide. ``simulate.py`` computes it action by action."""
+"""The time of a step in closed form: equal stages, one bottleneck, and exposed communication.
+``simulate.py`` computes it action by action."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron_llama.planner.training_job import TrainingJob
 UPDATE = 34
 UPDATE_WIDE = 28
 """Bytes that an update moves for each parameter of a shard: gradient, master weight and two
-moments, in and out, and (UPDATE) the 16-bit weight where it is separate from the master."""
+moments, in and out, and (UPDATE) the 16-bit weight if it is separate from the master."""
 HOST_UPDATE = 30
-"""The same on the host, which reads 16 bytes and writes 12, and 2 of the 16-bit weight."""
+"""The same on the host, which reads 16 bytes and writes 12, and 2 for the 16-bit weight."""
 FULL = 0.85
 """Share of the memory beyond which the allocator has to return and take memory within a step."""
 BUCKET = 40_000_000
-"""Elements in one message of gradients, in most trainers."""
+"""Elements of one message of gradients in most trainers."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by what they are spent on."""
+    """Seconds of one step by purpose."""
 
     compute: float
     """Kernels of the busiest rank."""
     bubble: float
-    """Its idle time in the pipeline."""
+    """Idle time of the busiest rank in the pipeline."""
     tensor: float
     """Exposed communication over tp."""
     context: float
@@ -42,41 +42,42 @@ class StepTime:
     data: float
     """Exposed communication over dp."""
     update: float
-    """The optimizer."""
+    """The optimizer's update."""
     other: float
-    """Waiting for stragglers, and what comes once a step."""
+    """Waiting for stragglers, and work that is done once a step."""
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """One transformer block and one microbatch, with the communication that nothing hides."""
+    """Times of one transformer block and one microbatch, with exposed communication."""
 
     forward: PassTime
     backward: PassTime
-    """With what is computed again."""
+    """The backward pass, with recomputation."""
 
     @property
     def both(self) -> PassTime:
-        """Forward and backward together, part by part."""
+        """Sum of forward and backward, part by part."""
         return self.forward + self.backward
 
     @property
     def seconds(self) -> float:
-        """Forward, then backward."""
+        """Seconds of forward, then backward."""
         return self.forward.seconds + self.backward.seconds
 
 
 def block_time(
     job: TrainingJob, groups: RankGroups, kernels: Kernels, fit: Coefficients
 ) -> BlockTime:
-    """Return what one block costs. Each pass sums partial results over tp twice (with sequence
-    parallelism: gathers and scatters). With context parallelism keys and values travel forward, and
-    again backward with their gradients: as far as windows reach, on the rank that sends most."""
+    """Return the time of one block. Each pass sums partial results over tp twice (with sequence
+    parallelism: gathers and scatters). With context parallelism, keys and values travel forward,
+    and again backward with their gradients, as far as windows reach. The time is that of the rank
+    that sends most."""
     shown = fit.tensor_overlap if job.traits.overlap_tensor else 1.0
     tensor = 2 * groups.tp.reduce(job.stream) * shown
     heads = job.model.num_key_value_heads
@@ -105,7 +106,7 @@ def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
     head = (3 - job.trained.head_frozen) * kernels.head().seconds
     ends = head + groups.tp.reduce(job.stream) * 2
     middle = share * block.seconds
-    # Of an uneven division some rank has the larger part, unless it is the one with the head.
+    # If blocks divide unevenly, some rank without the head has the larger number of blocks.
     uneven = (-(-layers // job.pp) - share) * block.seconds
     last = middle + uneven - block.seconds + ends if job.ends_counted else middle + ends
     fullness = fuller_end(job) / job.machine.gpu.memory
@@ -138,10 +139,10 @@ def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
 def host_wait(
     job: TrainingJob, fit: Coefficients, elements: float, forward: float, backward: float
 ) -> float:
-    """Return the seconds of a step that wait for an optimizer on the host, which updates
-    ``elements`` for this rank: gradients that arrive after the last backward pass, and updates and
-    weights that the next forward pass does not hide (docs/offload.md, bounds). ``forward`` and
-    ``backward`` are the seconds of one microbatch on a rank."""
+    """Return the seconds in a step of waiting for an optimizer on the host, which updates
+    ``elements`` for this rank. The wait is for gradients that arrive after the last backward pass,
+    and for updates and weights that the next forward pass does not hide (docs/offload.md, bounds).
+    ``forward`` and ``backward`` are the seconds of one microbatch on a rank."""
     offload = job.offload
     gpu = job.machine.gpu
     if offload is None or not elements:
@@ -161,15 +162,15 @@ def update_bytes(job: TrainingJob) -> int:
 
 
 def straggling(job: TrainingJob, fit: Coefficients) -> float:
-    """Return the share by which a step takes longer because many GPUs wait for the slowest."""
+    """Return the relative slowdown of a step in which many GPUs wait for the slowest."""
     return fit.straggle * max(0.0, log2(job.machine.gpus / 8))
 
 
 def _data_time(
     job: TrainingJob, groups: RankGroups, fit: Coefficients, work: float, middle: float
 ) -> float:
-    """Exposed seconds of gradients and parameters between data-parallel ranks: of those that travel
-    during every microbatch, and of those that travel once a step."""
+    """Return the exposed seconds of gradients and parameters between data-parallel ranks, both of
+    messages during every microbatch and of messages once a step."""
     wire = job.traits.gradient_bytes
     units = job.model.num_hidden_layers / job.pp
     trained = job.trained.share * job.rank_numel
@@ -195,5 +196,5 @@ def _data_time(
 
 
 def _slowdown(sent: float, work: float, fit: Coefficients) -> float:
-    """Seconds that kernels and communication at the same time take more than kernels alone."""
+    """Return the additional seconds of kernels that run together with communication."""
     return float((work**4 + sent**4) ** 0.25) - work + fit.parameters_exposed * min(sent, work)

@@ -1,5 +1,5 @@
-"""What one step does, as ``megatron_llama.planner.trace`` found it: integers and words, written as
-JSON and read without torch."""
+"""The trace of one step, recorded by ``megatron_llama.planner.trace``: integers and words, written
+as JSON and read without torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Operator:
-    """A call of an operator with these shapes."""
+    """An operator with the shapes of its inputs."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the tensors that go in."""
+    """Shapes of the input tensors."""
     dtype: str
     flops: int
-    """Those of matrix products and attention, with half of the causal scores."""
+    """FLOPs of matrix products and attention, with half of the causal scores."""
     bytes: int
     """Bytes read and written."""
 
@@ -40,16 +40,16 @@ class Message:
 
 @dataclass(frozen=True)
 class ActionSegment:
-    """What happens in one action of the schedule. Equal ones are listed once."""
+    """Calls and memory of one action of the schedule. Equal segments are listed once."""
 
     calls: tuple[int, ...]
     """Calls in order: operator n of the list as n, message n as -1 - n."""
     allocated: int
-    """Bytes of storages made here."""
+    """Bytes of storages made in the action."""
     freed: int
-    """Bytes of storages that end here."""
+    """Bytes of storages freed in the action."""
     peak: int
-    """Most bytes in excess of those that were there when it began."""
+    """Peak bytes in excess of the bytes at the beginning of the action."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class TracedAction:
     """An action that was carried out."""
 
     action: str
-    """Its name in the schedule; ``the start`` before the first and ``the update`` after the
+    """Name in the schedule; ``the start`` before the first action and ``the update`` after the
     last."""
     segment: int
     live: int
-    """Bytes in addition to the state when it began."""
+    """Bytes in addition to the state at the beginning of the action."""
 
 
 @dataclass(frozen=True)
@@ -69,42 +69,41 @@ class Lifetime:
     """Storages that outlive the action that made them."""
 
     made: int
-    """Index of that action among the traced ones; -1: before the step."""
+    """Index of that action among the traced ones; -1 for storages made before the step."""
     ended: int
-    """Index of the action in which they were freed; -1: still there at the end of the step."""
+    """Index of the action in which they were freed; -1 for storages alive after the step."""
     count: int
     bytes: int
-    """Bytes of all of them."""
+    """Sum of the bytes of these storages."""
 
 
 @dataclass(frozen=True)
 class StageTrace:
-    """The step of a pipeline rank, and of the others that do the same."""
+    """The step of one pipeline rank, which stands for all ranks that do the same."""
 
     ranks: tuple[int, ...]
-    """The pipeline ranks that it stands for."""
+    """All pipeline ranks that do the same."""
     layers: tuple[tuple[int, int], ...]
     """First block and number of blocks of each stage of the first of these ranks."""
     groups: dict[str, tuple[int, ...]]
-    """Global ranks of every axis, for the first of these ranks with dp, cp and tp rank 0."""
+    """Global ranks of each axis, for the first of these ranks with dp, cp and tp rank 0."""
     state: dict[str, int]
     """Bytes between steps and of the step's batches, by component."""
     actions: tuple[TracedAction, ...]
     """The actions of the whole step."""
     traced: tuple[str, ...]
-    """The actions that were actually carried out, of this rank or of another with the same
-    layers."""
+    """The actions that were carried out, by this rank or by another rank with the same layers."""
     lifetimes: tuple[Lifetime, ...]
     """Lifetimes in these actions."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which most bytes are there."""
+    """The fullest moment of a step."""
 
     action: str
     bytes: int
-    """State and everything else."""
+    """Bytes of the state and of everything else."""
     kept: int
     """Bytes made by earlier actions of the step: activations, messages, gradients between
     stages."""
@@ -131,7 +130,7 @@ class Trace:
         return next(stage for stage in self.stages if rank in stage.ranks)
 
     def _calls(self, stage: StageTrace) -> Counter[int]:
-        """How often each call of ``ActionSegment.calls`` occurs in the step."""
+        """Return how often each call of ``ActionSegment.calls`` occurs in the step."""
         counts = Counter[int]()
         for segment, times in Counter(done.segment for done in stage.actions).items():
             for call in self.segments[segment].calls:
@@ -148,20 +147,22 @@ class Trace:
         return sum(operator.flops * count for operator, count in self.operator_calls(stage).items())
 
     def traffic(self, stage: StageTrace) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return messages and bytes of the whole step by (axis, operation), as a recorder counts
-        them."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
+        """Return (messages, bytes) of the whole step by (axis, operation), counted as by a
+        recorder."""
+        totals: dict[tuple[str, str], tuple[int, int]] = {}
         for call, times in self._calls(stage).items():
             if call < 0:
                 message = self.messages[-1 - call]
                 kind = message.axis, message.operation
-                calls, size = found.get(kind, (0, 0))
-                found[kind] = calls + times, size + times * message.bytes
-        return found
+                calls, size = totals.get(kind, (0, 0))
+                totals[kind] = calls + times, size + times * message.bytes
+        return totals
 
     def peak(self, stage: StageTrace) -> Peak:
         """Return the fullest moment, the first if there are several."""
-        done = max(stage.actions, key=lambda one: one.live + self.segments[one.segment].peak)
+        done = max(
+            stage.actions, key=lambda action: action.live + self.segments[action.segment].peak
+        )
         working = self.segments[done.segment].peak
         return Peak(
             done.action, sum(stage.state.values()) + done.live + working, done.live, working
@@ -177,7 +178,7 @@ class Trace:
 
     @staticmethod
     def from_json(text: str) -> Trace:
-        """Return what ``to_json`` wrote. Raises ConfigError for anything else."""
+        """Return the trace in a text of ``to_json``. Raises ConfigError for any other text."""
         try:
             fields = parse_json(text)
             if fields.pop("format") != FORMAT:
@@ -187,13 +188,13 @@ class Trace:
                 fields["world_size"],
                 fields["microbatches"],
                 tuple(
-                    Operator(**{**one, "shapes": tuple(map(tuple, one["shapes"]))})
-                    for one in fields["operators"]
+                    Operator(**{**operator, "shapes": tuple(map(tuple, operator["shapes"]))})
+                    for operator in fields["operators"]
                 ),
-                tuple(Message(**one) for one in fields["messages"]),
+                tuple(Message(**message) for message in fields["messages"]),
                 tuple(
-                    ActionSegment(**{**one, "calls": tuple(one["calls"])})
-                    for one in fields["segments"]
+                    ActionSegment(**{**segment, "calls": tuple(segment["calls"])})
+                    for segment in fields["segments"]
                 ),
                 tuple(map(_stage, fields["stages"])),
             )
@@ -211,7 +212,7 @@ def _stage(fields: dict[str, Any]) -> StageTrace:
         layers=tuple(map(tuple, fields["layers"])),
         groups={axis: tuple(ranks) for axis, ranks in fields["groups"].items()},
         state=fields["state"],
-        actions=tuple(TracedAction(**one) for one in fields["actions"]),
+        actions=tuple(TracedAction(**action) for action in fields["actions"]),
         traced=tuple(fields["traced"]),
-        lifetimes=tuple(Lifetime(**one) for one in fields["lifetimes"]),
+        lifetimes=tuple(Lifetime(**lifetime) for lifetime in fields["lifetimes"]),
     )

@@ -1,5 +1,5 @@
-"""The work of one optimizer step in integers: who computes what and who sends what. Nothing here
-knows how fast anything is."""
+"""The work of one optimizer step in integers: the products and messages of each rank, without any
+speeds."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_llama.planner.hardware import Gpu
 from megatron_llama.schedule import SCHEDULES
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-"""What data-parallel ranks hold a share of, in any trainer."""
+"""State of which data-parallel ranks hold a share, in any trainer."""
 Attention = Literal["flash", "flash1", "triton", "fused", "plain"]
-"""Flash attention 2; its first version; the same in Triton; scores written to memory with one
-kernel for the softmax; scores written to memory with a kernel for each operation."""
+"""Flash attention 2; flash attention 1; flash attention in Triton; scores written to memory with
+one kernel for the softmax; scores written to memory with a kernel for each operation."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Matmul:
 
     @cached_property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.m * self.n * self.k
 
     @cached_property
     def elements(self) -> int:
-        """Elements that have to be read or written at least."""
+        """Fewest elements that have to be read or written."""
         return self.m * self.n + self.n * self.k + self.m * self.k
 
 
@@ -55,79 +55,85 @@ class Machine:
     node: int
     """GPUs in a node."""
     domain: int
-    """GPUs that NVLink joins."""
+    """GPUs joined by NVLink."""
     nic: float
     """Bytes per second between nodes, per GPU and direction."""
 
 
 @dataclass(frozen=True)
 class TrainerTraits:
-    """What distinguishes two trainers that run the same layout."""
+    """Differences between two trainers that run the same layout. The defaults are this trainer's.
 
-    family: str = "own"
-    """Whose code it is: each family has one factor on the time of its kernels."""
+    All plans use the defaults. But the coefficients were fitted to published runs of other
+    trainers, and hold only in the formulas of that fit: each trait is one factor or term of such a
+    formula (``kernels.py``, ``steps.py``, ``footprint.py``). The traits of other trainers are in
+    ``tools/planner_eval/published.py``."""
+
+    family: str = "torchtitan"
+    """Family of the code. Each family has one factor on the time of its kernels. This trainer uses
+    torch's kernels, so they are timed like torchtitan's."""
     attention: Attention = "flash"
     fused_norms: bool = True
     compiled: bool = False
     overlap_data: bool = True
-    """Gradients travel during the backward pass, parameters during the forward pass."""
-    reduces_every_microbatch: bool = False
-    """Sharded gradients are reduced after every microbatch, with pipeline stages too."""
+    """Whether gradients travel during the backward pass, and parameters during the forward pass."""
+    reduces_every_microbatch: bool = True
+    """Whether sharded gradients are reduced after each microbatch, even with pipeline stages."""
     overlap_tensor: bool = False
     gradient_bytes: int = 4
     """Bytes of a gradient's element between data-parallel ranks."""
-    wide_context_gradients: bool = False
-    """Gradients of keys and values travel between context-parallel ranks in at least fp32."""
+    wide_context_gradients: bool = True
+    """Whether gradients of keys and values travel between cp ranks in at least fp32."""
     gated: bool = True
-    """The MLP has a gate."""
+    """Whether the MLP has a gate."""
     biased: bool = False
-    """Linear layers and norms have biases."""
+    """Whether linear layers and norms have biases."""
     learned_positions: bool = False
     dropout: bool = False
     norm_bytes: float = 0.0
-    """Bytes that norms keep of an element of the residual stream in addition to their inputs."""
+    """Bytes that norms keep for an element of the residual stream in addition to their inputs."""
     score_bytes: float = 5.0
-    """Bytes that attention keeps of each score, where it writes scores."""
+    """Bytes that attention keeps for each score, if it writes scores."""
     logit_bytes: float = 6.0
-    """Bytes that the loss holds of a logit at its peak."""
+    """Bytes that the loss holds for a logit at its peak."""
     whole_logits: bool = False
-    """Every rank of tp holds the logits of the whole vocabulary."""
+    """Whether every tp rank holds the logits of the whole vocabulary."""
     kept_gradient_bytes: int = 4
     state_bytes: int = 12
     """Bytes of the optimizer for a parameter: the fp32 master and two moments."""
     packed: bool = False
-    """Sequences are packed from short examples, which attend within themselves."""
+    """Whether sequences are packed from short examples, each with its own attention."""
 
 
 @dataclass(frozen=True)
 class HostOptimizer:
-    """An optimizer in the host's memory: which part of it, and when it works."""
+    """The part of the optimizer that is in the host's memory."""
 
     share: float
     """Share of the trained elements that the host updates."""
     down: int
-    """Bytes of a gradient's element on its way to the host, in every step."""
+    """Bytes of a gradient's element that is copied to the host, in every step."""
     up: int
-    """Bytes of a weight's element on its way back, after every update."""
+    """Bytes of a weight's element that is copied back, after every update."""
     during_backward: bool
-    """Buckets are updated when their gradients arrive, not when the norm of all is known."""
+    """Whether a bucket is updated when its gradients arrive, before the norm of all is known."""
     interval: int = 1
     """Steps from one update to the next."""
     overlapped: bool = False
-    """The update is computed while the next steps run."""
+    """Whether the update is computed while the next steps run."""
 
 
 @dataclass(frozen=True)
 class TrainedShare:
-    """Which part of a model is trained, where that is not all."""
+    """The part of a model that is trained."""
 
     frozen: float = 0.0
-    """Share of the products' FLOPs whose weights are frozen: they have no weight gradients."""
+    """Share of the products' FLOPs with frozen weights, which have no weight gradients."""
     head_frozen: bool = False
     share: float = 1.0
     """Share of a rank's elements that are trained."""
     additions: tuple[tuple[int, int], ...] = ()
-    """Outputs and inputs of a block's low-rank additions."""
+    """(outputs, inputs) of each low-rank addition of a block."""
 
 
 @dataclass(frozen=True)
@@ -147,24 +153,24 @@ class TrainingJob:
     dp: int = 1
     sequence_parallel: bool = False
     recomputed: float = 0.0
-    """Share of the forward pass of blocks that backward computes again."""
+    """Share of the blocks' forward pass that backward recomputes."""
     recomputed_memory: float = 0.0
     """Share of the memory-bound work of a block's forward pass that backward repeats in addition to
     ``recomputed``."""
     last_stage_lacks: int = 0
-    """Blocks that the last stage has less than the others."""
+    """Number of blocks that the last stage has fewer than the others."""
     ends_counted: bool = False
-    """Embedding and head count as a block each when blocks are divided among stages."""
+    """Whether embedding and head count as one block each when stages divide the blocks."""
     bubble: float = 1.0
-    """Share of the idle time of 1F1B that remains: weight gradients fill the rest."""
+    """Share of the idle time of 1F1B that remains. Weight gradients fill the rest."""
     recomputes_scores: bool = False
-    """Backward computes the attention scores again and nothing else."""
+    """Whether backward recomputes the attention scores and nothing else."""
     sharding: Sharding = "optimizer"
     shards: int = 1
-    """Ranks among which what is sharded is divided."""
+    """Ranks that divide the sharded state."""
     precision: str = "bf16"
     itemsize: int = 2
-    """Bytes of an activation or a weight in computation."""
+    """Bytes of an activation's or weight's element in computation."""
     trained: TrainedShare = TrainedShare()
     offload: HostOptimizer | None = None
 
@@ -182,14 +188,6 @@ class TrainingJob:
     def stage_message(self) -> float:
         """Bytes that a rank sends to the next stage for one microbatch."""
         return self.stream / (self.tp if self.sequence_parallel else 1)
-
-    @property
-    def layout(self) -> tuple[object, ...]:
-        """What a user chooses, without the model and the machine."""
-        return (
-            *(self.tp, self.pp, self.vpp, self.cp, self.dp, self.micro_batch),
-            *(self.recomputed, self.sequence_parallel, self.sharding),
-        )
 
     @property
     def total_tokens(self) -> int:
@@ -223,14 +221,14 @@ class TrainingJob:
 
     @cached_property
     def head(self) -> Matmul:
-        """The forward product with the output head, or with the score of a reward model."""
+        """Forward product with the output head, or with the score head of a reward model."""
         if self.model.num_labels:
             return Matmul(self.tokens, self.model.num_labels, self.model.hidden_size)
         return Matmul(self.tokens, self.table_rows, self.model.hidden_size)
 
     @cached_property
     def table_rows(self) -> int:
-        """Rows of the vocabulary that a rank has, padding included."""
+        """Vocabulary rows of a rank, padding included."""
         spec = Shapes(self.model, self.tp).embedding(tied=False, contributions=1).params[0]
         return spec.shape[0]
 
@@ -252,17 +250,17 @@ class TrainingJob:
 
     @property
     def logits(self) -> int:
-        """Logits of a microbatch that a rank holds."""
+        """Number of logits of a microbatch that a rank holds."""
         return self.tokens * self.head.n * (self.tp if self.traits.whole_logits else 1)
 
     @property
     def ends(self) -> int:
-        """Tables of the vocabulary: embedding and head, which may be one."""
+        """Number of vocabulary tables: embedding and head, which may be tied."""
         return 1 if self.model.tie_word_embeddings or self.model.num_labels else 2
 
     @cached_property
     def rank_numel(self) -> int:
-        """Elements of the weights of the rank that has most."""
+        """Weight elements of the rank that has most."""
         layers = -(-self.model.num_hidden_layers // self.pp)
         tables = self.ends if self.pp == 1 else 1
         return layers * self.block_numel + tables * self.table_rows * self.head.k
@@ -293,12 +291,8 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
     return TrainingJob(
         model=model,
         machine=machine,
-        # This trainer's kernels are torch's, so they are timed like torchtitan's.
         traits=TrainerTraits(
-            family="torchtitan",
-            gradient_bytes=2 if parallel.grad_reduce_in_bf16 else max(4, itemsize),
-            reduces_every_microbatch=True,
-            wide_context_gradients=True,
+            gradient_bytes=2 if parallel.grad_reduce_in_bf16 else max(4, itemsize)
         ),
         seq=training.seq_length,
         micro_batch=training.micro_batch_size,
@@ -316,7 +310,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         sharding=sharding,
         shards=shard_count(parallel, dp * cp),
         itemsize=itemsize,
-        # Without its mapping of RoPE's scaling a model can be the key of a cache.
+        # Without the mapping ``rope_scaling`` a model is hashable, as ``lru_cache`` requires.
         trained=_trained_share(
             replace(model, rope_scaling=None), tp, config.optimizer.freeze, config.lora
         ),

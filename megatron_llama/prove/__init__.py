@@ -1,7 +1,7 @@
-"""A configuration, run small on this machine and held against what is known to be right.
+"""Runs a configuration on this machine, made small, and compares it with known right results.
 
-Read first: ``case.py`` (what is proven), ``small_run.py`` (how a run is made small), ``proof.py``
-(the checks and what each is held against), ``reference.py`` (one process that computes the same),
-``compare.py`` (bounds, and what is beyond them).
+Read first: ``case.py`` (the configuration that is proven), ``small_run.py`` (how a run is made
+small), ``proof.py`` (the checks and their references), ``reference.py`` (one process that computes
+the same), ``compare.py`` (bounds, and deviations beyond them).
 
-Every other room may stand before it; none imports it."""
+This room may import every other room; no room imports it."""

@@ -1,4 +1,4 @@
-"""What is run: a configuration, small enough for this machine, and what became of the user's."""
+"""A configuration that is small enough for this machine, with notes on the user's options."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 STEPS = 6
-"""Steps of every run, unless it says otherwise."""
+"""Steps of every run, unless its case says otherwise."""
 
 
 NOT_HERE = "left out"
-"""What stands here for an option that no case has."""
+"""Value of ``Note.here`` for an option that no case has."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What is run instead of what an option says."""
+    """The value of a case instead of an option's own."""
 
     option: str
-    """Its flag, or the name of a structure (``layers per stage``)."""
+    """Flag of the option, or the name of a structure (``layers per stage``)."""
     yours: str
     here: str
-    """The value of the case, or NOT_HERE."""
+    """Value of the case, or NOT_HERE."""
     why: str
-    """Why the value here shows what the user's would show, or what it does not show. Empty where
-    the value was kept and takes effect."""
+    """Reason why this value shows the same as the user's, or what it does not show. Empty if the
+    value was kept and takes effect."""
 
     @property
     def is_left_out(self) -> bool:
@@ -42,12 +42,12 @@ class Case:
     """A configuration that is small enough to run on this machine."""
 
     name: str
-    """``as given``, or which of its axes are run."""
+    """``as given``, or the axes that are run."""
     options: Mapping[str, object]
-    """Options of ``pretrain``, or of ``sft``, by the names of their fields. They name no data, no
-    tokenizer, no folder to load from or to save in, and no number of steps: a run adds these."""
+    """Options of ``pretrain`` or ``sft``, by the names of their fields. They have no data, no
+    tokenizer, no folder to load from or save to, and no number of steps: a run adds these."""
     world_size: int
     sft: bool = False
     """Whether the options are those of ``sft``."""
     notes: tuple[Note, ...] = ()
-    """What was scaled, left out, and kept."""
+    """Notes on options that were scaled, left out, and kept."""

@@ -1,12 +1,12 @@
 """Compares a run with its twin: losses, gradient norms, and the gradient and the update of every
-tensor, each with a bound that is made of rounding.
+tensor, each with a bound that follows from rounding.
 
-Gradients are read from the moments in the checkpoints of two steps, so what is compared is what the
-run has written, and nothing inside of it is touched. Updates are compared with AdamW, written out
-in fp64, on the run's own moments and weights: two runs whose gradients differ by rounding cannot
-be compared by their updates, because Adam makes a full step of an element whose gradient is all
-rounding. Where gradients are one process's, moments follow from gradients, and updates from
-moments, every update is one process's up to rounding."""
+Gradients are computed from the moments in the checkpoints of two steps, so the comparison uses only
+files of the run. Updates are compared with AdamW, written out in fp64, on the run's own moments and
+weights. Updates of two runs cannot be compared with each other: Adam makes a full step for an
+element whose gradient is all rounding. If the gradients equal those of one process, the moments
+follow from the gradients, and the updates from the moments, then every update equals that of one
+process up to rounding."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.prove.run import Tensors
 
 UPDATE_ROUNDINGS = 4.0
-"""Moments and updates may be so many times as far from AdamW in fp64 as the last bits of the
+"""Allowed distance of moments and updates from AdamW in fp64, in units of the last bits of the
 numbers that they are computed from."""
 CHANGE_BOUND = 1e-3
-"""Of the difference of two updates: an element whose gradient is all rounding makes a full step
-either way."""
+"""Bound of the difference of two updates. An element whose gradient is all rounding makes a full
+step in either direction."""
 LATER = 5.0
-"""Behind the first step weights differ by rounding, too, and at large learning rates gradients
-follow them further than one pair of runs shows. A wrong gradient is wrong in the first step, or by
-more."""
+"""Factor on bounds after the first step. Weights then differ by rounding, too, and at large rates
+gradients differ by more than one pair of runs shows. A wrong gradient is wrong in the first step,
+or by more."""
 RATE_BOUND = 1e-12
-"""Rates are computed in fp64."""
+"""Bound of learning rates, which are computed in fp64."""
 EPS = torch.finfo(torch.float32).eps
 TINY = torch.finfo(torch.float32).tiny
 LIMIT = 0.45
-"""No bound is above it, whatever rounding was measured to change: a gradient or an update that is
-missing deviates by 1, one that is twice or half of what it should be by 0.5 at least."""
+"""Upper limit of all bounds, whatever rounding was measured. A missing gradient or update deviates
+by 1, one of twice or half the right size by at least 0.5."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number that was compared."""
+    """One comparison."""
 
     check: str
     what: str
     """``loss``, ``gradient norm``, ``gradient``, ``update``, ..., or ``the run``, which ended with
     an error."""
     got: float
-    """The relative deviation; where something has to be equal to the bit, 0 or 1."""
+    """Relative deviation; 0 or 1 if the values have to be equal to the bit."""
     bound: float
     step: int | None = None
-    """From 1; None for what belongs to no step."""
+    """Step from 1; None for a comparison that belongs to no step."""
     tensor: str | None = None
-    """HuggingFace's name."""
+    """HuggingFace's name of the tensor."""
     note: str = ""
-    """A sentence that says more than the numbers."""
+    """Explanation in one sentence."""
 
     @property
     def holds(self) -> bool:
@@ -68,41 +68,41 @@ class Allowed:
     """Relative deviations within which a run counts as equal."""
 
     loss: float
-    """Of the loss, whatever is measured."""
+    """Allowed deviation of the loss, whatever rounding was measured."""
     norm: float
     gradient: float
-    """Of the gradient of one tensor: the L2 norm of its difference."""
+    """Allowed L2 norm of the difference of one tensor's gradient."""
     roundings: float
-    """Losses and norms may also deviate by so many times what rounding was measured to change."""
+    """Factor: losses and norms may deviate by this many times the measured rounding, too."""
     gradient_roundings: float
-    """So may gradients of single tensors, some of which have a few elements."""
+    """The same factor for gradients of single tensors, some of which have only a few elements."""
     limit: float
-    """Whatever rounding was measured to change: losses, norms and the gradient of all tensors
-    together may not deviate by more."""
+    """Upper limit of the deviation of losses, norms and the gradient of all tensors together,
+    whatever rounding was measured."""
     last_bit: float
-    """Of the gradient of all tensors together: what is smaller may be rounding alone. The gradient
-    of a tensor counts as so large at least when its deviation is made relative."""
+    """Share of the gradient of all tensors together below which a gradient may be all rounding. The
+    gradient of a tensor counts as at least this large in its relative deviation."""
     cancelled: float = 0.0
-    """Of the gradient of all tensors together: what is smaller is a sum whose terms may cancel, of
-    which rounding leaves little. Of such a tensor no more is asked than that it is neither missing
-    nor half or twice of what it should be, by fp32 or by one process in the same precision."""
+    """Share of the gradient of all tensors together below which a gradient is a sum whose terms may
+    cancel and leave little but rounding. Such a tensor's gradient may only not be missing, nor have
+    half or twice its size, by fp32 or by one process in the same precision."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What a run has come to in its steps, in the order of the steps."""
+    """The numbers of a run's steps, in the order of steps."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    """Before clipping."""
+    """Norms before clipping."""
     gradients: tuple[Mapping[str, Tensor], ...]
-    """Of every trained tensor, before clipping, fp64."""
+    """Gradients of every trained tensor before clipping, fp64."""
     validation_losses: Mapping[int, float] | None
-    """By step. None of a training that evaluates nothing."""
+    """Losses by step; None for a training without evaluations."""
 
 
 Rounding = tuple[History, History]
-"""Two runs that differ by rounding alone, which is measured by them."""
+"""Two runs that differ only by rounding, and so measure it."""
 IN_FP32 = Allowed(
     loss=1e-6,
     norm=2e-5,
@@ -112,8 +112,8 @@ IN_FP32 = Allowed(
     limit=0.01,
     last_bit=16 * EPS,
 )
-"""Gradients of 3,000 tensors in fp32 were at most 1.8 times as far from one process as that is
-from fp64."""
+"""The gradients of 3,000 tensors in fp32 were at most 1.8 times as far from one process as one
+process is from fp64."""
 
 
 IN_BF16 = Allowed(
@@ -136,20 +136,20 @@ IN_FP16 = Allowed(
     last_bit=2.0**-16,
     cancelled=2.0**-12,
 )
-"""One number may by chance be near that of fp32, so there are floors. Gradients of single tensors
-were at most 1.5 times as far from fp32 as those of one process in the same precision. That has
-nothing to measure the rounding of gradients by that travel in bf16: floors are for that, too."""
+"""Floors are needed because one number may by chance be near that of fp32, and because one process
+cannot measure the rounding of gradients that travel in bf16. Gradients of single tensors were at
+most 1.5 times as far from fp32 as those of one process in the same precision."""
 
 
 def gradients_of(
     states: Sequence[Tensors], optimizer: OptimizerConfig, grad_norms: Sequence[float]
 ) -> tuple[Mapping[str, Tensor], ...]:
-    """The gradients of the steps that have left these states, one for each step, in fp64.
+    """Return the gradients of the steps that have left these states, for each step, in fp64.
 
-    They are those before clipping, as the norm says by which the run has clipped: a wrong norm is
-    found by itself, and does not make every gradient wrong."""
+    They are the gradients before clipping, computed with the norm by which the run has clipped. A
+    wrong norm is found by itself, and does not make every gradient wrong."""
     beta = optimizer.adam_beta1
-    found = []
+    of_steps = []
     before: Mapping[str, Tensor] = {}
     for state, norm in zip(states, grad_norms, strict=True):
         clipped_by = max(1.0, (norm + 1e-6) / optimizer.clip_grad) if optimizer.clip_grad else 1.0
@@ -159,42 +159,42 @@ def gradients_of(
             if name in before:
                 gradient = gradient - beta * before[name].double()
             gradients[name] = gradient * (clipped_by / (1 - beta))
-        found.append(gradients)
+        of_steps.append(gradients)
         before = state.exp_avg
-    return tuple(found)
+    return tuple(of_steps)
 
 
 def relative(found: float, expected: float) -> float:
-    """The deviation of one number from another, NaN if one of them is no number."""
+    """Return the relative deviation of ``found``; NaN if one of the numbers is NaN."""
     if found == expected:
         return 0.0
     return abs(found - expected) / abs(expected) if expected else math.inf
 
 
 def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """The L2 norm of the difference, divided by that of ``expected``, which counts as ``least`` at
-    least."""
+    """Return the L2 norm of the difference, divided by that of ``expected`` but at least by
+    ``least``."""
     difference = norm_of(found.double() - expected.double())
     return _ratio(difference, max(norm_of(expected.double()), least))
 
 
 def _ratio(difference: float, whole: float) -> float:
-    """A quotient of norms; 0 of 0 is 0."""
+    """Return a quotient of norms; 0 / 0 is 0."""
     if difference == 0.0:
         return 0.0
     return difference / whole if whole else math.inf
 
 
 def norm_of(tensor: Tensor) -> float:
-    """The L2 norm."""
-    found: float = torch.linalg.vector_norm(tensor).item()
-    return found
+    """Return the L2 norm of a tensor."""
+    norm: float = torch.linalg.vector_norm(tensor).item()
+    return norm
 
 
 def rows_of_histories(
     check: str, found: History, expected: History, rounded: Rounding, allowed: Allowed
 ) -> Iterator[Row]:
-    """Compare a run with the one that it has to equal up to rounding."""
+    """Yield the comparison of a run with the run that it has to equal up to rounding."""
     runs = (found, expected, *rounded)
     losses = zip(*(run.losses for run in runs), strict=True)
     for step, numbers in enumerate(losses, 1):
@@ -214,13 +214,13 @@ def rows_of_histories(
 def _number(
     check: str, what: str, floor: float, of_runs: Sequence[float], allowed: Allowed, step: int
 ) -> Row:
-    found, expected, one, other = of_runs
-    bound = max(floor, allowed.roundings * relative(one, other))
+    found, expected, single, exact = of_runs
+    bound = max(floor, allowed.roundings * relative(single, exact))
     return Row(check, what, relative(found, expected), min(bound, allowed.limit), step)
 
 
 def _evaluation(check: str, of_runs: Sequence[float], allowed: Allowed, step: int) -> Row:
-    """Compare a validation loss, which is NaN for a run that has none in this step."""
+    """Return the comparison of a validation loss, which is NaN for a run without one."""
     what = "validation loss"
     missing = [math.isnan(loss) for loss in of_runs]
     if missing[0] != missing[1]:
@@ -232,7 +232,7 @@ def _evaluation(check: str, of_runs: Sequence[float], allowed: Allowed, step: in
 def _gradients(
     check: str, step: int, of_runs: Sequence[Mapping[str, Tensor]], allowed: Allowed
 ) -> Iterator[Row]:
-    found, expected, one, other = of_runs
+    found, expected, single, exact = of_runs
     names = sorted(found.keys() & expected.keys())
     wholes = [torch.cat([run[name].flatten() for name in names]) for run in of_runs]
     floor = allowed.gradient if step == 1 else LATER * allowed.gradient
@@ -240,7 +240,7 @@ def _gradients(
     bound = max(floor, allowed.gradient_roundings * rounding)
     got = distance(wholes[0], wholes[1])
     yield Row(check, "whole gradient", got, min(bound, allowed.limit), step)
-    # A tensor whose gradient is below the last bit of the whole one's has rounding alone.
+    # A tensor whose gradient is below the last bit of the whole gradient may have only rounding.
     least = allowed.last_bit * norm_of(wholes[1])
     cancelled = allowed.cancelled * norm_of(wholes[1])
     for name in sorted(found.keys() | expected.keys()):
@@ -248,14 +248,14 @@ def _gradients(
             note = "it is not trained" if name in expected else "it is trained, and must not be"
             yield Row(check, "gradient", math.inf, allowed.gradient, step, name, note)
             continue
-        rounding = distance(one[name], other[name], least)
+        rounding = distance(single[name], exact[name], least)
         bound = max(floor, allowed.gradient_roundings * rounding)
         got = distance(found[name], expected[name], least)
         if norm_of(expected[name].double()) < cancelled:
-            # Seen with low-rank additions of rank 1 in bf16: one process was 82 % from fp32, a
-            # right layout 65 %, and 25 % from that process. For another tensor these were 4 %,
-            # 32 % and 31 %: the rounding of one run does not tell that of the next.
-            got = min(got, distance(found[name], one[name], least))
+            # The rounding of one run does not predict that of the next: with low-rank additions of
+            # rank 1 in bf16, one process was 82 % from fp32, and a right layout 65 %, and 25 % from
+            # that process. For another tensor these were 4 %, 32 % and 31 %.
+            got = min(got, distance(found[name], single[name], least))
             bound = LIMIT
         yield Row(check, "gradient", got, min(bound, LIMIT), step, name)
 
@@ -268,12 +268,12 @@ def rows_of_updates(
     rates: Sequence[float],
     changed: Sequence[bool],
 ) -> Iterator[Row]:
-    """Compare each update with AdamW's, in fp64, of the moments and weights that the run itself has
-    written.
+    """Yield the comparison of each update with AdamW's, computed in fp64 from the moments and
+    weights that the run itself has written.
 
-    ``start`` has the weights before the first step; those that are not in it (low-rank additions)
-    are compared from the second step on. ``rates`` are the learning rates of the steps,
-    ``changed`` says in which steps weights change: with fp16 not in all."""
+    ``start`` has the weights before the first step; weights that are not in it (low-rank additions)
+    are compared from the second step on. ``rates`` are the learning rates of the steps. ``changed``
+    says in which steps weights change: with fp16 not in all."""
     before = Tensors(start, {}, {}, {})
     updates = 0
     for step, (state, rate, changes) in enumerate(zip(states, rates, changed, strict=True), 1):
@@ -302,8 +302,8 @@ def rows_of_updates(
 def _second_moment(
     check: str, step: int, name: str, old: Tensors, new: Tensors, optimizer: OptimizerConfig
 ) -> Row:
-    """Compare the second moment with what follows from the gradient, which follows from the first
-    moment."""
+    """Return the comparison of the second moment with the moment that follows from the gradient.
+    The gradient follows from the first moment."""
     moment = new.exp_avg[name].double()
     square = new.exp_avg_sq[name].double()
     zero = torch.zeros_like(moment)
@@ -338,20 +338,20 @@ def _update(
     second = new.exp_avg_sq[name].double() / (1 - optimizer.adam_beta2**updates)
     direction = first / (second.sqrt() + optimizer.adam_eps)
     expected = -rate * (direction + decay * weight)
-    found = new.master[name].double() - weight
+    change = new.master[name].double() - weight
     allowed = EPS * (weight.abs() + rate * (direction.abs() + decay * weight.abs()))
-    # Where the rate is 0 nothing may change.
+    # At a rate of 0 nothing may change.
     rounding = UPDATE_ROUNDINGS * norm_of(allowed) if rate else 0.0
-    return _of_rounding(check, "update", found, expected, rounding, step, name)
+    return _of_rounding(check, "update", change, expected, rounding, step, name)
 
 
 def _of_rounding(
     check: str, what: str, found: Tensor, expected: Tensor, rounding: float, step: int, name: str
 ) -> Row:
-    """Compare a tensor with what it has to be up to a difference of L2 norm ``rounding``.
+    """Return the row of a tensor and ``expected`` up to a difference of L2 norm ``rounding``.
 
-    One that is itself hardly larger, such as an update at a rate of 1e-9, is compared with what
-    rounding would make of it: so the bound is below 1, and the row says so."""
+    The deviation of a tensor that is hardly larger than that, such as an update at a rate of 1e-9,
+    is relative to ``rounding / LIMIT``. Its bound stays below 1, and the row has a note."""
     whole = norm_of(expected)
     least = rounding / LIMIT
     note = "it is below the last bits of what it is computed from" if whole < least else ""
@@ -366,8 +366,8 @@ def rows_of_changes(
     single: Sequence[Tensors],
     exact: Sequence[Tensors],
 ) -> Iterator[Row]:
-    """Compare what each step has changed of the weights with what one process has: for an update
-    rule that is not AdamW."""
+    """Yield the comparison of each step's changes of weights with those of one process, for an
+    update rule that is not AdamW."""
     before: Sequence[Mapping[str, Tensor]] = (start, start, start)
     for step, states in enumerate(zip(found, single, exact, strict=True), 1):
         masters = [state.master for state in states]
@@ -382,6 +382,6 @@ def rows_of_changes(
 
 
 def rows_of_rates(check: str, found: Sequence[float], expected: Sequence[float]) -> Iterator[Row]:
-    """Compare the learning rates."""
+    """Yield the comparison of learning rates."""
     for step, (here, there) in enumerate(zip(found, expected, strict=True), 1):
         yield Row(check, "learning rate", relative(here, there), RATE_BOUND, step)

@@ -1,8 +1,8 @@
-"""Compares what the ranks of a run have read with what was written for it: every sample once, the
-labels the next tokens, masks and positions as the options say, the parts of a blend by their
-weights, and as many samples as the run has.
+"""Compares the samples that the ranks of a run have read with those that were written for it: every
+sample comes once, labels are the next tokens, masks and positions follow the options, datasets of a
+blend follow their weights, and the run has the right number of samples.
 
-What a sample has to be comes from ``samples.py``; nothing here comes from the loader."""
+``samples.py`` says what a sample has to be. Nothing here comes from the loader."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ CHECK = "data"
 
 @dataclass(frozen=True)
 class RankReads:
-    """What one rank has read in one step."""
+    """The microbatches that one rank has read in one step."""
 
     data_rank: int
     microbatches: tuple[Batch, ...]
 
 
 Reads = Mapping[int, Sequence[RankReads]]
-"""By step, from 1: what each rank has read, in the order of the ranks."""
+"""Reads of each rank in the order of ranks, by step from 1."""
 
 
 FIELDS: Mapping[str, Callable[[Expected], object]] = MappingProxyType(
@@ -56,7 +56,7 @@ FIELDS: Mapping[str, Callable[[Expected], object]] = MappingProxyType(
         "documents": attrgetter("documents"),
     }
 )
-"""What of a sample follows from its tokens, by what the rows call it."""
+"""Fields of a sample that follow from its tokens, by their names in rows."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Read:
     """One sample as a rank has read it."""
 
     place: int
-    """Its place in the global batch."""
+    """Place in the global batch."""
     data_rank: int
     found: Expected
 
@@ -73,7 +73,7 @@ class Read:
 
 
 SamplesRead = Mapping[int, Sequence[Read]]
-"""By step: its samples, in the order of the run."""
+"""Samples by step, in the order of the run."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,23 @@ class Part:
     """A dataset of a run, which may stand in the blend more than once."""
 
     documents: Sequence[Sequence[int]]
-    """Those of training."""
+    """Documents for training."""
     samples: Sequence[Expected]
-    """In file order."""
+    """Samples in file order."""
     share: float
-    """Of all samples of the run."""
+    """Share of all samples of the run."""
     largest: float
-    """The largest of its shares, where it stands in the blend more than once."""
+    """The largest share of one entry, if the blend has several entries of the dataset."""
     times: int
-    """How often it stands in the blend."""
+    """Number of entries in the blend."""
 
 
 def rows_of_data(reads: Reads, config: Config, materials: Materials, case: Case) -> Iterator[Row]:
-    """Compare what a run has read with what was written for it. Raises NotComparedError for what
-    nobody here knows."""
+    """Yield the comparison of the samples that a run has read with those that were written. Raises
+    NotComparedError if the samples are not known here."""
     yield from rows_of_reads(reads, config)
     read = samples_of(reads, config)
-    # A run that goes back leaves out samples, so that its passes have gaps.
+    # A run that goes back leaves out samples, so its passes have gaps.
     in_passes = config.training.on_bad_step != "rollback"
     if case.sft:
         length = config.training.seq_length
@@ -125,7 +125,7 @@ def rows_of_data(reads: Reads, config: Config, materials: Materials, case: Case)
 
 
 def parts_of(blend: Blend, config: Config, materials: Materials) -> tuple[Part, ...]:
-    """The datasets of a run, as they were written."""
+    """Return the datasets of a run, as they were written."""
     documents = {
         prefix: training_share(materials.documents[prefix], config.data.split)
         for prefix in dict.fromkeys(blend.prefixes)
@@ -145,51 +145,51 @@ def parts_of(blend: Blend, config: Config, materials: Materials) -> tuple[Part, 
 
 
 def pass_over(blend: Blend, parts: Sequence[Part], read: SamplesRead) -> tuple[float, float]:
-    """The least and the most samples that a pass may have. Of datasets without weights it is all
-    that they have. With weights it ends before some dataset begins again: where one does so among
-    the samples that were ``read`` it is known; else that one may be ahead of its weight or
-    behind."""
+    """Return bounds on the samples of one pass. They are exact without weights, or if a repeat is
+    among the samples ``read``: with weights a pass ends before a dataset begins again. Otherwise
+    each dataset may be ahead of its weight or behind by ``spread``."""
     off = spread(parts) if blend.weights is not None else 0.0
-    if off and all(part.times == 1 for part in parts):
-        left = Counter(sample.window for part in parts for sample in part.samples)
-        windows = (one.found.window for in_step in read.values() for one in in_step)
+    if off and all(dataset.times == 1 for dataset in parts):
+        unread = Counter(sample.window for dataset in parts for sample in dataset.samples)
+        windows = (sample_read.found.window for in_step in read.values() for sample_read in in_step)
         for place, window in enumerate(windows):
-            left[window] -= 1
-            if left[window] < 0:
+            unread[window] -= 1
+            if unread[window] < 0:
                 return place, place
     least, most = (
-        min((len(part.samples) + more) / part.largest for part in parts) for more in (-off, off)
+        min((len(dataset.samples) + more) / dataset.largest for dataset in parts)
+        for more in (-off, off)
     )
     return least, most
 
 
 def spread(parts: Sequence[Part]) -> float:
-    """By how many samples a dataset may be ahead of its weight, or behind: half of one for every
-    time that the datasets of a blend are halved until one is left, and one at least."""
-    return max(1.0, math.ceil(math.log2(sum(part.times for part in parts))) / 2)
+    """Return the samples by which a dataset may be ahead of its weight, or behind: half of
+    ceil(log2(n)) in a blend of n entries, but at least 1."""
+    return max(1.0, math.ceil(math.log2(sum(dataset.times for dataset in parts))) / 2)
 
 
 def rows_of_reads(reads: Reads, config: Config) -> Iterator[Row]:
-    """Compare the ranks with each other: those that share samples have read the same, and all
-    together as many as a step has, of each of which some label counts. Nothing counts in the places
-    that the last step of --epochs leaves empty."""
+    """Yield the comparison of the ranks with each other. Ranks that share samples have read the
+    same, and all together have read as many samples as a step has. Each sample has a label that
+    counts. No label counts in the places that the last step of --epochs leaves empty."""
     sizes = BatchSizes.from_training(config.training)
     consumed = 0
     for step in sorted(reads):
         first: dict[int, RankReads] = {}
         wrong = ""
         for rank, read in enumerate(reads[step]):
-            other = first.setdefault(read.data_rank, read)
-            if not _same(read, other):
+            first_read = first.setdefault(read.data_rank, read)
+            if not _same(read, first_read):
                 wrong = wrong or f"rank {rank} has read others than rank 0 of its data rank"
         yield Row(CHECK, "ranks alike", float(bool(wrong)), 0.0, step, note=wrong)
-        found = _in_order(reads[step])
+        in_order = _in_order(reads[step])
         wanted = sizes.places(consumed)
-        note = "" if len(found) == wanted else f"{len(found)} samples instead of {wanted}"
-        got = abs(len(found) - wanted) / wanted
+        note = "" if len(in_order) == wanted else f"{len(in_order)} samples instead of {wanted}"
+        got = abs(len(in_order) - wanted) / wanted
         yield Row(CHECK, "batch size", got, 0.0, step, note=note)
         samples = sizes.at(consumed)
-        odd = [read for read in found if any(read.found.counts) != (read.place < samples)]
+        odd = [read for read in in_order if any(read.found.counts) != (read.place < samples)]
         note = "" if not odd else f"{odd[0]}: no label counts"
         if odd and odd[0].place >= samples:
             note = f"{odd[0]}: its labels count, but the step has {samples} samples"
@@ -200,41 +200,42 @@ def rows_of_reads(reads: Reads, config: Config) -> Iterator[Row]:
 def _same(read: RankReads, other: RankReads) -> bool:
     if len(read.microbatches) != len(other.microbatches):
         return False
-    tensors = [
-        (one.tensors(), two.tensors())
-        for one, two in zip(read.microbatches, other.microbatches, strict=True)
+    pairs = [
+        (batch.tensors(), other_batch.tensors())
+        for batch, other_batch in zip(read.microbatches, other.microbatches, strict=True)
     ]
     return all(
-        one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-        for one, two in tensors
+        tensors.keys() == others.keys()
+        and all(torch.equal(tensors[name], others[name]) for name in tensors)
+        for tensors, others in pairs
     )
 
 
 def samples_of(reads: Reads, config: Config) -> SamplesRead:
-    """What was read, sample by sample, in the order of the run, without the places that the last
-    step of --epochs leaves empty."""
+    """Return the samples that were read by step, in the order of the run, without the places that
+    the last step of --epochs leaves empty."""
     sizes = BatchSizes.from_training(config.training)
-    found: dict[int, list[Read]] = {}
+    by_step: dict[int, list[Read]] = {}
     consumed = 0
     for step in sorted(reads):
         samples = sizes.at(consumed)
-        found[step] = [read for read in _in_order(reads[step]) if read.place < samples]
+        by_step[step] = [read for read in _in_order(reads[step]) if read.place < samples]
         consumed += samples
-    return found
+    return by_step
 
 
 def _in_order(ranks_read: Sequence[RankReads]) -> list[Read]:
-    """What the ranks have read in a step, in the order of the global batch."""
+    """Return the samples that the ranks have read in a step, in the order of the global batch."""
     ranks = {read.data_rank: read for read in reversed(ranks_read)}
     most = max(len(read.microbatches) for read in ranks.values())
     read = [
-        (rank, found)
+        (rank, sample)
         for number in range(most)
         for rank in sorted(ranks)
         for batch in ranks[rank].microbatches[number : number + 1]
-        for found in _rows_of(batch)
+        for sample in _rows_of(batch)
     ]
-    return [Read(place, rank, found) for place, (rank, found) in enumerate(read)]
+    return [Read(place, rank, sample) for place, (rank, sample) in enumerate(read)]
 
 
 def _rows_of(batch: Batch) -> Iterator[Expected]:
@@ -257,41 +258,41 @@ def _rows_of(batch: Batch) -> Iterator[Expected]:
 def rows_of_stream(
     read: SamplesRead, parts: Sequence[Part], *, in_order: bool = False, in_passes: bool = True
 ) -> Iterator[Row]:
-    """Compare each sample with those that were written, by its tokens, and how many are of each
-    dataset with its share. ``in_order``: the run reads them from the first to the last.
-    ``in_passes``: a pass over a dataset ends before the next one begins."""
-    by_window = {sample.window: sample for part in parts for sample in part.samples}
-    by_tokens = {sample.tokens: sample for part in parts for sample in part.samples}
+    """Yield the comparison of each sample with the written sample that has its tokens, and of the
+    samples of each dataset with its share. ``in_order`` says that the run reads samples in file
+    order, ``in_passes`` that a pass over a dataset ends before the next one begins."""
+    by_window = {sample.window: sample for dataset in parts for sample in dataset.samples}
+    by_tokens = {sample.tokens: sample for dataset in parts for sample in dataset.samples}
     times: list[tuple[int, ...]] = []
     place = 0
     for step, read_in_step in read.items():
         wrong = dict.fromkeys(("samples", *FIELDS), "")
         if in_order:
             wrong["order"] = ""
-        for one in read_in_step:
-            # With wrong labels the last one is wrong, too.
-            sample = by_window.get(one.found.window, by_tokens.get(one.found.tokens))
+        for reading in read_in_step:
+            # A window ends with the last label. If that is wrong, the tokens still match.
+            sample = by_window.get(reading.found.window, by_tokens.get(reading.found.tokens))
             if sample is None:
-                wrong["samples"] = wrong["samples"] or f"{one}: no such text was written"
+                wrong["samples"] = wrong["samples"] or f"{reading}: no such text was written"
                 continue
             times.append(sample.window)
             for name, field in FIELDS.items():
-                if field(one.found) != field(sample):
-                    wrong[name] = wrong[name] or str(one)
+                if field(reading.found) != field(sample):
+                    wrong[name] = wrong[name] or str(reading)
             first = parts[0].samples
             if in_order and sample.window != first[place % len(first)].window:
-                wrong["order"] = wrong["order"] or str(one)
+                wrong["order"] = wrong["order"] or str(reading)
             place += 1
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
-    owned = [{sample.window for sample in part.samples} for part in parts]
+    owned = [{sample.window for sample in dataset.samples} for dataset in parts]
     if len(parts) > 1:
         yield from rows_of_blend(read, parts, [own.__contains__ for own in owned], spread(parts))
-    for number, part in enumerate(parts):
+    for number, dataset in enumerate(parts):
         of_part = [window for window in times if window in owned[number]]
-        windows = [sample.window for sample in part.samples]
-        passes = in_passes and part.times == 1
-        again = part.times - 1
+        windows = [sample.window for sample in dataset.samples]
+        passes = in_passes and dataset.times == 1
+        again = dataset.times - 1
         yield _once(windows, of_part, f"dataset {number}", in_passes=passes, again=again)
 
 
@@ -301,22 +302,22 @@ def rows_of_blend(
     is_of: Sequence[Callable[[tuple[int, ...]], bool]],
     most: float,
 ) -> Iterator[Row]:
-    """Compare how many samples have been read of each dataset, up to the end of every step, with
-    its share. ``is_of`` says for each whether a window is of it. A dataset may be ``most`` samples
-    ahead or behind for every time that it stands in the blend."""
+    """Yield for each step the comparison of the samples read so far of each dataset with its share.
+    ``is_of`` has a function for each dataset that says whether a window is of it. A dataset may be
+    ``most`` samples ahead or behind for each of its entries in the blend."""
     counts = [0] * len(parts)
     total = unclear = 0
     for step, read_in_step in read.items():
-        for one in read_in_step:
-            owners = [number for number, owns in enumerate(is_of) if owns(one.found.window)]
+        for sample_read in read_in_step:
+            owners = [number for number, owns in enumerate(is_of) if owns(sample_read.found.window)]
             total += 1
             # The same text may have been written twice.
             unclear += len(owners) != 1
             if len(owners) == 1:
                 counts[owners[0]] += 1
         behind = [
-            abs(count - total * part.share) / part.times
-            for count, part in zip(counts, parts, strict=True)
+            abs(count - total * dataset.share) / dataset.times
+            for count, dataset in zip(counts, parts, strict=True)
         ]
         bound = most + unclear
         number = behind.index(max(behind))
@@ -330,52 +331,51 @@ def rows_of_blend(
 def rows_without_order(
     read: SamplesRead, parts: Sequence[Part], config: Config, eod: int
 ) -> Iterator[Row]:
-    """Look each sample up in the documents that were written, compare it with what follows from its
-    own tokens, and see that none comes twice: for an order of documents that is not rebuilt
-    here."""
-    texts = [Texts(part.documents, config.training.seq_length, eod) for part in parts]
+    """Yield rows for an order of documents that is not rebuilt here: each sample is in the written
+    documents, has the fields that follow from its own tokens, and does not come twice."""
+    texts = [Texts(dataset.documents, config.training.seq_length, eod) for dataset in parts]
     seen: set[tuple[int, ...]] = set()
     for step, read_in_step in read.items():
         wrong = dict.fromkeys(("samples", *FIELDS, "read once"), "")
-        for one in read_in_step:
-            window = one.found.window
-            # With wrong labels the last one is wrong, too.
+        for sample_read in read_in_step:
+            window = sample_read.found.window
+            # A window ends with the last label, which may be wrong while the tokens are right.
             if not any(text.has(window) or text.has(window[:-1]) for text in texts):
-                wrong["samples"] = wrong["samples"] or f"{one}: no such text was written"
+                wrong["samples"] = wrong["samples"] or f"{sample_read}: no such text was written"
             expected = expected_of(window, config, eod)
             for name, field in FIELDS.items():
-                if field(one.found) != field(expected):
-                    wrong[name] = wrong[name] or str(one)
+                if field(sample_read.found) != field(expected):
+                    wrong[name] = wrong[name] or str(sample_read)
             if window in seen:
-                wrong["read once"] = wrong["read once"] or f"{one} was read before"
+                wrong["read once"] = wrong["read once"] or f"{sample_read} was read before"
             seen.add(window)
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
     if len(parts) > 1:
-        # Megatron takes the next sample of the dataset that is furthest behind, which lets the
-        # others fall behind a little more.
+        # Megatron takes the next sample from the dataset that is furthest behind. The others can
+        # fall behind a little more.
         yield from rows_of_blend(read, parts, [text.has for text in texts], spread(parts) + 1)
 
 
 class Texts:
-    """The documents of a dataset, to look up samples that are cut from them in any order."""
+    """The documents of a dataset, for looking up samples that are cut from them in any order."""
 
     def __init__(self, documents: Sequence[Sequence[int]], length: int, eod: int) -> None:
-        """``length``: the tokens of a sample, of which a window has one more."""
+        """``length`` is the tokens of a sample; a window has one more."""
         self._eod = eod
         self._whole = {tuple(document) for document in documents}
-        self._ends = {each[start:] for each in self._whole for start in range(len(each))}
-        self._begins = {each[:stop] for each in self._whole for stop in range(len(each))}
+        self._ends = {text[start:] for text in self._whole for start in range(len(text))}
+        self._begins = {text[:stop] for text in self._whole for stop in range(len(text))}
         self._within = {
-            each[start : start + count]
-            for each in self._whole
+            text[start : start + count]
+            for text in self._whole
             for count in (length, length + 1)
-            for start in range(len(each) - count)
+            for start in range(len(text) - count)
         }
 
     def has(self, window: tuple[int, ...]) -> bool:
-        """Whether it is the end of a document, whole ones, and the beginning of one, or lies within
-        one."""
+        """Whether a window lies within one document, or consists of the end of a document, whole
+        documents, and the beginning of a document."""
         pieces: list[tuple[int, ...]] = []
         start = 0
         for place, token in enumerate(window):
@@ -392,24 +392,24 @@ class Texts:
 def rows_of_examples(
     read: SamplesRead, examples: Sequence[Expected], *, in_passes: bool = True
 ) -> Iterator[Row]:
-    """Compare each example of each sample with the conversation that has its tokens. What follows
-    the last one is padding, of which nothing may count."""
+    """Yield the comparison of each example of each sample with the conversation that has its
+    tokens. After the last example comes padding, which may not count."""
     by_window = {example.window: example for example in examples}
     by_tokens = {example.tokens: example for example in examples}
     times: list[tuple[int, ...]] = []
     for step, read_in_step in read.items():
         wrong = dict.fromkeys(("examples", "labels", "loss mask", "positions"), "")
-        for one in read_in_step:
-            for part in _documents_of(one.found):
-                example = by_window.get(part.window, by_tokens.get(part.tokens))
+        for sample in read_in_step:
+            for document in _documents_of(sample.found):
+                example = by_window.get(document.window, by_tokens.get(document.tokens))
                 if example is None:
-                    if any(part.counts):
-                        wrong["examples"] = wrong["examples"] or f"{one}: no such conversation"
+                    if any(document.counts):
+                        wrong["examples"] = wrong["examples"] or f"{sample}: no such conversation"
                     continue
                 times.append(example.window)
                 for name in ("labels", "loss mask", "positions"):
-                    if FIELDS[name](part) != FIELDS[name](example):
-                        wrong[name] = wrong[name] or str(one)
+                    if FIELDS[name](document) != FIELDS[name](example):
+                        wrong[name] = wrong[name] or str(sample)
         for name, note in wrong.items():
             yield Row(CHECK, name, float(bool(note)), 0.0, step, note=note)
     windows = [example.window for example in examples]
@@ -417,19 +417,19 @@ def rows_of_examples(
 
 
 def rows_of_length(read: SamplesRead, config: Config, least: float, most: float) -> Iterator[Row]:
-    """Compare the samples of a run of --epochs with those of so many passes, each of which has
-    ``least`` to ``most``."""
+    """Yield the comparison of the samples of a run of --epochs with those of its passes, each of
+    ``least`` to ``most`` samples."""
     training = config.training
-    # A run that goes back says what it leaves out, which is not known here.
+    # The samples that a run leaves out when it goes back are not known here.
     if not training.epochs or training.on_bad_step == "rollback":
         return
-    found = training.train_samples
+    samples = training.train_samples
     if max(read) >= training.train_iters:
-        found = sum(any(one.found.counts) for in_step in read.values() for one in in_step)
+        samples = sum(any(sample.found.counts) for in_step in read.values() for sample in in_step)
     wanted = max(1, round(training.epochs * (least + most) / 2))
     bound = training.epochs * (most - least) / 2 + 2 * (most > least)
-    note = "" if abs(found - wanted) <= bound else f"{found} samples instead of {wanted}"
-    yield Row(CHECK, "samples of the run", float(abs(found - wanted)), bound, note=note)
+    note = "" if abs(samples - wanted) <= bound else f"{samples} samples instead of {wanted}"
+    yield Row(CHECK, "samples of the run", float(abs(samples - wanted)), bound, note=note)
 
 
 def _documents_of(sample: Expected) -> Iterator[Expected]:
@@ -455,10 +455,10 @@ def _once(
     in_passes: bool,
     again: int = 0,
 ) -> Row:
-    """Whether a pass over the samples ends before one of them comes again. ``read`` holds what was
-    read, in the order of the run. Where it is no order of passes it is seen in the end: how often
-    they were read differs by one at most, by more where ``again`` other passes go over the same
-    samples. Equal samples are counted together."""
+    """Return the row that says whether a pass over the samples ``keys`` ends before one comes
+    again. ``read`` has the samples in the order of the run. Without ``in_passes`` only the counts
+    in the end are compared: they differ by one at most, or by more if ``again`` other passes go
+    over the same samples. Equal samples are counted together."""
     written = Counter(keys)
     for start in range(0, len(read) if in_passes else 0, len(keys)):
         if Counter(read[start : start + len(keys)]) - written:

@@ -1,10 +1,10 @@
-"""Draws configurations from a seed: a sample of everything that can be combined, with a floor under
-what is easily missed.
+"""Draws configurations from a seed: a sample of all combinations of options, with least numbers of
+rare ones.
 
-What may be combined is not written here again. A case begins with a layout and a family; then
-options are added one after the other, and what the product's own checks refuse beside those before
-it is left out. Fields say themselves which of their values are drawn (``draws``); what is drawn
-together stands here. Some cases keep a wrong value, to see how it is refused."""
+The rules of combination are not repeated here. A case begins with a layout and a family. Options
+are then added one by one, without those that the trainer's own checks refuse together with the
+options before. Fields have the values to draw (``draws``); options that are drawn together are
+here. Some cases keep a wrong value, to test its refusal."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from megatron_llama.tune.sft.repair import Repair
 T = TypeVar("T")
 Options = dict[str, Any]
 Topic = Callable[[random.Random, Case], Options]
-"""Draws options that belong together, for a case that has others already."""
+"""Draws options that belong together, for a case that already has others."""
 
 DOUBLINGS = 3
-"""At most 2**3 processes."""
+"""Base-2 logarithm of the largest number of processes."""
 WORLD_SIZE = "world_size"
-"""With the options of a topic that changes the number of processes, that number."""
+"""Key of the number of processes among the options of a topic that changes it."""
 GLOBAL_BATCH_SIZE = 8
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
@@ -48,20 +48,20 @@ LAYERS = (4, 6, 8, 12, 16, 24)
 BUCKETS = (1, 3_000, 20_000, 1_000_000)
 
 OF = 64
-"""Cases of which the floors below are counted."""
+"""Number of cases to which the floors below refer."""
 THREE_AXES = 20
-"""At least so many have three or more axes above 1."""
+"""Least number of cases with three or more axes above 1."""
 EACH_SCHEDULE = 8
-"""At least so many with a pipeline run each schedule."""
+"""Least number of cases with a pipeline for each schedule."""
 EACH_FAMILY = 4
-"""At least so many are of each family."""
+"""Least number of cases of each family."""
 THREE = "three axes"
 MOST_TOPICS = 18
-"""Options and groups of options that are tried beside layout and family."""
+"""Most options and groups of options that are tried in addition to layout and family."""
 ODD = 0.2
 """Share of the cases with an axis of three."""
 OF_FAMILY = 0.4
-"""Share of the cases that have an option, of those that only some families have."""
+"""Share of the cases with an option, for each option that only some families have."""
 WRONG = 0.15
 """Share of the cases that have a wrong value."""
 TUNED = 0.25
@@ -69,8 +69,8 @@ TUNED = 0.25
 
 
 def draw(seed: int, count: int) -> tuple[Case, ...]:
-    """``count`` cases, always the same for a seed; some of them the product refuses. Of fewer than
-    64 the floors are smaller in proportion."""
+    """Return ``count`` cases, always the same for a seed. The trainer refuses some of them. For
+    fewer than 64 cases the floors are smaller in proportion."""
     chance = random.Random(seed)
     spread = with_floors(
         lambda: _spread(chance),
@@ -81,15 +81,15 @@ def draw(seed: int, count: int) -> tuple[Case, ...]:
     )
     defaults = {name: option.default for name, option in options_of(SECTIONS).items()}
     cases = []
-    for number, one in enumerate(spread):
-        case = _furnished(chance, one)
+    for number, base in enumerate(spread):
+        case = _furnished(chance, base)
         options = {name: v for name, v in case.options.items() if v != defaults[name]}
         cases.append(replace(case, name=f"drawn {number} of seed {seed}", options=options))
     return tuple(cases)
 
 
 def floors(count: int, *, by_family: bool = False) -> tuple[Counter[str], ...]:
-    """How often each trait has to be among ``count`` drawn ones."""
+    """Return the least number of each trait among ``count`` drawn cases."""
     families = tuple(FAMILIES) * (count * EACH_FAMILY // OF)
     return (
         Counter({THREE: count * THREE_AXES // OF}),
@@ -99,17 +99,17 @@ def floors(count: int, *, by_family: bool = False) -> tuple[Counter[str], ...]:
 
 
 def traits(case: Case) -> tuple[str, ...]:
-    """What a case counts for in each floor."""
+    """Return the trait of a case in each floor."""
     schedule = str(case.options["pipeline_schedule"]) if axis_sizes(case)["pp"] > 1 else ""
     above = sum(size > 1 for size in axis_sizes(case).values())
     return THREE if above >= 3 else "", schedule, str(case.options["model_type"])
 
 
 def axis_sizes(case: Case) -> dict[str, int]:
-    """The sizes of tp, cp, pp and dp."""
-    found = {axis: case.options.get(name, 1) for axis, name in AXES.items()}
+    """Return the sizes of tp, cp, pp and dp."""
+    values = {axis: case.options.get(name, 1) for axis, name in AXES.items()}
     # A case that is refused may have any value here.
-    sizes = {a: size if isinstance(size, int) and size > 0 else 1 for a, size in found.items()}
+    sizes = {a: size if isinstance(size, int) and size > 0 else 1 for a, size in values.items()}
     return sizes | {"dp": case.world_size // math.prod(sizes.values())}
 
 
@@ -120,7 +120,7 @@ AXES: Mapping[str, str] = MappingProxyType(
         "pp": "pipeline_model_parallel_size",
     }
 )
-"""The options of the axes; dp is what is left of the processes."""
+"""Options of the axes. The size of dp follows from the number of processes."""
 
 
 def with_floors(
@@ -130,32 +130,32 @@ def with_floors(
     wanted: Sequence[Counter[str]],
     count: int,
 ) -> list[T]:
-    """Draw ``count`` different candidates that can run (None: that one is drawn anew), among which
-    each trait is as often as is ``wanted``. ``traits_of`` gives one trait for each floor."""
+    """Return ``count`` different candidates that can run, with at least the ``wanted`` number of
+    each trait. A candidate of None is drawn again. ``traits_of`` returns a trait for each floor."""
     chosen: list[T] = []
     left = [Counter(floor) for floor in wanted]
     while len(chosen) < count:
-        one = candidate()
-        if one is None or one in chosen:
+        drawn = candidate()
+        if drawn is None or drawn in chosen:
             continue
-        missing = list(zip(left, traits_of(one), strict=True))
-        # The last places are kept for what is missing. Each can serve all floors, so all are
-        # always reached.
+        missing = list(zip(left, traits_of(drawn), strict=True))
+        # The last places are kept for missing traits. A candidate can count for all floors at once,
+        # so all floors are always reached.
         places = count - len(chosen)
-        if all(floor.total() < places or floor[trait] for floor, trait in missing) and runs(one):
-            chosen.append(one)
+        if all(floor.total() < places or floor[trait] for floor, trait in missing) and runs(drawn):
+            chosen.append(drawn)
             for floor, trait in missing:
                 floor[trait] -= min(1, floor[trait])
     return chosen
 
 
 def configured(case: Case) -> Config:
-    """The configuration of a case, as ``prove`` reads it. Raises UserError."""
+    """Return the configuration of a case, as ``prove`` reads it. Raises UserError."""
     return read_given(read_options(None, case.options, SECTIONS), case.world_size).resolved
 
 
 def refusal(case: Case) -> UserError | None:
-    """Why the product refuses the case before it starts a process; None if it does not."""
+    """Return the trainer's refusal of a case before a process starts; None if it accepts it."""
     try:
         configured(case)
     except UserError as error:
@@ -167,8 +167,8 @@ def refusal(case: Case) -> UserError | None:
 
 
 def layout(chance: random.Random) -> tuple[Options, int]:
-    """Draw how a model of 4 heads is spread over up to 8 processes: the options, and the number of
-    processes. Not all of it can run; raises ScheduleError where the pipeline has no stages."""
+    """Draw a layout of a model of 4 heads: options, and up to 8 processes. Some layouts cannot run.
+    Raises ScheduleError if the pipeline has no stages."""
     doublings = chance.randint(0, DOUBLINGS)
     pp = 2**doublings
     left = DOUBLINGS - doublings
@@ -199,7 +199,7 @@ def layout(chance: random.Random) -> tuple[Options, int]:
 
 
 def _sharding(chance: random.Random, options: Mapping[str, Any], ranks: int) -> Options:
-    """How parameters and gradients are buffered, and whether shards are replicated."""
+    """Draw the buffers of parameters and gradients, and whether shards are replicated."""
     strategy = options["data_parallel_sharding_strategy"]
     if strategy == NO_SHARD:
         return {}
@@ -221,7 +221,7 @@ def _stage_count(options: Mapping[str, Any]) -> int:
 
 
 def _stages(chance: random.Random, options: Mapping[str, Any]) -> Options:
-    """Give every stage some blocks: equal shares, or a split at random."""
+    """Draw the blocks of every stage: equal shares or a random split."""
     stages = _stage_count(options)
     layers = chance.choice([count for count in LAYERS if stages <= count <= stages + 4])
     if stages == 1 or chance.random() < 0.5:
@@ -235,7 +235,7 @@ def _stages(chance: random.Random, options: Mapping[str, Any]) -> Options:
 
 
 def _spread(chance: random.Random) -> Case | None:
-    """Draw a case with layout, family and sizes. None: its pipeline has no stages."""
+    """Draw a case with layout, family and sizes; None if its pipeline has no stages."""
     try:
         options, world_size = layout(chance)
     except ScheduleError:
@@ -243,7 +243,7 @@ def _spread(chance: random.Random) -> Case | None:
     sft = chance.random() < TUNED
     options |= _model(chance)
     if sft:
-        # A conversation has a question and the beginning of an answer at least.
+        # A conversation has at least a question and the beginning of an answer.
         options["seq_length"] = chance.choice((48, 64))
     case = Case("", options, world_size, sft)
     if chance.random() < ODD:
@@ -255,7 +255,7 @@ def _spread(chance: random.Random) -> Case | None:
 
 
 def _furnished(chance: random.Random, case: Case) -> Case:
-    """The case with some of all other options; those that not every family has come more often."""
+    """Return the case with some of all other options. Options of few families are more frequent."""
     own = (*FAMILIES[str(case.options["model_type"])].fields, "windows")
     names = [name for name in own if chance.random() < OF_FAMILY]
     for name in [*names, *chance.sample(sorted(TOPICS), chance.randint(0, MOST_TOPICS))]:
@@ -265,10 +265,10 @@ def _furnished(chance: random.Random, case: Case) -> Case:
 
 
 def _with(case: Case, more: Options) -> Case | None:
-    """The case with ``more`` options; None if the product refuses it then. A case that raises any
-    other error is kept: that is what is looked for."""
+    """Return the case with ``more`` options; None if the trainer then refuses it. A case that
+    raises any other error is kept, since it shows a fault."""
     world_size = more.pop(WORLD_SIZE, case.world_size)
-    # An empty list says what leaving the option out says.
+    # An empty list means the same as leaving the option out.
     options = {name: value for name, value in {**case.options, **more}.items() if value != ()}
     added = replace(case, options=options, world_size=world_size)
     try:
@@ -278,7 +278,7 @@ def _with(case: Case, more: Options) -> Case | None:
 
 
 def _spoiled(chance: random.Random, case: Case) -> Case:
-    """The case with a wrong value of one option, if the product takes none of three for right."""
+    """Return the case with a wrong value of one of three drawn options: the first refused one."""
     known = options_of(SECTIONS if case.sft else PRETRAIN)
     for name in chance.sample(sorted(known.keys() - LEFT_OUT), 3):
         spoiled = replace(case, options={**case.options, name: _wrong(chance, known[name].kind)})
@@ -288,7 +288,7 @@ def _spoiled(chance: random.Random, case: Case) -> Case:
 
 
 def _wrong(chance: random.Random, kind: Any) -> object:
-    """A value that is wrong for most options of a kind."""
+    """Draw a value that is wrong for most options of a kind."""
     numbers = (-1, 0, 3, 97)
     if kind in (int, int | None):
         return chance.choice(numbers)
@@ -300,7 +300,7 @@ def _wrong(chance: random.Random, kind: Any) -> object:
 
 
 def _model(chance: random.Random) -> Options:
-    """The family, and sizes for the 4 heads of a layout."""
+    """Draw the family, and sizes for the 4 heads of a layout."""
     return {
         "model_type": chance.choice(tuple(FAMILIES)),
         "num_attention_heads": 4,
@@ -319,7 +319,7 @@ VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         if option.rules.draws
     }
 )
-"""Options that are drawn one by one, and what they are set to."""
+"""Options that are drawn one by one, and their values."""
 STREAMS = frozenset(("data_path", "megatron_data_order", *DOCUMENTS))
 """Options and topics of token streams, which ``sft`` does not read."""
 
@@ -330,9 +330,9 @@ def _heads(chance: random.Random, case: Case) -> Options:
 
 
 def _three(chance: random.Random, case: Case) -> Options:
-    """An axis of 3, and perhaps one of 2 beside it: sizes that are no power of two."""
-    three, two = chance.sample(sorted(axis_sizes(case)), 2)
-    sizes = dict.fromkeys(axis_sizes(case), 1) | {three: 3, two: chance.choice((1, 2, 2))}
+    """Draw an axis of 3, and perhaps an axis of 2: sizes that are no power of two."""
+    three, second = chance.sample(sorted(axis_sizes(case)), 2)
+    sizes = dict.fromkeys(axis_sizes(case), 1) | {three: 3, second: chance.choice((1, 2, 2))}
     micro = chance.choice((1, 2))
     return {
         **{AXES[axis]: sizes[axis] for axis in AXES},
@@ -350,13 +350,13 @@ def _three(chance: random.Random, case: Case) -> Options:
 
 
 def _blocks(chance: random.Random, options: Mapping[str, Any], ends: int = 0) -> Options:
-    """Equal shares of blocks for a pipeline; embedding and head count as ``ends`` of them."""
+    """Return equal shares of blocks for a pipeline, with embedding and head as ``ends`` blocks."""
     stages = _stage_count(options)
     return {"num_hidden_layers": 2 * stages - ends, "pipeline_layer_split": ()}
 
 
 def _ends(chance: random.Random, case: Case) -> Options:
-    """The embedding, the head or both count as blocks of their stages."""
+    """Draw whether the embedding, the head or both count as blocks of their stages."""
     embedding, loss = chance.choice(((True, False), (False, True), (True, True)))
     return {
         "account_for_embedding_in_pipeline_split": embedding,
@@ -366,13 +366,13 @@ def _ends(chance: random.Random, case: Case) -> Options:
 
 
 def _buffers(chance: random.Random, case: Case) -> Options:
-    """What is decided by the memory that there is."""
+    """Draw an option that is decided by the available memory."""
     slots = {"param_slots": "auto", "data_parallel_sharding_strategy": "optim_grads_params"}
     return chance.choice(({"data_parallel_sharding_strategy": "auto"}, slots))
 
 
 def _rope(chance: random.Random, case: Case) -> Options:
-    """A rotary scaling, whose numbers change frequencies and positions of a short text."""
+    """Draw a rotary scaling whose numbers change frequencies and positions of a short text."""
     head_dim = int(str(case.options["head_dim"]))
     partial = float(str(case.options.get("partial_rotary_factor", 1.0)))
     pairs = int(head_dim * partial) // 2
@@ -398,14 +398,14 @@ def _rope(chance: random.Random, case: Case) -> Options:
 
 
 def _windows(chance: random.Random, case: Case) -> Options:
-    """A window that is shorter than the samples, in all layers or in some."""
+    """Draw a window that is shorter than the samples, in all layers or in some."""
     layers = int(str(case.options["num_hidden_layers"]))
     types = chance.choices((FULL, SLIDING), k=layers) if chance.random() < 0.6 else ()
     return {"sliding_window": chance.choice((2, 5, 11)), "layer_types": tuple(types)}
 
 
 def _batches(chance: random.Random, case: Case) -> Options:
-    """Another number of samples in a step, which may grow."""
+    """Draw another number of samples in a step, which may grow."""
     dp = axis_sizes(case)["dp"]
     micro = chance.choice((1, 2, 3))
     microbatches = chance.choice((2, 3, 4, 5))
@@ -418,7 +418,7 @@ def _batches(chance: random.Random, case: Case) -> Options:
 
 
 def _half(chance: random.Random, case: Case) -> Options:
-    """float16; at the highest scale the first steps overflow and are skipped."""
+    """Draw options of float16. At the highest scale the first steps overflow and are skipped."""
     return {
         "fp16": True,
         "initial_loss_scale": chance.choice((1024.0, 65536.0, 2.0**32)),
@@ -446,34 +446,34 @@ def _evaluation(chance: random.Random, case: Case) -> Options:
 
 
 def _schedule(chance: random.Random, case: Case) -> Options:
-    """How the learning rate rises and falls, in iterations, in samples or in a share."""
+    """Draw the schedule of the learning rate, in iterations, in samples or as a share."""
     style = chance.choice(("constant", "linear", "cosine", "WSD"))
     options: Options = {"lr_decay_style": style}
     if style == "WSD":
         options["lr_wsd_decay_style"] = chance.choice(
             ("exponential", "linear", "cosine", "minus_sqrt")
         )
-    unit, one = chance.choice((("iters", 1), ("samples", options_batch(case))))
+    unit, per_step = chance.choice((("iters", 1), ("samples", options_batch(case))))
     if unit == "samples":
-        options["train_samples"] = 2 * STEPS * one
+        options["train_samples"] = 2 * STEPS * per_step
     whole = chance.choice((4, STEPS, 2 * STEPS))
-    options[f"lr_decay_{unit}"] = whole * one
+    options[f"lr_decay_{unit}"] = whole * per_step
     if chance.random() < 0.5:
-        options[f"lr_warmup_{unit}"] = chance.choice((1, 2)) * one
+        options[f"lr_warmup_{unit}"] = chance.choice((1, 2)) * per_step
     else:
         options["lr_warmup_fraction"] = chance.choice((0.2, 0.5))
     if style == "WSD":
-        options[f"lr_wsd_decay_{unit}"] = chance.choice((1, 2)) * one
+        options[f"lr_wsd_decay_{unit}"] = chance.choice((1, 2)) * per_step
     return options
 
 
 def options_batch(case: Case) -> int:
-    """Samples of a step."""
+    """Return the number of samples of a step."""
     return int(str(case.options["global_batch_size"]))
 
 
 def _length(chance: random.Random, case: Case) -> Options:
-    """A run whose length is given in samples or in passes over them."""
+    """Draw the length of a run in samples or in passes over them."""
     samples = {"train_samples": options_batch(case) * chance.choice((STEPS, 2 * STEPS)) + 1}
     return chance.choice((samples, {"epochs": chance.choice((0.5, 2.0, 20.0))}))
 
@@ -517,7 +517,7 @@ def _lora(chance: random.Random, case: Case) -> Options:
 
 
 def _blend(chance: random.Random, case: Case) -> Options:
-    """Several datasets. Whoever runs the case writes them."""
+    """Draw several datasets, which are written when the case is run."""
     return {
         "data_path": chance.choice((("a", "b"), ("0.7", "a", "0.3", "b"), ("2", "a", "1", "b")))
     }
@@ -554,4 +554,4 @@ TOPICS: Mapping[str, Topic] = MappingProxyType(
         "repair_conversations": _repairs,
     }
 )
-"""What is drawn beside layout and family, each for itself."""
+"""Topics that are drawn independently in addition to layout and family."""

@@ -1,22 +1,21 @@
-"""Two runs of the same steps: is what lies between their curves rounding, or do they train
-something else?
+"""Compares two runs of the same steps: do their curves differ by rounding, or do the runs train
+different things?
 
-A bound on the difference cannot tell. Two right runs begin at the rounding of the machine, and
-training amplifies it: the losses of one model in two layouts may differ by 1e-8 in step 1 and by
-1e-2 after ten thousand steps. What tells is how the difference grows. Rounding grows with what it
-has grown to, and a few steps add little to it. A fault adds a difference of its own size at the
-step in which it acts: from then on, or in this step alone, the curves are further apart by a
-factor.
+A bound on the difference cannot decide. Two right runs begin with rounding differences, and
+training amplifies them: the losses of one model in two layouts may differ by 1e-8 in step 1 and by
+1e-2 after ten thousand steps. The growth of the difference decides. Rounding grows in proportion to
+its size, and a few steps add little to it. A fault adds a difference of its own size at the step in
+which it acts: from then on, or in this step alone, the curves are further apart by a factor.
 
 **The statistic.** Let d(t) be the relative difference of a step, of losses or of gradient norms.
 The size of 1, 4 or 16 steps in a row is the median of their |d|, less what the printed digits hide.
-The level before them is the largest size of as many steps anywhere before, at least the size with
-which right runs begin in their dtype (``FLOORS``). The rise is the one divided by the other. It is
-a median because the gradient norm of single steps is fifty times as sensitive as that of others.
-``TAILS`` has the distribution of the largest rise in pairs of right runs, as
-``python tools/drift_rates.py`` has measured it: in its upper quarter the logarithm has an
-exponential tail. A rise is called a drift if its probability, times six for two quantities and
-three lengths, is below ``ALARM``.
+The level before them is the largest size of as many steps anywhere before, but at least the size
+with which right runs begin in their dtype (``FLOORS``). The rise is the size divided by the level.
+The median is taken because gradient norms of some steps are fifty times as sensitive as of others.
+``TAILS`` has the distribution of the largest rise in pairs of right runs, as measured by
+``python tools/drift_rates.py``: in its upper quarter the logarithm has an exponential tail. A rise
+is called a drift if its probability, times six for two quantities and three lengths, is below
+``ALARM``.
 """
 
 from __future__ import annotations
@@ -45,123 +44,123 @@ FLOORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "bf16": MappingProxyType({"loss": 3e-5, "gradient norm": 1e-3}),
     }
 )
-"""The relative difference with which two right runs begin, by the type of their matrix products.
-tf32 has the mantissa of fp16."""
+"""Relative difference with which two right runs begin, by the type of their matrix products. tf32
+has the mantissa of fp16."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The largest rise of a pair of right runs: a quarter of the pairs has more than ``upper``, and
-    beyond it the logarithm falls off with ``scale``."""
+    """Distribution of the largest rise of a pair of right runs: a quarter of the pairs has more
+    than ``upper``, and beyond it the logarithm falls off with ``scale``."""
 
     upper: float
     scale: float
 
     def probability(self, rise: float) -> float:
-        """Return the share of pairs of right runs that have such a rise or a larger one; 1 for one
-        that is nothing special."""
+        """Return the share of pairs of right runs with such a rise or a larger one; 1 for a rise up
+        to ``upper``."""
         if rise <= self.upper:
             return 1.0
         return 0.25 * math.exp(-math.log(rise / self.upper) / self.scale)
 
     def rise(self, probability: float) -> float:
-        """Return the rise that so few pairs of right runs have: at most a quarter."""
+        """Return the rise that pairs of right runs have with ``probability``, at most 0.25."""
         return self.upper * math.exp(self.scale * math.log(0.25 / probability))
 
 
 LENGTHS = (1, 4, 16)
-"""So many steps in a row are looked at together."""
+"""Numbers of steps in a row that are taken together."""
 TAILS: Mapping[Quantity, tuple[Tail, ...]] = MappingProxyType(
     {
         "loss": (Tail(4.5, 0.43), Tail(3.2, 0.36), Tail(4.0, 0.42)),
         "gradient norm": (Tail(7.0, 0.37), Tail(4.0, 0.60), Tail(2.8, 0.45)),
     }
 )
-"""For each of ``LENGTHS``."""
+"""Tails for each of ``LENGTHS``."""
 _MEASURED_STEPS = 160
-"""Of each of these pairs. A longer run has as many more chances of a large rise."""
+"""Steps of each measured pair. A longer run has proportionally more chances of a large rise."""
 ALARM = 0.01
-"""The share of pairs of right runs in which a drift may be seen that is none."""
+"""Share of pairs of right runs in which a drift may be reported wrongly."""
 _TESTS = 2 * len(LENGTHS)
 _BEGIN = 10
-"""Curves whose first common step is later have grown apart already; so many of their steps are
-needed to know how far."""
+"""Curves whose first common step is later have grown apart already. As many of their steps show how
+far."""
 _FEWEST = 3
 _COARSE = 1e-3
-"""Relative. Digits that hide more than this of a loss hide most faults."""
+"""Relative size. Digits that hide more than this of a loss hide most faults."""
 _SHOWN = 3
 _RAREST = 1e-6
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What lies between two curves in one step."""
+    """The difference of two curves in one step."""
 
     iteration: int
     loss: float | None
-    """Relative, the second run less the first. None where one has no finite loss."""
+    """Relative difference, second run less first. None if one has no finite loss."""
     loss_hidden: float
-    """How much of it the digits of the logs can hide or feign, relative."""
+    """Relative difference that the digits of the logs can hide or feign."""
     grad_norm: float | None
     norm_hidden: float
     only_one: str = ""
-    """Which of the runs has no finite loss there, where the other has one."""
+    """The run without a finite loss in this step, if the other has one."""
     only_one_norm: str = ""
-    """Which has no finite gradient norm there."""
+    """The run without a finite gradient norm in this step, if the other has one."""
     skipped: str = ""
-    """Which of the runs has skipped more steps since the last line."""
+    """The run that has skipped more steps since the last line."""
 
 
 @dataclass(frozen=True)
 class Rise:
-    """Steps in a row in which the curves are further apart than before."""
+    """A row of steps in which the curves are further apart than before."""
 
     quantity: Quantity
     iteration: int
-    """The first of them that is as far apart as they are."""
+    """First step of the row that is as far apart as the row."""
     steps: int
-    """1, 4 or 16: of a longer row the beginning is less sharp."""
+    """Length of the row: 1, 4 or 16. A longer row has a less sharp beginning."""
     size: float
-    """Their median. Infinite where one run has no finite number."""
+    """Median of the row. Infinite if one run has no finite number."""
     before: float
-    """The level before them."""
+    """Level before the row."""
     probability: float
-    """The share of pairs of right runs in which such a rise, in any quantity, is seen."""
+    """Share of pairs of right runs with such a rise in any quantity."""
 
     @property
     def factor(self) -> float:
-        """By how much the curves are further apart than they ever were."""
+        """Distance of the curves relative to the largest distance before."""
         return self.size / self.before
 
 
 @dataclass(frozen=True)
 class Drift:
-    """What the comparison of two curves has found."""
+    """The result of comparing two curves."""
 
     verdict: Verdict
     rises: tuple[Rise, ...]
-    """The drifts, first of all the one at which they begin. Empty without one."""
+    """Drifts, earliest first; empty without a drift."""
     why: str
-    """A sentence or two."""
+    """Explanation in one or two sentences."""
     differences: tuple[Difference, ...]
     seen_from: Mapping[str, float]
-    """By quantity, the relative difference in the first common step from which a drift would have
-    been seen."""
+    """Smallest relative difference in the first common step that would count as a drift, by
+    quantity."""
     dtype: Dtype
     notes: tuple[str, ...]
 
 
 def compare(one: RunLog, other: RunLog, *, dtype: Dtype) -> Drift:
-    """Compare two runs of the same steps, whose matrix products are of ``dtype``; of two types,
-    name the coarser one. Raises DataError if they have no step in common."""
+    """Return the comparison of two runs of the same steps. ``dtype`` is the type of their matrix
+    products, or the coarser of two types. Raises DataError if they have no step in common."""
     notes = [f"{run.path}: {note}" for run in (one, other) for note in run.notes]
-    found = differences(one, other, notes)
-    return judge(found, dtype=dtype, notes=notes)
+    steps = differences(one, other, notes)
+    return judge(steps, dtype=dtype, notes=notes)
 
 
 def compare_logs(one: Path, other: Path, *, dtype: Dtype) -> Drift:
-    """Read two logs and compare them, as ``read_log`` and ``compare`` do. Raises DataError, also
-    where both are the same file."""
+    """Return the comparison of two logs, as ``read_log`` and ``compare`` do. Raises DataError, also
+    if both are the same file."""
     runs = (read_log(one), read_log(other))
     if one.samefile(other):
         do = "name the log of the other run"
@@ -170,8 +169,8 @@ def compare_logs(one: Path, other: Path, *, dtype: Dtype) -> Drift:
 
 
 def differences(one: RunLog, other: RunLog, notes: list[str]) -> tuple[Difference, ...]:
-    """Return the steps that both logs have, first to last. Where one has the mean of an interval,
-    the losses of the other are averaged; ``notes`` gets what could not be compared."""
+    """Return the differences in the steps that both logs have, first to last. If one log has the
+    mean of an interval, the losses of the other are averaged. ``notes`` gets the problems."""
     common = sorted(one.steps.keys() & other.steps.keys())
     if not common:
         ranges = (f"iterations {min(run.steps)} to {max(run.steps)}" for run in (one, other))
@@ -185,15 +184,15 @@ def differences(one: RunLog, other: RunLog, notes: list[str]) -> tuple[Differenc
     for run, name in zip((one, other), names, strict=True):
         others = other if run is one else one
         lost = [i for i in others.steps if common[0] < i < common[-1] and i not in run.steps]
-        # Where most are missing it has a line for every so many steps.
+        # If most are missing, the log has a line only every few steps.
         if 0 < len(lost) < len(common) / 2:
             some = ", ".join(map(str, lost[:5])) + (" ..." if len(lost) > 5 else "")
             notes.append(f"{name} has no line for {counted(len(lost), 'iteration')}: {some}")
     left_out = 0
-    # Of the steps before the first common line one log alone may tell.
+    # One log alone may have lines before the first common line.
     befores = {max((i for i in run.steps if i < common[0]), default=0) for run in (one, other)}
     before = befores.pop() if len(befores) == 1 else common[0]
-    found: list[Difference] = []
+    compared: list[Difference] = []
     for iteration in common:
         losses = _comparable(one.steps, other.steps, iteration)
         left_out += losses is None
@@ -202,7 +201,7 @@ def differences(one: RunLog, other: RunLog, notes: list[str]) -> tuple[Differenc
         norm, norm_hidden, without_norm = _relative(*(step.grad_norm for step in steps))
         skipped = [_skipped(run.steps, before, iteration) for run in (one, other)]
         before = iteration
-        found.append(
+        compared.append(
             Difference(
                 iteration,
                 loss,
@@ -219,22 +218,22 @@ def differences(one: RunLog, other: RunLog, notes: list[str]) -> tuple[Differenc
             f"the losses of {counted(left_out, 'iteration')} are left out: means over different "
             "or unknown steps"
         )
-    return tuple(found)
+    return tuple(compared)
 
 
 def _skipped(run: Mapping[int, LoggedStep], before: int, iteration: int) -> int:
-    """The steps that a run has skipped between two lines that both logs have."""
+    """Return the number of steps that a run has skipped between two lines that both logs have."""
     return sum(step.skipped for i, step in run.items() if before < i <= iteration)
 
 
 def _comparable(
     one: Mapping[int, LoggedStep], other: Mapping[int, LoggedStep], iteration: int
 ) -> tuple[Number | None, Number | None] | None:
-    """The losses of both runs at an iteration, as means over the same steps; None if they cannot
-    be."""
+    """Return the losses of both runs at an iteration, as means over the same steps; None if that is
+    not possible."""
     lengths = (one[iteration].mean_of, other[iteration].mean_of)
     if lengths == (0, 0):
-        # Nobody says what they are means of, but it is the same if the lines are the same.
+        # The logs do not say over which steps the means are, but equal lines have equal steps.
         before = [max((i for i in run if i < iteration), default=0) for run in (one, other)]
         if before[0] != before[1]:
             return None
@@ -248,7 +247,7 @@ def _comparable(
 
 
 def _mean(run: Mapping[int, LoggedStep], iteration: int, length: int) -> Number | None:
-    """The mean loss of the ``length`` steps that end with ``iteration``, if the log has all."""
+    """Return the mean loss of ``length`` steps up to ``iteration``; None if the log lacks one."""
     if run[iteration].mean_of == length:
         return run[iteration].loss
     parts = [run.get(step) for step in range(iteration - length + 1, iteration + 1)]
@@ -262,8 +261,8 @@ def _mean(run: Mapping[int, LoggedStep], iteration: int, length: int) -> Number 
 
 
 def _relative(one: Number | None, other: Number | None) -> tuple[float | None, float, int | None]:
-    """The relative difference, what the digits hide of it, and which of the two alone is not
-    finite. Numbers that neither log has, or that one log leaves out, are not compared."""
+    """Return the relative difference, the part that digits can hide, and the index of the number
+    that alone is not finite. Numbers that a log does not have are not compared."""
     if one is None or other is None:
         return None, 0.0, None
     finite = [math.isfinite(number.value) for number in (one, other)]
@@ -283,27 +282,27 @@ class _Point:
 
     @property
     def at_most(self) -> float:
-        """How far apart the runs may have been."""
+        """Largest possible distance of the runs."""
         return max(abs(self.difference), self.hidden)
 
     @property
     def at_least(self) -> float:
-        """How far apart they were, whatever the digits hide."""
+        """Least possible distance of the runs, whatever the digits hide."""
         return max(abs(self.difference) - self.hidden, 0.0)
 
 
-def _curve(quantity: Quantity, found: Sequence[Difference]) -> list[_Point]:
-    """The steps of which both logs have the quantity."""
+def _curve(quantity: Quantity, steps: Sequence[Difference]) -> list[_Point]:
+    """Return the steps for which both logs have the quantity."""
     if quantity == "loss":
-        return [_Point(d.iteration, d.loss, d.loss_hidden) for d in found if d.loss is not None]
+        return [_Point(d.iteration, d.loss, d.loss_hidden) for d in steps if d.loss is not None]
     return [
-        _Point(d.iteration, d.grad_norm, d.norm_hidden) for d in found if d.grad_norm is not None
+        _Point(d.iteration, d.grad_norm, d.norm_hidden) for d in steps if d.grad_norm is not None
     ]
 
 
 def judge(found: Sequence[Difference], *, dtype: Dtype, notes: Sequence[str] = ()) -> Drift:
-    """Return what the differences of steps, in their order, say. Behind a step that one run alone
-    has skipped they train different things, and nothing is said of them."""
+    """Return the verdict on the differences of steps, in their order. After a step that only one
+    run has skipped the runs train different steps, which are not judged."""
     alike = list(takewhile(lambda difference: not difference.skipped, found))
     parted = found[len(alike)] if len(alike) < len(found) else None
     rises: list[Rise] = []
@@ -311,9 +310,9 @@ def judge(found: Sequence[Difference], *, dtype: Dtype, notes: Sequence[str] = (
     for quantity, tails in TAILS.items():
         floor = FLOORS[dtype][quantity]
         rises += [
-            Rise(quantity, each.iteration, 1, math.inf, floor, 0.0)
-            for each in alike
-            if (each.only_one if quantity == "loss" else each.only_one_norm)
+            Rise(quantity, difference.iteration, 1, math.inf, floor, 0.0)
+            for difference in alike
+            if (difference.only_one if quantity == "loss" else difference.only_one_norm)
         ][:1]
         curve = _curve(quantity, alike)
         rises += _rises(quantity, curve, floor)
@@ -329,12 +328,12 @@ def judge(found: Sequence[Difference], *, dtype: Dtype, notes: Sequence[str] = (
 
 
 def _rises(quantity: Quantity, curve: Sequence[_Point], floor: float) -> list[Rise]:
-    """The rises of a curve that right runs do not have, those of single steps first. After one the
-    level is higher, so each is another one."""
-    # How far curves that begin late have grown apart is not known: their first steps say it.
+    """Return the rises of a curve that right runs do not have, those of single steps first. After a
+    rise the level is higher, so each rise is a new one."""
+    # Curves that begin late have grown apart by an unknown amount, which their first steps show.
     begin = _BEGIN if curve and curve[0].iteration > _BEGIN else 0
     tests = _TESTS * max(1.0, len(curve) / _MEASURED_STEPS)
-    found: list[Rise] = []
+    rises: list[Rise] = []
     for steps, tail in zip(LENGTHS, TAILS[quantity], strict=True):
         level = floor
         passed = begin
@@ -347,19 +346,19 @@ def _rises(quantity: Quantity, curve: Sequence[_Point], floor: float) -> list[Ri
             if tests * tail.probability(size / level) >= ALARM:
                 continue
             passed = place + steps
-            if any(row[0].iteration <= rise.iteration <= row[-1].iteration for rise in found):
-                continue  # a shorter row has it, and says the step more sharply
-            # A step that alone is no proof is the beginning where the next few prove it. A long row
-            # is more likely to have such a step of its own, before the rise.
+            if any(row[0].iteration <= rise.iteration <= row[-1].iteration for rise in rises):
+                continue  # a shorter row has it, and locates the step more sharply
+            # A step that proves nothing alone is the beginning if the next few prove the rise. In a
+            # long row such a step is more likely to come by chance, before the rise.
             alone = TAILS[quantity][0].upper * level if steps < LENGTHS[-1] else size
             begins = min(size, alone)
             first = next(point.iteration for point in row if point.at_least >= begins)
-            # The first row that is too far apart has only some of the steps that are.
+            # The first row that is too far apart has only some of the steps of the rise.
             starts = range(place, min(place + steps, len(curve) - steps) + 1)
             most = max(_size_at_least(curve[start : start + steps]) for start in starts)
             probability = min(1.0, tests * tail.probability(most / level))
-            found.append(Rise(quantity, first, steps, most, level, probability))
-    return found
+            rises.append(Rise(quantity, first, steps, most, level, probability))
+    return rises
 
 
 def _size_at_most(row: Sequence[_Point]) -> float:
@@ -371,8 +370,8 @@ def _size_at_least(row: Sequence[_Point]) -> float:
 
 
 def largest_rises(quantity: Quantity, found: Sequence[Difference], floor: float) -> list[float]:
-    """Return the largest rise of a curve for each of ``LENGTHS``: that of which ``TAILS`` has the
-    distribution. 0 where the curve is too short."""
+    """Return the largest rise of a curve for each of ``LENGTHS``, whose distribution is ``TAILS``.
+    0 if the curve is too short."""
     curve = _curve(quantity, found)
     largest: list[float] = []
     for steps in LENGTHS:
@@ -386,12 +385,12 @@ def largest_rises(quantity: Quantity, found: Sequence[Difference], floor: float)
 
 
 def _verdict(
-    found: Sequence[Difference], parted: Difference | None, rises: Sequence[Rise], dtype: Dtype
+    steps: Sequence[Difference], parted: Difference | None, rises: Sequence[Rise], dtype: Dtype
 ) -> tuple[Verdict, str]:
-    """``parted``: the step behind ``found`` that one run alone has skipped."""
-    losses = _curve("loss", found)
+    """Return verdict and reason. Only one run has skipped ``parted``, the step after ``steps``."""
+    losses = _curve("loss", steps)
     if rises:
-        return "drift", _drift([*found, *([parted] if parted else [])], losses, rises)
+        return "drift", _drift([*steps, *([parted] if parted else [])], losses, rises)
     if parted is not None:
         return "cannot say", (
             f"{parted.skipped} has skipped a step at iteration {parted.iteration} that the other "
@@ -410,7 +409,7 @@ def _verdict(
         )
     largest = max(losses, key=lambda point: point.at_most)
     first = losses[0]
-    if all(not each.loss and not each.grad_norm for each in found):
+    if all(not step.loss and not step.grad_norm for step in steps):
         return "rounding", "every loss and every gradient norm is the same in both, in all digits"
     apart = f"the losses are at most {largest.at_most:.0e} apart (step {largest.iteration})"
     if first.iteration > _BEGIN:
@@ -425,17 +424,17 @@ def _verdict(
     return "rounding", (f"{apart}, and nowhere do they part faster than rounding grows")
 
 
-def _drift(found: Sequence[Difference], losses: Sequence[_Point], rises: Sequence[Rise]) -> str:
-    """Where the drift begins, and what acts there."""
+def _drift(steps: Sequence[Difference], losses: Sequence[_Point], rises: Sequence[Rise]) -> str:
+    """Return words on the step at which the drift begins, and on what acts there."""
     first = rises[0]
     at = first.iteration
     if math.isinf(first.size):
-        step = next(each for each in found if each.iteration == at)
+        step = next(difference for difference in steps if difference.iteration == at)
         only = step.only_one if first.quantity == "loss" else step.only_one_norm
         return f"{only} has no finite {first.quantity} in step {at}, where the other run has one"
     alike = [point.iteration for point in losses if point.iteration < at]
     if first.steps == LENGTHS[-1]:
-        # The beginning of a long row says nothing about what came first in a step.
+        # The beginning of a long row does not show which part of a step differs first.
         return (
             f"from about step {at} on the curves part faster than rounding grows; the update, the "
             "gradients or the data differ there, if not by much"
@@ -456,7 +455,7 @@ def _drift(found: Sequence[Difference], losses: Sequence[_Point], rises: Sequenc
 
 
 def lines(drift: Drift) -> Iterator[str]:
-    """Yield what a terminal shows: the verdict, the steps, how sure it is, and what was read."""
+    """Yield lines for a terminal: the verdict, the steps, the certainty, and notes."""
     first = drift.rises[0] if drift.rises else None
     title = drift.verdict if first is None else f"drift from step {first.iteration}"
     steps = [difference.iteration for difference in drift.differences]
@@ -482,14 +481,14 @@ def lines(drift: Drift) -> Iterator[str]:
 
 
 def _rarity(probability: float) -> str:
-    """How many pairs of right runs have such a rise. The tail is not believed beyond a million."""
+    """Return the frequency in pairs of right runs; the tail is not trusted beyond a million."""
     if probability < _RAREST:
         return f"fewer than 1 in {1 / _RAREST:,.0f} pairs of right runs has this"
     return f"1 in {1 / probability:,.0f} pairs of right runs has this"
 
 
 def as_json(drift: Drift) -> dict[str, Any]:
-    """Return everything for programs: ``verdict``, ``why``, ``dtype``, ``from_step`` (or null),
+    """Return the comparison for programs: ``verdict``, ``why``, ``dtype``, ``from_step`` (or null),
     ``rises`` (``quantity``, ``iteration``, ``steps``, ``size``, ``before``, ``factor``,
     ``probability``; null where infinite), ``seen_from`` by quantity, ``compared`` (``iteration``,
     ``loss``, ``loss_hidden``, ``grad_norm``, ``norm_hidden``) and ``notes``."""
@@ -514,13 +513,13 @@ def as_json(drift: Drift) -> dict[str, Any]:
         "seen_from": dict(drift.seen_from),
         "compared": [
             {
-                "iteration": each.iteration,
-                "loss": each.loss,
-                "loss_hidden": each.loss_hidden,
-                "grad_norm": each.grad_norm,
-                "norm_hidden": each.norm_hidden,
+                "iteration": difference.iteration,
+                "loss": difference.loss,
+                "loss_hidden": difference.loss_hidden,
+                "grad_norm": difference.grad_norm,
+                "norm_hidden": difference.norm_hidden,
             }
-            for each in drift.differences
+            for difference in drift.differences
         ],
         "notes": list(drift.notes),
     }

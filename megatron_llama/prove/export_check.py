@@ -1,4 +1,4 @@
-"""Whether the HuggingFace folder of a run is the model that it has trained."""
+"""Checks that the HuggingFace folder of a run has the model that it has trained."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_llama.prove.run import Trained, states
 
 EXPORT = "export"
 MERGED = 1e-6
-"""An addition of low rank is merged in a precision that is the writer's."""
+"""Bound of merged weights in fp32: the writer decides the precision of merging."""
 MERGED_BF16 = 2.0**-8
 ALIKE = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
     *("rms_norm_eps", "tie_word_embeddings", "initializer_range"),
 )
-"""Fields of config.json that the options of a run have by the same names."""
+"""Fields of config.json with the names of options."""
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "llama": "LlamaForCausalLM",
@@ -45,43 +45,43 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 )
 """transformers' classes by model_type."""
 IGNORED = frozenset({"dtype", "torch_dtype", "transformers_version"})
-"""Fields of config.json that say nothing of what is computed."""
+"""Fields of config.json that do not affect the computation."""
 
 
 def rows_of_export(trained: Trained, materials: Materials) -> Iterator[Row]:
-    """Compare the folder that a run has exported with its last checkpoint, tensor by tensor, and
-    transformers' logits of the folder with those of our model of the checkpoint."""
+    """Yield the comparison of a run's exported folder with its last checkpoint, tensor by tensor,
+    and of transformers' logits for the folder with those of our model for the checkpoint."""
     assert trained.export is not None, "the run has exported nothing"
     last = trained.iterations[-1]
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in sorted(trained.export.glob("*.safetensors")):
-        found |= load_file(file)
+        weights |= load_file(file)
     dtype = torch.bfloat16 if trained.config.training.bf16 else torch.float32
     lora = trained.config.lora
     saved = states(trained.checkpoints[last]).master
     expected = merged(saved, lora)
-    for name in sorted(found.keys() | expected.keys()):
-        if name not in found or name not in expected:
-            where = "the checkpoint" if name in found else "the exported folder"
+    for name in sorted(weights.keys() | expected.keys()):
+        if name not in weights or name not in expected:
+            where = "the checkpoint" if name in weights else "the exported folder"
             yield Row(EXPORT, "weight", math.inf, 0.0, last, name, f"{where} does not have it")
             continue
         bound = 0.0
         if lora.lora_rank and _adapter(name, "A") in saved:
             bound = MERGED if dtype == torch.float32 else MERGED_BF16
-        got, want = found[name], expected[name].to(dtype)
+        got, want = weights[name], expected[name].to(dtype)
         same = got.dtype == dtype and torch.equal(got, want)
         yield Row(
             EXPORT, "weight", 0.0 if same else distance(got, want) or math.inf, bound, last, name
         )
     yield from _config_rows(trained, trained.export, materials)
-    yield from _logit_rows(trained, trained.export, found, materials)
+    yield from _logit_rows(trained, trained.export, weights, materials)
 
 
 def merged(saved: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
-    """The weights of a checkpoint with its low-rank additions in them: W + alpha / rank B A.
+    """Return the weights of a checkpoint with low-rank additions merged: W + alpha / rank B A.
 
-    Those that have one are in fp64: a run in fp16 keeps frozen weights in fp16, and exports
-    fp32."""
+    Weights with an addition are in fp64, since a run in fp16 keeps frozen weights in fp16 and
+    exports fp32."""
     weights = {name: tensor for name, tensor in saved.items() if ".lora_" not in name}
     for name, weight in weights.items():
         first, second = _adapter(name, "A"), _adapter(name, "B")
@@ -96,23 +96,23 @@ def _adapter(name: str, which: str) -> str:
 
 
 def _config_rows(trained: Trained, exported: Path, materials: Materials) -> Iterator[Row]:
-    """The configuration says of the model what transformers' documentation says that its fields
-    mean, and for the rest is that of the folder with which the run began."""
+    """Yield the comparison of config.json with the values of its fields by transformers'
+    documentation, and otherwise with those of the folder with which the run began."""
     file = exported / "config.json"
     if not file.exists():
         yield Row(EXPORT, "config.json", 1.0, 0.0, note="there is none")
         return
-    found = json.loads(file.read_text())
+    config = json.loads(file.read_text())
     before = json.loads((materials.model / "config.json").read_text())
-    expected = {name: before.get(name) for name in (found.keys() | before.keys()) - IGNORED}
+    expected = {name: before.get(name) for name in (config.keys() | before.keys()) - IGNORED}
     for name, value in {**expected, **_documented(trained, materials)}.items():
-        same = found.get(name) == value
-        note = "" if same else f"{name}: {found.get(name)} instead of {value}"
+        same = config.get(name) == value
+        note = "" if same else f"{name}: {config.get(name)} instead of {value}"
         yield Row(EXPORT, "config.json", float(not same), 0.0, note=note)
 
 
 def _documented(trained: Trained, materials: Materials) -> dict[str, object]:
-    """Fields of config.json by their documentation in transformers, not by our writer."""
+    """Return fields of config.json by transformers' documentation, independent of our writer."""
     model = trained.config.model
     gemma = model.model_type.startswith("gemma")
     return {
@@ -129,8 +129,8 @@ def _documented(trained: Trained, materials: Materials) -> dict[str, object]:
 def _logit_rows(
     trained: Trained, exported: Path, weights: Mapping[str, Tensor], materials: Materials
 ) -> Iterator[Row]:
-    """transformers reads configuration and weights by itself. Raises NotComparedError without
-    it."""
+    """Yield the comparison with transformers' logits, which reads the folder by itself. Raises
+    NotComparedError without transformers."""
     model = trained.config.model
     reason = obstacle(model)
     if reason is not None:
@@ -157,10 +157,10 @@ def _logit_rows(
 
 
 def _tokens(materials: Materials, length: int) -> Tensor:
-    """Text as long as a sample."""
+    """Return the tokens of a text as long as a sample."""
     texts = [text for documents in materials.documents.values() for text in documents]
     texts += [talk.ids for talk in materials.talks]
     ids = [token for text in texts for token in text]
-    # Where a built-in template makes the tokens, they are not known.
+    # The tokens are not known if a built-in template makes them.
     ids = ids or list(range(materials.vocab_size))
     return torch.tensor(ids[:length])

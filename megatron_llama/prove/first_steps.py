@@ -1,5 +1,5 @@
-"""The first steps of a user's own run, trained once more by one process of this machine, where it
-can: the curve with which the run's log is compared."""
+"""The first steps of a user's own run, trained again by one process of this machine if possible.
+The run's log is compared with this curve."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from megatron_llama.train.setup.start import AUTO, begins_anew, named_start
 from megatron_llama.tune.sft.inputs import EXAMPLES
 
 MOST_LINES, FEWEST_LINES = 16, 3
-"""Of the log, that are compared."""
+"""Most and fewest lines of the log that are compared."""
 BYTES_OF_PARAMETER = 20
-"""Master, two moments, gradient and compute copy."""
+"""Bytes of master, two moments, gradient and compute copy of a parameter."""
 SHARE_OF_PEAK = 0.25
-"""Of the speed of a large product, that a step has here: bf16 is slow on CPUs."""
+"""Speed of a step here relative to a large product. It is low since bf16 is slow on CPUs."""
 LEFT_OUT = frozenset(
     name
     for name, option in options_of(SECTIONS).items()
     if option.rules.changes == "nothing" and option.section is not DataConfig
 )
-"""Options that change no training step. Those of data stay: what the run has read may lie in its
+"""Options that change no training step, except for those of data: the run's data may lie in its
 cache."""
 
 
@@ -52,11 +52,11 @@ def first_steps(
     pool: WorkerPool, parsed: Parsed, world_size: int, log: RunLog, *, seconds: float
 ) -> Drift:
     """Train the first steps of a configuration in one process, with its own data and weights, and
-    compare them with the ``log`` of its run on ``world_size`` processes.
+    return their comparison with the ``log`` of its run on ``world_size`` processes.
 
-    What takes more than ``seconds`` or more memory than this machine has, and what needs files that
-    are not here, is not tried: the verdict is then "cannot say", with the reason. Raises UserError
-    for a configuration that is wrong."""
+    Steps that need more than ``seconds``, more memory than this machine has, or files that are not
+    here, are not tried. The verdict is then "cannot say", with the reason. Raises UserError for a
+    wrong configuration."""
     given = read_given(parsed, world_size)
     config = given.resolved
     dtype: Dtype = "fp16" if config.training.fp16 else "bf16" if config.training.bf16 else "fp32"
@@ -97,12 +97,12 @@ def first_steps(
     }
     case = Case("the first steps", alone, 1, given.sft)
     try:
-        found = pool.run(1, _train, case, timeout=max(60.0, 4 * seconds))[0]
+        curve = pool.run(1, _train, case, timeout=max(60.0, 4 * seconds))[0]
     except WorkerError as error:
         return _not_run(dtype, f"one process did not come to step {last}: {error}")
-    if isinstance(found, str):
-        return _not_run(dtype, f"one process cannot start here: {found}")
-    steps = {step.iteration: step for step in found}
+    if isinstance(curve, str):
+        return _not_run(dtype, f"one process cannot start here: {curve}")
+    steps = {step.iteration: step for step in curve}
     here = RunLog(Path("one process here"), OURS, MappingProxyType(steps), ())
     shown = replace(log, steps=MappingProxyType({i: log.steps[i] for i in affordable}))
     drift = compare(here, shown, dtype=dtype)
@@ -118,13 +118,13 @@ def first_steps(
 
 
 def _start(options: CheckpointConfig, log: RunLog) -> tuple[str | None, int] | str:
-    """What --load names for the run of the log, and the steps that were done there; or why that is
-    not known."""
+    """Return the checkpoint of --load from which the log's run began and its number of steps, or
+    the reason why they are not known."""
     first = min(log.steps)
     own = options.load == AUTO or options.load == options.save
     if own and first <= _between(log):
-        # The run was to go on from its own folder, if need be, and the log has it from the first
-        # step on. What is there now is of later steps.
+        # The run was to go on from its own folder if it had to, and the log begins with the first
+        # step. The checkpoints that are there now belong to later steps.
         return None, 0
     try:
         start = named_start(options)
@@ -143,12 +143,12 @@ def _start(options: CheckpointConfig, log: RunLog) -> tuple[str | None, int] | s
 
 
 def _between(log: RunLog) -> int:
-    """The steps between two lines of a log."""
+    """Return the number of steps between two lines of a log."""
     return min((b - a for a, b in pairwise(log.steps)), default=1)
 
 
 class _Curve(Callback):
-    """Keeps the numbers of every step."""
+    """Records the loss and the gradient norm of every step."""
 
     def __init__(self) -> None:
         self.steps: list[LoggedStep] = []
@@ -159,7 +159,7 @@ class _Curve(Callback):
 
 
 def _train(place: Place, case: Case) -> list[LoggedStep] | str:
-    """Be the one process. Returns its steps, or what a user has to know."""
+    """Train as the one process. Returns its steps, or the message of a UserError."""
     curve = _Curve()
     try:
         run_training(
@@ -187,7 +187,7 @@ def _parameters(config: Config) -> int:
 
 
 def _too_large(config: Config) -> str:
-    """Why one process cannot hold the training state; empty if it can."""
+    """Return the reason why one process cannot hold the training state; empty if it can."""
     needed = BYTES_OF_PARAMETER * _parameters(config)
     free = free_bytes()
     if needed <= free:
@@ -200,7 +200,7 @@ def _too_large(config: Config) -> str:
 
 
 def _step_seconds(config: Config) -> float:
-    """About how long a step takes in one process with one thread, from the time of a product."""
+    """Estimate the seconds of a step in one process with one thread by timing a product."""
     training = config.training
     tokens = training.global_batch_size * training.seq_length
     flops = flops_per_token(config.model, training.seq_length, causal=True, lora=config.lora)
@@ -214,7 +214,7 @@ def _step_seconds(config: Config) -> float:
 
 
 def _duration(seconds: float) -> str:
-    """In the unit that a reader would take."""
+    """Return seconds in the unit that suits their size."""
     for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"

@@ -1,7 +1,7 @@
 """Proves configurations that are drawn from a seed, and makes those that fail small.
 
-Each case stands for itself: what one of them does changes nothing for the next, and 300 cases of
-one seed can as well be 50 of each of six."""
+Cases are independent of each other, so 300 cases of one seed may be replaced by 50 cases of each of
+six seeds."""
 
 from __future__ import annotations
 
@@ -32,55 +32,55 @@ from megatron_llama.train.api.common.options import read_options
 Verdict = Literal["refused", "equal", "failed"]
 AXIS_NAMES = (*AXES, "dp")
 SIZES = (*MODEL_SIZES, "vocab_size", "seq_length", *AXES.values())
-"""Options that are made smaller rather than left out."""
+"""Options that are made smaller instead of left out."""
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 MOST_RUNS = 40
-"""Runs that making one case small may take."""
+"""Most runs for making one case small."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a case."""
+    """The result of judging a case."""
 
     verdict: Verdict
     reason: str = ""
-    """The error with which it was refused, or what does not hold."""
+    """The error of a refusal, or the comparison that does not hold."""
     kind: str = ""
-    """What two cases have in common that fail for the same reason, as far as can be told."""
+    """Kind of the failure. Two cases of one kind probably fail for the same reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A drawn case, and what became of it."""
+    """A drawn case and its result."""
 
     case: Case
     finding: Finding
     smallest: Case | None
-    """Of a case that failed: the smallest that still fails so. None if it was not looked for."""
+    """The smallest case that fails in the same way; None if it was not searched for."""
     seconds: float
-    """That it took to judge the case."""
+    """Time for judging the case."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of all cases."""
+    """The results of all cases."""
 
     seed: int
     outcomes: tuple[Outcome, ...]
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Cases by verdict."""
+        """Number of cases by verdict."""
         return Counter(outcome.finding.verdict for outcome in self.outcomes)
 
     @property
     def holds(self) -> bool:
-        """Whether none failed."""
+        """Whether no case failed."""
         return self.counts.get("failed", 0) == 0
 
 
 Judge = Callable[[Case], Finding]
-"""Runs a case and says what became of it. It may raise: then the case has failed."""
+"""Runs a case and returns the result. A UserError means refused, any other exception failed."""
 
 
 def fuzz(
@@ -91,10 +91,10 @@ def fuzz(
     say: Callable[[str], None] = print,
     runs: int = MOST_RUNS,
 ) -> Report:
-    """Draw ``count`` cases from ``seed`` and have each judged. One that fails is made small, with
-    so many ``runs`` at most; the commands that run it alone, as drawn and small, are said.
+    """Draw ``count`` cases from ``seed`` and judge each. A case that fails is made small in at most
+    ``runs`` runs. ``say`` gets the commands that run it alone, as drawn and small.
 
-    Control-C ends it after what was found so far has been said. Raises KeyboardInterrupt then."""
+    After Control-C the results so far are said. Raises KeyboardInterrupt then."""
     outcomes: list[Outcome] = []
     say(f"{counted(count, 'configuration')} from seed {seed}")
     try:
@@ -118,13 +118,13 @@ def fuzz(
 
 
 def _told(report: Report) -> str:
-    found = ", ".join(f"{report.counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)
+    counts = ", ".join(f"{report.counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)
     drawn = counted(len(report.outcomes), "configuration")
-    return f"{drawn} drawn from seed {report.seed}: {found}"
+    return f"{drawn} drawn from seed {report.seed}: {counts}"
 
 
 def judged(judge: Judge, case: Case) -> Finding:
-    """What became of a case. A refusal is a UserError; any other error is a failure."""
+    """Return the result of a case. A UserError is a refusal; any other error is a failure."""
     try:
         return judge(case)
     except UserError as error:
@@ -134,9 +134,9 @@ def judged(judge: Judge, case: Case) -> Finding:
 
 
 def smallest(case: Case, judge: Judge, kind: str, *, runs: int = MOST_RUNS) -> Case:
-    """The smallest case that was found to fail for the same reason: options are left out, many at
-    once and then one by one, axes and sizes made smaller. Of the simpler cases at most ``runs`` are
-    judged; those that are refused cost no run, and do not count."""
+    """Return the smallest case found that fails for the same reason. Options are left out, many at
+    once and then one by one; axes and sizes are made smaller. At most ``runs`` simpler cases are
+    judged, without counting those that are refused, as they cost no run."""
     left = runs
 
     def fails(simpler: Case) -> bool:
@@ -157,18 +157,18 @@ def smallest(case: Case, judge: Judge, kind: str, *, runs: int = MOST_RUNS) -> C
 
 
 def _with_fewer_options(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """Leave out as many options as can be: all, halves, quarters, ... of them at once."""
+    """Return the case without as many options as possible: all, halves, quarters, ... at once."""
     names = [name for name in case.options if name not in SIZES]
     size = len(names)
     while size:
         first = 0
         while first < len(names):
-            part = names[first : first + size]
-            options = {name: value for name, value in case.options.items() if name not in part}
+            left_out = names[first : first + size]
+            options = {name: value for name, value in case.options.items() if name not in left_out}
             simpler = replace(case, options=options)
             if fails(simpler):
                 case = simpler
-                names = [name for name in names if name not in part]
+                names = [name for name in names if name not in left_out]
             else:
                 first += size
         size //= 2
@@ -176,7 +176,7 @@ def _with_fewer_options(case: Case, fails: Callable[[Case], bool]) -> Case:
 
 
 Simplify = Callable[[Case], Iterator[Case]]
-"""Yields cases that are simpler in one way, the simplest first."""
+"""Yields cases that are simpler in one respect, the simplest first."""
 
 
 def _untuned(case: Case) -> Iterator[Case]:
@@ -218,11 +218,11 @@ SMALLER: Mapping[str, Sequence[int]] = MappingProxyType(
         "vocab_size": (300,),
     }
 )
-"""Values of sizes that are tried instead of larger ones."""
+"""Values of sizes that are tried instead of larger values."""
 
 
 def command_line(case: Case) -> str:
-    """The command that proves the case alone."""
+    """Return the command that proves the case alone."""
     words = ["--world-size", str(case.world_size)]
     for name, value in given_options(case).items():
         words += _words(name, value)
@@ -230,7 +230,7 @@ def command_line(case: Case) -> str:
 
 
 def given_options(case: Case) -> Mapping[str, object]:
-    """The options of a case as they are given: one of ``sft`` says that it is a run of ``sft``."""
+    """Return the options of a case. An option of ``sft`` says that it is a run of ``sft``."""
     named = not case.sft or case.options.keys() & EXAMPLES
     return case.options if named else {**case.options, "loss_on": "assistant"}
 
@@ -246,7 +246,7 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def _lines(outcome: Outcome, number: int, count: int) -> Iterator[str]:
-    """What is said of a case."""
+    """Yield lines on a case."""
     case = outcome.case
     axes = " ".join(f"{axis}{size}" for axis, size in axis_sizes(case).items() if size > 1)
     kind = f"{'sft ' * case.sft}{case.options.get('model_type', 'llama')}"
@@ -259,25 +259,24 @@ def _lines(outcome: Outcome, number: int, count: int) -> Iterator[str]:
 
 
 RANKS = 8
-"""Processes of a case at most."""
+"""Most processes of a case."""
 FAST = ("one process", "precision", "data")
-"""The checks that every case has."""
+"""Checks of every case."""
 EVERY = 8
-"""One case in so many has all checks."""
+"""One of this many cases has all checks."""
 FUZZ_STEPS = 3
-"""Steps of a case: in the third, second moments have a past and a rate has changed."""
+"""Steps of a case. In the third, second moments have a past and the learning rate has changed."""
 REFUSALS = (ConfigError.__name__, DataError.__name__)
-"""Errors that say of options or data that no run can begin with them."""
+"""Errors for options or data with which no run can begin."""
 
 
 class Prover:
-    """Judges cases as the command ``prove`` does. What is written for a case is removed when it is
-    done."""
+    """Judges cases as the command ``prove`` does. The files of a case are removed after it."""
 
     def __init__(
         self, pool: WorkerPool, folder: Path, budget: float, *, steps: int = FUZZ_STEPS
     ) -> None:
-        """``budget``: seconds for each case."""
+        """``budget`` is the seconds for each case."""
         self._pool = pool
         self._folder = folder
         self._budget = budget
@@ -285,7 +284,7 @@ class Prover:
 
     def __call__(self, case: Case) -> Finding:
         parsed = read_options(None, given_options(case), SECTIONS)
-        # Simpler cases have the name of the one that failed, and so its checks.
+        # Simpler cases have the name of the failed case, and therefore its checks.
         checks = FAST if zlib.crc32(case.name.encode()) % EVERY else CHECKS
         for small in shrink(parsed, case.world_size, RANKS):
             with tempfile.TemporaryDirectory(dir=self._folder) as folder:
@@ -304,21 +303,21 @@ class Prover:
 
 
 def finding_of(proof: Proof) -> Finding:
-    """What does not hold, in the check that comes first."""
+    """Return the result of a proof that does not hold, by its first check that does not."""
     if not proof.rows:
         why = next(check.not_run for check in proof.checks)
         return Finding("failed", f"nothing was compared: {why}", "nothing was compared")
     wrong = next(check for check in proof.checks if not check.holds)
     row = next(row for row in wrong.rows if not row.holds)
     if row.what == THE_RUN:
-        # What a rank has raised: `rank 0: megatron_llama.errors.DataError: ...`
+        # The note has a rank's error: `rank 0: megatron_llama.errors.DataError: ...`
         error = row.note.partition(": ")[2].partition(":")[0].rpartition(".")[2]
-        # A run that has been trained once, in whatever layout, is no longer refused: it breaks.
+        # After one run was trained, in any layout, a later error is a failure, not a refusal.
         begins = row is proof.rows[0]
         verdict: Verdict = "refused" if begins and error in REFUSALS else "failed"
         return Finding(verdict, f"{row.check}: the run ends: {row.note}", f"{row.check}: {error}")
     where = " ".join(filter(None, [row.tensor, f"in step {row.step}" if row.step else ""]))
-    count = sum(not each.holds for each in wrong.rows)
+    count = sum(not other_row.holds for other_row in wrong.rows)
     reason = (
         f"{row.check}: {row.what} {where}: got {row.got:.3g}, bound {row.bound:.3g} "
         f"({count} of {len(wrong.rows)} rows do not hold) {row.note}"

@@ -1,4 +1,4 @@
-"""Reads the configuration that is to be proven: whole, valid, with nothing left to be decided."""
+"""Reads the configuration to prove: complete, valid, and with everything decided."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 
 PRETRAIN: tuple[type[Any], ...] = (*config_sections(), AutoParallelConfig)
 SECTIONS: tuple[type[Any], ...] = (SFTConfig, *PRETRAIN)
-"""The options of sft, which has all of pretrain."""
+"""Sections of sft, which include all of pretrain."""
 SMALL: Mapping[str, Small] = MappingProxyType(
     {
         name: option.rules.small
@@ -43,11 +43,11 @@ SMALL: Mapping[str, Small] = MappingProxyType(
         if option.rules.small is not None
     }
 )
-"""What becomes of each option in a small run, as its field says."""
+"""Fate of each option in a small run, by its field."""
 LEFT_OUT = frozenset(name for name, small in SMALL.items() if small.fate == "left out")
 """Options that no case has."""
 EXAMPLES = frozenset(item.name for item in fields(SFTConfig))
-"""Options that make it a run of ``sft``."""
+"""Options that make a run one of ``sft``."""
 
 
 @dataclass(frozen=True)
@@ -55,43 +55,43 @@ class Given:
     """A user's configuration."""
 
     config: Config
-    """As it was given: what is derived may be open."""
+    """Configuration as given, in which derived values may be open."""
     resolved: Config
     examples: SFTConfig
     sft: bool
     world: World
     notes: tuple[Note, ...]
-    """What was left open and has been decided."""
+    """Notes on values that were open and have been decided."""
     left_out: Mapping[str, object]
-    """What was given of the options that no case has, by their names."""
+    """Given options that no case has, by name."""
 
 
 def processes_of(parsed: Parsed, asked: int) -> tuple[int, str]:
-    """Return the processes of the run, and a sentence if nobody says how many there are: ``asked``,
-    else those of the YAML's launch block, else enough for two data-parallel ranks, where a step has
-    samples for them."""
+    """Return the number of processes of the run, and a sentence if it was not given. The number is
+    ``asked``, else that of the YAML's launch block, else enough for two data-parallel ranks if a
+    step has samples for them."""
     launch = parsed.get(LaunchConfig)
     if asked or launch.nodes * launch.gpus_per_node:
         return asked or launch.nodes * launch.gpus_per_node, ""
     parallel = parsed.get(ParallelConfig)
     training = parsed.get(TrainingConfig)
-    one = (
+    model_parallel = (
         parallel.tensor_model_parallel_size
         * parallel.context_parallel_size
         * parallel.pipeline_model_parallel_size
     )
-    # A size of 0 is refused later, by its name.
+    # A size of 0 is refused later, with the name of its option.
     shared = training.global_batch_size % (2 * max(1, training.micro_batch_size)) == 0
-    world_size = one * 2 if shared else one
+    world_size = model_parallel * 2 if shared else model_parallel
     said = "--world-size is not given, and there is no launch: block"
     return world_size, f"note: {said}: taken for {counted(world_size, 'process', 'processes')}"
 
 
 def read_given(parsed: Parsed, world_size: int) -> Given:
-    """Read the options of a run on ``world_size`` processes. Folders for checkpoints and logs are
-    not looked at, and data and tokenizer may be missing.
+    """Return the configuration of a run on ``world_size`` processes. Folders of checkpoints and
+    logs are ignored, and data and tokenizer may be missing.
 
-    Raises UserError where the run could not start either, and for --auto-parallel."""
+    Raises UserError if the run itself could not start, and for --auto-parallel."""
     if parsed.get(AutoParallelConfig).auto_parallel:
         raise ConfigError(
             "--auto-parallel",
@@ -115,8 +115,8 @@ def read_given(parsed: Parsed, world_size: int) -> Given:
 
 
 def _with_what_is_read(parsed: Parsed) -> Parsed:
-    """Leave out weights of which nothing is read: an --init-from-hf that is not on this machine,
-    where a preset has the shapes, and --load, where something else says which model it is."""
+    """Return the options without weights that are not read: an --init-from-hf that is not on this
+    machine, if a preset has the shapes, and --load, if something else gives the model."""
     checkpoint = parsed.get(CheckpointConfig)
     model = parsed.get(ModelConfig)
     folder = checkpoint.init_from_hf
@@ -128,17 +128,17 @@ def _with_what_is_read(parsed: Parsed) -> Parsed:
 
 
 def _without_folders(config: Config) -> Config:
-    """Leave out what a run needs its folders for, and give it a length if it has none."""
+    """Return the configuration without options that need folders, and with a length."""
     training = replace(config.training, early_stop_patience=0)
     if not (training.train_iters or training.train_samples or training.epochs):
         training = replace(training, train_iters=STEPS)
-    # Every run here saves its steps, so --on-bad-step rollback has what it goes back to.
+    # Every run here saves its steps, as --on-bad-step rollback needs.
     saving = CheckpointConfig(save="checkpoints", save_interval=1)
     return replace(config, training=training, checkpoint=saving, log=LogConfig())
 
 
 def _decided(config: Config) -> tuple[Config, tuple[Note, ...]]:
-    """Decide what a run would decide by its tokenizer and by the memory of its devices."""
+    """Return the configuration after decisions by tokenizer and device memory, with notes."""
     notes = []
     if not config.model.vocab_size:
         size = _vocabulary(config)
@@ -160,7 +160,7 @@ def _decided(config: Config) -> tuple[Config, tuple[Note, ...]]:
 
 
 def _vocabulary(config: Config) -> int | None:
-    """The tokens of the run's tokenizer or dataset; None where neither is on this machine."""
+    """Return the size of the vocabulary of tokenizer or dataset; None if neither is here."""
     path = config.data.tokenizer_model
     if path is not None and not Path(path).exists():
         return None

@@ -1,4 +1,4 @@
-"""What this room hangs into the trainer (``megatron_llama/hooks.py``)."""
+"""The command of this room in the trainer (``megatron_llama/hooks.py``)."""
 
 from __future__ import annotations
 

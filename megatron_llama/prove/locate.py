@@ -1,5 +1,5 @@
-"""Says where a run begins to differ from its twin: the first step, in it the first tensor, and the
-axes without which it does not."""
+"""Locates where a run begins to differ from its twin: the first step, its first tensor, and the
+axes without which the run does not differ."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ ORDER_OF_KINDS = (
         "validation loss",
     ),
 )
-"""What of a step comes before what: a loss that differs makes the gradients differ, and these the
-norm. Kinds that are not listed come last."""
+"""Kinds of rows in the order in which they depend on each other within a step: a different loss
+makes gradients differ, and these the norm. Kinds that are not listed come last."""
 BACKWARD = (
     *("lm_head", "model.norm.", "post_feedforward_layernorm", "mlp.down_proj", "mlp.gate_up_proj"),
     *("mlp.up_proj", "mlp.gate_proj", "pre_feedforward_layernorm", "post_attention_layernorm"),
     *("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.qkv_proj"),
     *("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj", "input_layernorm"),
 )
-"""Parts of the names of tensors, in the order in which a backward pass comes to them within a
-layer."""
+"""Parts of tensors' names in the order of a backward pass within a layer."""
 
 SWITCHES: tuple[tuple[str, str, object], ...] = (
     ("recomputation", "recompute_granularity", "none"),
@@ -55,39 +54,39 @@ DOCUMENTS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 
 @dataclass(frozen=True)
 class Axis:
-    """Something that a case has and that was switched off."""
+    """A feature of a case that was switched off."""
 
     name: str
     off: Mapping[str, object]
-    """The options without it."""
+    """Options that switch it off."""
     holds: bool
     """Whether the check holds without it."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a case begins to be wrong."""
+    """The place at which a case begins to be wrong."""
 
     row: Row
-    """The first number that is wrong."""
+    """First row that does not hold."""
     where: str
     """The same as a sentence."""
     axes: tuple[Axis, ...] = ()
-    """What was switched off, one at a time."""
+    """Axes that were switched off, one at a time."""
     not_tried: tuple[str, ...] = ()
     """Names of axes for which no time was left."""
     needed: tuple[str, ...] = ()
-    """Names of axes without which the case cannot be run, or not be compared."""
+    """Names of axes without which the case cannot be run or compared."""
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The axes without which the check holds."""
+        """Names of axes without which the check holds."""
         return tuple(axis.name for axis in self.axes if axis.holds)
 
 
 def first_wrong(rows: Sequence[Row]) -> Row | None:
-    """The first row that does not hold: by step, then by what comes first in a step, then the
-    tensor that is nearest to the loss. None if all hold."""
+    """Return the first row that does not hold, by step, then by ORDER_OF_KINDS, then by the
+    tensor's distance from the loss. None if all hold."""
     wrong = [row for row in rows if not row.holds]
     return min(wrong, key=_precedence, default=None)
 
@@ -102,8 +101,8 @@ def _precedence(row: Row) -> tuple[float, int, tuple[int, int]]:
 
 
 def from_loss(name: str) -> tuple[int, int]:
-    """Where a backward pass comes to a tensor: first the head, the last layer, ..., the
-    embedding."""
+    """Return a key that sorts tensors in the order of a backward pass: first the head, then the
+    last layer, ..., then the embedding."""
     words = name.split(".")
     if "layers" in words and words[words.index("layers") + 1].isdigit():
         layer = -int(words[words.index("layers") + 1])
@@ -111,12 +110,12 @@ def from_loss(name: str) -> tuple[int, int]:
         layer = 1
     else:
         layer = -(10**6)
-    parts = [index for index, part in enumerate(BACKWARD) if part in name]
+    parts = [index for index, name_part in enumerate(BACKWARD) if name_part in name]
     return layer, min(parts, default=len(BACKWARD))
 
 
 def sentence(row: Row) -> str:
-    """Say what is wrong first."""
+    """Return a sentence that says what is wrong first."""
     at = "" if row.step is None else f" of step {row.step}"
     why = f": {row.note}" if row.note else ""
     if row.what == "the run":
@@ -131,22 +130,22 @@ def sentence(row: Row) -> str:
 
 
 def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
-    """Everything that can be switched off, with the case that is left."""
+    """Yield each axis that can be switched off, with the case without it."""
     options = case.options
 
     def has(name: str, default: object) -> bool:
         return options.get(name, default) != default
 
     def size(name: str) -> int:
-        found = options.get(name, 1)
-        assert isinstance(found, int)
-        return found
+        value = options.get(name, 1)
+        assert isinstance(value, int)
+        return value
 
     def without(off: Mapping[str, object], shrunk: int = 1) -> Case:
         return replace(
             case,
             name=f"{case.name}, without {', '.join(off)}",
-            # Options take one value at least: what has none is left out.
+            # A list option takes at least one value, so an empty one is left out.
             options={name: value for name, value in {**options, **off}.items() if value != ()},
             world_size=case.world_size // shrunk,
         )
@@ -201,27 +200,27 @@ def locate(
     *,
     time_left: Callable[[Case], bool],
 ) -> Location | None:
-    """Say where rows of a check that does not hold are wrong first, and run the check ``again``
-    without each axis, where there is ``time_left`` for that case. ``again`` returns None for a case
-    that cannot be run or compared. None if all rows hold."""
+    """Return the place at which the rows of a check are wrong first. The check is run ``again``
+    without each axis, if ``time_left`` for that case. ``again`` returns None for a case that cannot
+    be run or compared. None if all rows hold."""
     first = first_wrong(rows)
     if first is None:
         return None
     tried: list[Axis] = []
     not_tried: list[str] = []
     needed: list[str] = []
-    for name, other in axes_of(case):
-        if not time_left(other):
+    for name, simpler in axes_of(case):
+        if not time_left(simpler):
             not_tried.append(name)
             continue
-        found = again(other)
-        if found is None:
+        rows_without = again(simpler)
+        if rows_without is None:
             needed.append(name)
             continue
         off = {
             option: value
-            for option, value in other.options.items()
+            for option, value in simpler.options.items()
             if case.options.get(option) != value
         }
-        tried.append(Axis(name, off, all(row.holds for row in found)))
+        tried.append(Axis(name, off, all(row.holds for row in rows_without)))
     return Location(first, sentence(first), tuple(tried), tuple(not_tried), tuple(needed))

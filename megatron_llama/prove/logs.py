@@ -1,4 +1,4 @@
-"""Losses and gradient norms of a finished run, read from the log that its trainer has written."""
+"""Reads losses and gradient norms of a finished run from the log of its trainer."""
 
 from __future__ import annotations
 
@@ -26,60 +26,59 @@ OURS = "megatron_llama"
 MEGATRON = "Megatron-LM"
 TITAN = "torchtitan"
 FP32_ROUNDING = 2.0**-24
-"""How far a number that is written in full may be from what was computed, relative: trainers
-compute losses in fp32, and TensorBoard keeps fp32."""
+"""Relative rounding of a number with all digits: trainers compute losses in fp32, and TensorBoard
+keeps fp32."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a log. It may be NaN or infinite, as the run's was."""
+    """A number of a log. It may be NaN or infinite, like the run's own number."""
 
     value: float
     rounding: float
-    """How far the run's own number may be from it: the rounding of fp32, and half a unit of the
-    last digit that was written."""
+    """Largest distance from the run's own number: the rounding of fp32, and half a unit of the last
+    printed digit."""
 
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """What a log says of one optimizer step."""
+    """A log's record of one optimizer step."""
 
     iteration: int
-    """Optimizer steps done, so 1-based."""
+    """Number of optimizer steps done, so 1-based."""
     loss: Number | None
-    """None where the log has none. NaN where it says that it was not finite."""
+    """None if the log has none. NaN if the log says that it was not finite."""
     grad_norm: Number | None
-    """Of this step alone, before clipping. None where the log has none. NaN where it says that it
-    was not finite."""
+    """Norm of this step alone, before clipping. None if the log has none. NaN if the log says that
+    it was not finite."""
     mean_of: int
-    """The loss is the mean over so many steps, of which this is the last; 0: the log does not
-    say over how many."""
+    """Number of steps, up to this one, whose mean is the loss; 0 if the log does not say."""
     where: str
-    """The file, and the line in it."""
+    """File and line."""
     skipped: int = 0
-    """Steps since the last line that have left the weights as they were, as far as the log says."""
+    """Steps since the last line that did not change the weights, as far as the log says."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """One curve, whatever happened to the run: of an iteration that was repeated, the later one."""
+    """The curve of a run. If an iteration was repeated, it has the later one."""
 
     path: Path
     trainer: str
     steps: Mapping[int, LoggedStep]
-    """By iteration, in their order. Never empty."""
+    """Steps by iteration, in ascending order; never empty."""
     notes: tuple[str, ...]
-    """What the reader had to decide, as sentences."""
+    """Decisions of the reader, as sentences."""
 
 
 def read_log(path: Path) -> RunLog:
     """Return the curve of a run.
 
-    ``path`` is a file or a folder: a ``log.jsonl`` of ours, the text that Megatron-LM, torchtitan
-    or we have printed, packed by gzip or not, or TensorBoard's events of one of the three. What a
-    file is, its content says. Several text files or event files of a folder are read in the order
-    of their names, as parts of one run. Raises DataError, with the file and the line, for what is
-    not understood.
+    ``path`` is a file or a folder: a ``log.jsonl`` of ours, the printed text of Megatron-LM,
+    torchtitan or this trainer, packed by gzip or not, or TensorBoard's events of one of the three.
+    The kind of a file is decided by its content. Several text files or event files of a folder are
+    read in the order of their names, as parts of one run. Raises DataError, with the file and the
+    line, for content that is not understood.
     """
     notes: list[str] = []
     try:
@@ -106,16 +105,16 @@ def read_log(path: Path) -> RunLog:
 
 
 SMALLEST_PACKED = 2**20
-"""Files smaller than this may become as large as one of this size."""
+"""Packed files smaller than this may unpack to as much as a file of this size."""
 LONGEST_NUMBER = 64
-"""Characters of a number in a log."""
+"""Most characters of a number in a log."""
 LARGEST_EXPONENT = 400
-"""Decimal exponent of a number in a log: fp64 ends at 308."""
+"""Largest decimal exponent of a number in a log; fp64 ends at 308."""
 _TEXTS = frozenset({".log", ".out", ".err", ".txt", ".jsonl"})
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that hold the run, in their order."""
+    """Return the files of the run in order."""
     if not path.exists():
         raise DataError(path, got="no such file", expected="a log", do="check the path")
     if path.is_file():
@@ -125,9 +124,9 @@ def _files(path: Path) -> list[Path]:
         raise DataError(path, got="a pipe or a device", expected="a file or a folder", do=do)
     if (path / FILE_NAME).is_file():
         return [path / FILE_NAME]
-    found = sorted((file for file in path.rglob("*") if file.is_file()), key=_in_numbers)
-    events = [file for file in found if _holds_events(file)]
-    texts = [file for file in found if _TEXTS & set(file.suffixes[-2:])]
+    files = sorted((file for file in path.rglob("*") if file.is_file()), key=_in_numbers)
+    events = [file for file in files if _holds_events(file)]
+    texts = [file for file in files if _TEXTS & set(file.suffixes[-2:])]
     if not events and not texts:
         raise DataError(
             path,
@@ -139,9 +138,9 @@ def _files(path: Path) -> list[Path]:
 
 
 def _in_numbers(path: Path) -> list[tuple[int, str]]:
-    """A key that sorts ``rank10`` behind ``rank9``."""
+    """Return a key that sorts ``rank10`` after ``rank9``."""
     parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in parts]
 
 
 def _holds_events(path: Path) -> bool:
@@ -151,7 +150,7 @@ def _holds_events(path: Path) -> bool:
 
 
 def _opened(path: Path) -> IO[str]:
-    """Open a text: packed or not, in UTF-8, or in UTF-16 as the shell of Windows writes it."""
+    """Return an open text, packed or not, in UTF-8, or in UTF-16 as the shell of Windows writes."""
     with path.open("rb") as file:
         begin = file.read(2)
     if begin == b"\x1f\x8b":
@@ -161,26 +160,26 @@ def _opened(path: Path) -> IO[str]:
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# Each of these takes time in proportion to the length of the line, whatever the line is.
+# Each of these takes time proportional to the length of any line.
 _MEGATRON_STEP = re.compile(r"\biteration\s+(\d{1,12})\s*/\s*\d+\s*\|")
 _TITAN_STEP = re.compile(r"(?<!validate )\bstep:\s*(\d{1,12})\s+loss:\s*(\S+)")
 _TITAN_REST = re.compile(r"(?:\s+grad_norm:\s*(?P<norm>\S+))?\s+(?!grad_norm)\w+:")
-"""Behind a step and its loss: the norm, and the field behind, which says that both have all their
-digits."""
+"""Text after a step and its loss: the norm, and the next field, which shows that both have all
+their digits."""
 _ONLY_OURS = "tokens/s/GPU"
-"""A field of our lines that Megatron's never have."""
+"""A field of our lines that lines of Megatron never have."""
 _NOT_COMPACT = "number of nan iterations"
-"""A field of ours that --log-format megatron alone has."""
+"""A field of our lines that only --log-format megatron has."""
 _BANNER = re.compile(r" iterations +([\d,]{1,24}) to \d")
 _LOADED = "loaded checkpoint from "
 _LOADED_AT = re.compile(r" at iteration (\d{1,12})")
-"""What Megatron, and our banner, print of where a run begins."""
+"""Text of our banner, and of Megatron, with the iteration at which a run begins."""
 _INTERVAL = -1
-"""In place of ``mean_of`` until all lines are read: as many steps as lie between two lines."""
+"""Value of ``mean_of`` until all lines are read. It stands for the steps between two lines."""
 
 
 def _lines_of(files: Iterable[Path], notes: list[str]) -> tuple[str, list[LoggedStep]]:
-    """The trainer whose lines these are, and the steps in the order of the lines. Lines that were
+    """Return the trainer that wrote the lines, and the steps in the order of lines. Lines that were
     cut off are left out, with a note."""
     entries: list[LoggedStep] = []
     trainers: dict[str, str] = {}
@@ -194,9 +193,9 @@ def _lines_of(files: Iterable[Path], notes: list[str]) -> tuple[str, list[Logged
                 trainers.setdefault(trainer, entry.where)
                 entries.append(entry)
     if len(trainers) > 1:
-        found = " and ".join(f"lines of {name} ({where})" for name, where in trainers.items())
+        origins = " and ".join(f"lines of {name} ({where})" for name, where in trainers.items())
         raise DataError(
-            ", ".join(map(str, files)), got=found, expected="one run", do="name its log alone"
+            ", ".join(map(str, files)), got=origins, expected="one run", do="name its log alone"
         )
     if torn:
         some = ", ".join(torn[:5]) + (" ..." if len(torn) > 5 else "")
@@ -208,8 +207,8 @@ def _lines_of(files: Iterable[Path], notes: list[str]) -> tuple[str, list[Logged
 def _numbered_lines(
     path: Path, file: IO[str], notes: list[str], *, skips_long: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file with their places. One that is too long is left out with a note, or
-    refused. Raises DataError, also for a packed file that becomes far larger than it is."""
+    """Yield the lines of a file with their places. A line that is too long is left out with a note,
+    or refused. Raises DataError, also for a packed file that unpacks to far more than its size."""
     most = LARGEST_UNPACKED * max(path.stat().st_size, SMALLEST_PACKED)
     length = 0
     for number, line in enumerate(bounded_lines(file), 1):
@@ -237,8 +236,8 @@ def _is_json(path: Path) -> bool:
 
 
 def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedStep]]:
-    """The steps of a ``log.jsonl``; evaluations are left out. A last line that was cut off, as a
-    killed run leaves it, is left out too."""
+    """Yield the steps of a ``log.jsonl`` without evaluations. A last line that was cut off when the
+    run was killed is left out too."""
     bad: str | None = None
     good = 0
     for where, line in lines:
@@ -281,7 +280,7 @@ def _json_steps(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, LoggedS
 
 
 def _computed(where: str, value: Any) -> Number:
-    """A number that stands in full. JSON has null for one that is not finite."""
+    """Return a number that has all digits. JSON has null for a number that is not finite."""
     number = math.nan if value is None else value
     if isinstance(number, int) and not isinstance(number, bool) and abs(number) < 2**64:
         number = float(number)
@@ -293,7 +292,7 @@ def _computed(where: str, value: Any) -> Number:
 def _text_steps(
     lines: Iterable[tuple[str, str]], torn: list[str]
 ) -> Iterator[tuple[str, LoggedStep]]:
-    """The steps of a text. ``torn`` gets the places of lines that were cut off."""
+    """Yield the steps of a text. ``torn`` gets the places of lines that were cut off."""
     begun: int | None = None
     for where, line in lines:
         if "iteration" not in line and "step:" not in line:
@@ -304,7 +303,7 @@ def _text_steps(
             if step.loss is None and not step.skipped:
                 torn.append(where)
                 continue
-            # Sums begin with the process, so its first mean may be of fewer steps than the others.
+            # Sums begin with the process, so its first mean may be over fewer steps than others.
             if begun is not None and step.mean_of == _INTERVAL and step.iteration > begun:
                 step = replace(step, mean_of=step.iteration - begun)
             begun = None
@@ -319,7 +318,7 @@ def _text_steps(
 
 
 def _first_of_process(line: str) -> int | None:
-    """Return the iteration from which a process goes on, if the line says it."""
+    """Return the iteration from which a process goes on; None if the line does not say it."""
     if banner := _BANNER.match(line):
         return int(banner[1].replace(",", "") or 0) - 1
     _, loaded, rest = line.partition(_LOADED)
@@ -328,7 +327,7 @@ def _first_of_process(line: str) -> int | None:
 
 
 def _field(text: str) -> tuple[str, str] | None:
-    """Return name and value of one of Megatron's fields: ``name: value`` or ``name value``. The
+    """Return the name and value of a field of Megatron: ``name: value`` or ``name value``. The
     value is the last word."""
     words = text.rsplit(maxsplit=1)
     if len(words) < 2 or not words[0].strip():
@@ -338,9 +337,9 @@ def _field(text: str) -> tuple[str, str] | None:
 
 
 def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
-    """A line of Megatron-LM's ``training_log``, of any year: fields behind bars, in an order that
-    has changed, with a colon behind the name since 2020. A loss or a norm without a bar behind it
-    may have lost digits: it counts as none."""
+    """Return the trainer and the step of a line of Megatron-LM's ``training_log`` of any year. Its
+    fields end with bars. Their order has changed; names end with a colon since 2020. A loss or norm
+    without a bar after it may have lost digits and is left out."""
     begins = list(_MEGATRON_STEP.finditer(line))
     if len(begins) > 1:
         do = "let each process write a file of its own"
@@ -358,7 +357,7 @@ def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
     skipped = int(count[1]) if count else 0
     trainer = OURS if _ONLY_OURS in fields else MEGATRON
     compact = trainer == OURS and _NOT_COMPACT not in fields
-    # Means are over the steps that were not skipped. Of none Megatron of some years printed 0.
+    # Means are over the steps that were not skipped. Some years' Megatron printed 0 without any.
     if skipped and not compact and loss is not None and not loss.value > 0.0:
         loss = None
     mean_of = 1 if compact else 0 if skipped else _INTERVAL
@@ -366,8 +365,8 @@ def _megatron_step(where: str, line: str) -> tuple[str, LoggedStep]:
 
 
 def _titan_step(where: str, line: str) -> LoggedStep:
-    """A line of torchtitan's ``MetricsProcessor``. Before mid-2025 it had no gradient norm, and the
-    loss was the mean since the last line; since then it is the loss of the step."""
+    """Return the step of a line of torchtitan's ``MetricsProcessor``. Before mid-2025 a line had no
+    gradient norm, and the loss was the mean since the last line. Now it is the loss of the step."""
     begins = list(_TITAN_STEP.finditer(line))
     if len(begins) > 1:
         do = "let each process write a file of its own (torchrun --log-dir)"
@@ -380,7 +379,7 @@ def _titan_step(where: str, line: str) -> LoggedStep:
 
 
 def _printed(where: str, text: str | None) -> Number | None:
-    """A number with the digits that the line has."""
+    """Return a number with the rounding of its printed digits."""
     if text is None:
         return None
     try:
@@ -411,12 +410,13 @@ _TAGS = (
     ("lm-loss-training/lm loss", "grad-norm/grad-norm", MEGATRON),
     ("loss_metrics/global_avg_loss", "grad_norm", TITAN),
 )
-"""Loss, gradient norm and trainer: Megatron-LM and ours, Megatron-DeepSpeed, torchtitan."""
+"""Tags of loss and gradient norm, and the trainer: Megatron-LM and ours, Megatron-DeepSpeed,
+torchtitan."""
 
 
 def _events(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
-    """The steps of TensorBoard's event files. Megatron writes the loss of the step itself there,
-    also where its text has a mean."""
+    """Return the trainer and the steps of TensorBoard's event files. There Megatron writes the loss
+    of the step itself, even if its text has a mean."""
     if find_spec("tensorboard") is None:
         do = "pip install '.[tensorboard]', or name the text log"
         raise DataError(
@@ -464,8 +464,8 @@ def _events(files: Iterable[Path]) -> tuple[str, list[LoggedStep]]:
 
 
 def _with_loss(path: Path, entries: Iterable[LoggedStep], notes: list[str]) -> list[LoggedStep]:
-    """Without the lines of torchtitan's processes that compute no loss: those in front of a
-    pipeline's last stage print -1."""
+    """Return the steps without lines of torchtitan's processes before the last pipeline stage. They
+    compute no loss and print -1."""
     kept: list[LoggedStep] = []
     dropped = 0
     for entry in entries:
@@ -489,8 +489,8 @@ def _with_loss(path: Path, entries: Iterable[LoggedStep], notes: list[str]) -> l
 def _one_curve(
     path: Path, entries: Iterable[LoggedStep], notes: list[str]
 ) -> dict[int, LoggedStep]:
-    """Several processes may have written each line, and a run that died may have repeated steps:
-    then the later ones count, and what had followed the earlier ones does not."""
+    """Return each step once. Several processes may have written each line, and a run that died may
+    have repeated steps: the later ones count, and the steps after the earlier ones do not."""
     steps: dict[int, LoggedStep] = {}
     returns: list[LoggedStep] = []
     seen: set[int] = set()
@@ -500,7 +500,7 @@ def _one_curve(
             continue
         if steps and entry.iteration <= next(reversed(steps)):
             returns.append(entry)
-            # Iterations grow, so those that do not count any more are the last ones.
+            # Iterations grow, so the last ones are those that no longer count.
             while steps and next(reversed(steps)) >= entry.iteration:
                 steps.popitem()
             if not steps:
@@ -511,8 +511,8 @@ def _one_curve(
             # Megatron's sums begin anew with the process.
             entry = replace(entry, mean_of=max(entry.mean_of, 0))
         steps[entry.iteration] = entry
-    # A run does not die every third step: lines that go back so often are those of two runs, or
-    # of processes that each print a loss of their own.
+    # A run does not die every third step. Lines that go back so often belong to two runs, or to
+    # processes that each print a loss of their own.
     if len(returns) > max(2, len(seen) // 3):
         raise DataError(
             returns[0].where,
@@ -527,24 +527,24 @@ def _one_curve(
     return steps
 
 
-def _same(one: LoggedStep, other: LoggedStep) -> bool:
-    return repr((one.loss, one.grad_norm)) == repr((other.loss, other.grad_norm))
+def _same(step: LoggedStep, other: LoggedStep) -> bool:
+    return repr((step.loss, step.grad_norm)) == repr((other.loss, other.grad_norm))
 
 
 def _averaged(
     trainer: str, steps: dict[int, LoggedStep], notes: list[str]
 ) -> dict[int, LoggedStep]:
-    """The steps with what their losses are means of, as far as the distances of lines show it."""
+    """Return the steps with ``mean_of`` as far as the distances of lines show it."""
     places = list(steps)
     gaps = Counter(b - a for a, b in pairwise(places))
-    # One line alone shows no interval, and a later one than the first may be a mean.
+    # One line alone shows no interval. If it is not of the first step, it may be a mean.
     interval = gaps.most_common(1)[0][0] if gaps else max(places[0], 1)
     settled: dict[int, LoggedStep] = {}
     for iteration, step in steps.items():
         mean_of = step.mean_of
         if mean_of == _INTERVAL:
-            # Megatron of 2026 also prints the first step, and counts it again in the next mean. A
-            # file that begins later may begin in the middle of an interval.
+            # Megatron of 2026 also prints the first step and includes it in the next mean. A file
+            # that begins later may begin in the middle of an interval.
             whole = iteration % interval == 0 and (iteration > places[0] or iteration == interval)
             mean_of = 1 if iteration == 1 else interval if gaps and whole else 0
         settled[iteration] = replace(step, mean_of=mean_of if interval > 1 else 1)

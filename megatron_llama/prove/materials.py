@@ -1,7 +1,7 @@
-"""What a case is trained on and from: real text, conversations, a tokenizer, drawn weights.
+"""The materials of a case: real text, conversations, a tokenizer and drawn initial weights.
 
-Everything is the same on every machine with the same Python, and is kept as it was before any part
-of the trainer has read it, so that what the trainer reads can be compared with it.
+They are the same on every machine with the same Python. They are kept as they were before any part
+of the trainer has read them, for comparison with the samples that the trainer reads.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 STD = 0.1
-"""Of all weights around their initial values: at 0.02 attention is so flat that a wrong norm or
-bias would hide below rounding."""
+"""Standard deviation of all weights around their initial values. At 0.02 attention is so flat that
+a wrong norm or bias would hide below rounding."""
 SPLIT = "85,15,0"
 MOST_UNUSABLE = 200
-"""So many conversations in a row of which a sample holds no answer mean that it never does."""
+"""After this many conversations in a row without an answer in the sample, no more are tried."""
 SPARE = 1.3
-"""How much more there is to train on than a run reads: no sample comes twice, and the samples are
-no multiple of a batch."""
+"""Data to train on, relative to what a run reads. No sample comes twice, and the samples are no
+multiple of a batch."""
 UNKNOWN = "<|unknown|>"
 BEGIN = "<|begin|>"
 END = "<|end|>"
@@ -71,53 +71,53 @@ TEMPLATE = (
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""It puts a special token before and behind every message, so that the ids of a conversation are
-those of its messages, one after the other."""
+"""Chat template with a special token before and after every message, so that the ids of a
+conversation are the ids of its messages, one after the other."""
 MARKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "chatml": ("<|im_start|>", "<|im_end|>"),
         "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     }
 )
-"""What built-in templates need as tokens."""
+"""Special tokens that built-in templates need."""
 WITHOUT_TEMPLATE = ("prompt", "text")
-"""Formats of examples that no template renders."""
+"""Formats of examples that are not rendered by a template."""
 
 
 @dataclass(frozen=True)
 class Materials:
-    """What a case is trained on and from."""
+    """The data, tokenizer and initial weights of a case."""
 
     options: Mapping[str, object]
-    """They are added to those of the case: data, tokenizer, weights to begin with."""
+    """Options that are added to those of the case: data, tokenizer, initial weights."""
     model: Path
-    """Folder of the weights, as HuggingFace has them."""
+    """Folder of the weights in HuggingFace's format."""
     tokenizer: Path
-    """Folder of the tokenizer, as HuggingFace has it."""
+    """Folder of the tokenizer in HuggingFace's format."""
     vocab_size: int
     eod: int
-    """The id that ends documents and answers: the last one of the vocabulary."""
+    """Id that ends documents and answers: the last one of the vocabulary."""
     documents: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    """Tokens of every document by prefix, in the order of the file, each with ``eod`` at its end.
-    ``split`` of ``options`` shares them out."""
+    """Tokens of every document by prefix, in file order, each with ``eod`` at the end. ``split`` of
+    ``options`` divides them."""
     talks: tuple[Talk, ...] = ()
-    """The examples of ``sft``, in the order of the file."""
+    """Examples of ``sft``, in file order."""
     valid_talks: tuple[Talk, ...] = ()
-    """Those of a file of their own, where the case has one."""
+    """Examples for validation, if the case has a file of them."""
 
 
 def parsed_options(case: Case, **more: object) -> Parsed:
-    """The options of a case as the command reads them. Raises ConfigError."""
+    """Return the options of a case as the command reads them. Raises ConfigError."""
     sections = (SFTConfig, *SECTIONS) if case.sft else SECTIONS
     return read_options(case.options, more, sections)
 
 
 def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
-    """Write what a run of ``steps`` steps needs into ``folder``. Raises ConfigError for a case that
-    no run can have."""
+    """Write the materials of a run of ``steps`` steps into ``folder`` and return them. Raises
+    ConfigError for a case that cannot run."""
     prefixes = _prefixes(case)
     length = {} if case.options.get("train_samples") else {"train_iters": steps, "epochs": 0.0}
-    # Every step is saved: --on-bad-step rollback has what it goes back to.
+    # Every step is saved, as --on-bad-step rollback needs.
     saving = {"save": "checkpoints", "save_interval": 1}
     parsed = parsed_options(case, **length, **saving, **_data(case, prefixes))
     vocab_size = parsed.get(ModelConfig).vocab_size
@@ -169,51 +169,51 @@ def make_materials(case: Case, folder: Path, steps: int = STEPS) -> Materials:
 
 
 def samples_of_a_pass(passes: float, sizes: BatchSizes, steps: int, blend: Blend) -> int:
-    """How many samples a pass has to have for ``passes`` of them to end in the last of ``steps``
-    steps, or in the one before it, with a step that has fewer samples than the others; where there
-    is no such number, as late as can be."""
+    """Return the number of samples of a pass with which ``passes`` passes end in the last of
+    ``steps`` steps or in the step before, with a step that has fewer samples than the others. If
+    there is no such number, the passes end as late as possible."""
     best = (0, False, 0)
-    found = 1
+    best_samples = 1
     for samples in range(1, math.ceil(sizes.samples(steps) / passes) + 1):
         whole, left = sizes.steps(0, max(1, round(passes * samples)))
         taken = whole + (left > 0)
         quality = (min(taken, steps - 1), left > 0, taken)
         if taken <= steps and quality > best and _is_a_pass(blend, samples):
             best = quality
-            found = samples
-    return found
+            best_samples = samples
+    return best_samples
 
 
 def _is_a_pass(blend: Blend, samples: int) -> bool:
-    """Whether datasets with whole samples can have a pass of so many."""
+    """Whether datasets with whole samples can have a pass of ``samples`` samples."""
     parts = samples_of_parts(blend, samples)
     sizes = [parts[prefix] for prefix in blend.prefixes]
     return len(BlendedOrder(blend.weights or sizes, sizes)) == samples
 
 
 def samples_of_parts(blend: Blend, samples: int) -> dict[str, int]:
-    """How many samples each dataset has to have for a pass over the blend to have ``samples``.
-    Without weights each has more than the one before; with them the one whose turn comes next has
-    no more than have been read of it, and the others have some."""
+    """Return the number of samples of each dataset with which a pass over the blend has
+    ``samples``. Without weights each dataset has more than the one before. With weights the dataset
+    whose turn is next has no more samples than were read of it; the others have some left."""
     distinct = list(dict.fromkeys(blend.prefixes))
     weights = blend.weights or [1 + distinct.index(prefix) for prefix in blend.prefixes]
     order = BlendedOrder(weights, [1] * len(weights))
     last = blend.prefixes[order.place(samples)[0]]
     counts = order.counts(samples)
-    found = dict.fromkeys(distinct, 1)
+    sizes = dict.fromkeys(distinct, 1)
     for prefix, count in zip(blend.prefixes, counts, strict=True):
         spare = 0 if blend.weights is None or prefix == last else 2
-        found[prefix] = max(found[prefix], count + spare)
-    return found
+        sizes[prefix] = max(sizes[prefix], count + spare)
+    return sizes
 
 
 Render = Callable[[Sequence[tuple[str, str]], bool], str]
-"""Makes a text of messages; of the beginning of an answer, too, if the second is true."""
+"""Renders messages as text, with the beginning of an answer if the second argument is true."""
 
 
 def _renderer(tokenizer: Path, template: str) -> Render | None:
-    """transformers' rendering of a built-in template: not the trainer's. None where transformers is
-    not installed."""
+    """Return transformers' rendering of a built-in template, which is independent of the trainer's.
+    None if transformers is not installed."""
     if find_spec("transformers") is None:
         return None
     from transformers import AutoTokenizer
@@ -231,16 +231,16 @@ def _renderer(tokenizer: Path, template: str) -> Render | None:
 
 
 class DrawnWeights:
-    """A source of weights: normal numbers everywhere, matrices and biases around 0, norms around
-    what multiplies by one."""
+    """A source of normally distributed weights: matrices and biases around 0, norms around the
+    value that multiplies by 1."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._matrices = InitialWeights(1234, STD)
         self._one = 0.0 if model.apply_layernorm_1p else 1.0
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """Write the values of a rectangle, which its name and place decide, into ``out``, a tensor
-        of its size."""
+        """Write the values of a rectangle into ``out``, a tensor of its size. The values depend on
+        the rectangle's name and place alone."""
         if len(rectangle.shape) > 1:
             name = rectangle.name.replace("lora_", "drawn_")
             self._matrices(replace(rectangle, name=name), out)
@@ -257,19 +257,19 @@ class DrawnWeights:
 
 
 def _data_path(case: Case) -> list[str]:
-    """The words of --data-path, whose prefixes are names alone here."""
+    """Return the words of --data-path. Its prefixes are only names here."""
     given = parsed_options(case).get(DataConfig).data_path
     return list(given) or ["text"]
 
 
 def _prefixes(case: Case) -> Mapping[str, str]:
-    """The datasets of a case, each with the name of the file that stands for it."""
+    """Return the datasets of a case, each with the name of the file that replaces it."""
     names = dict.fromkeys(read_blend(_data_path(case)).prefixes)
     return {prefix: f"text-{number}" for number, prefix in enumerate(names)}
 
 
 def _data(case: Case, prefixes: Mapping[str, str]) -> dict[str, object]:
-    """The options that name the datasets: those of the case, with other prefixes."""
+    """Return the options that name the datasets, with other prefixes than the case's."""
     if case.sft:
         return {"train_data": ("train.jsonl",)}
     words = _data_path(case)
@@ -281,7 +281,7 @@ def _data(case: Case, prefixes: Mapping[str, str]) -> dict[str, object]:
 
 
 def _text() -> tuple[str, ...]:
-    """The words of Python's language reference, as far as ASCII has them, in their order."""
+    """Return the words of Python's language reference in order, with only ASCII characters."""
     texts = (topics[name].encode("ascii", "ignore").decode() for name in sorted(topics))
     return tuple(word for text in texts for word in text.split())
 
@@ -289,8 +289,8 @@ def _text() -> tuple[str, ...]:
 def _write_tokenizer(
     folder: Path, vocab_size: int, words: Sequence[str], markers: Sequence[str]
 ) -> Library:
-    """Train a byte-level BPE on the text, and write it as HuggingFace has it. The special tokens
-    are the last ones, so that a vocabulary that is shared out is used to its end."""
+    """Train a byte-level BPE on the text, write it in HuggingFace's format, and return it. The
+    special tokens come last, so that the last shard of a divided vocabulary is used."""
     special = (*markers, *HEADERS.values(), BEGIN, END)
     vocab_size = vocab_size or 384
     library = Library(models.BPE(unk_token=UNKNOWN))
@@ -313,9 +313,9 @@ def _write_tokenizer(
 
 
 def _id(library: Library, token: str) -> int:
-    found: int | None = library.token_to_id(token)
-    assert found is not None, f"{token} is no token"
-    return found
+    number: int | None = library.token_to_id(token)
+    assert number is not None, f"{token} is no token"
+    return number
 
 
 class _Writer:
@@ -331,8 +331,8 @@ class _Writer:
         *,
         in_passes: bool,
     ) -> None:
-        """``samples``: how many of them there are to train on, at least; ``in_passes``: exactly so
-        many, as far as weights of datasets allow."""
+        """``samples`` is the least number of training samples. With ``in_passes`` it is the exact
+        number, as far as weights of datasets allow."""
         self._samples = samples
         self._in_passes = in_passes
         self._folder = folder
@@ -346,8 +346,8 @@ class _Writer:
     def documents(
         self, prefixes: Mapping[str, str], tokenizer: Path
     ) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Write a dataset for each prefix, with so much text as its place in the blend asks for;
-        without weights each has more than the one before. Returns the documents."""
+        """Write a dataset for each prefix and return the documents. The amount of text follows the
+        blend's weights; without weights each dataset has more than the one before."""
         blend = read_blend(self._data_path)
         weights = dict.fromkeys(blend.prefixes, 0)
         # One dataset may stand in a blend twice.
@@ -359,10 +359,10 @@ class _Writer:
         share = float(SPLIT.partition(",")[0]) / 100
         loaded = load_tokenizer(tokenizer)
         size = self._library.get_vocab_size()
-        found = {}
+        written = {}
         for prefix, name in prefixes.items():
-            part = weights[name] / sum(weights.values())
-            wanted = (self._samples * part + 4) * length / share
+            share_of_blend = weights[name] / sum(weights.values())
+            wanted = (self._samples * share_of_blend + 4) * length / share
             documents: list[tuple[int, ...]] = []
             if self._in_passes:
                 documents = self._documents_of(samples_of_parts(blend, self._samples)[name])
@@ -382,34 +382,34 @@ class _Writer:
                 tokens=sum(map(len, documents)),
                 sums=writer.sums,
             )
-            found[prefix] = tuple(documents)
-        return found
+            written[prefix] = tuple(documents)
+        return written
 
     def _document(self, length: int) -> tuple[int, ...]:
-        """Text of a tenth to four thirds of a sample, and the token that ends it."""
+        """Return text of a tenth to four thirds of a sample, with ``eod`` at the end."""
         return self._of_tokens(self._size(length))
 
     def _size(self, length: int) -> int:
         return self._chance.randint(max(2, length // 10), max(3, length * 4 // 3))
 
     def _of_tokens(self, tokens: int) -> tuple[int, ...]:
-        """Text, and the token that ends it."""
+        """Return text of at most ``tokens`` tokens, with ``eod`` at the end."""
         # A word has one token or more.
         ids = self._library.encode(self._take(tokens)).ids
         return (*ids[: tokens - 1], self._eod)
 
     def _documents_of(self, samples: int) -> list[tuple[int, ...]]:
-        """Documents of which the share for training has exactly so many samples, and some for
+        """Return documents with exactly ``samples`` samples for training, and some documents for
         validation."""
         length = self._training.seq_length
-        # A sample has the first token of the next one as its last label. What is behind the last
-        # whole one is not read.
+        # The last label of a sample is the first token of the next sample. Tokens after the last
+        # whole sample are not read.
         left = whole = samples * length + 1 + length // 2
         documents: list[tuple[int, ...]] = []
         while left:
-            # The share is rounded: three documents and one behind them are shared as is meant.
+            # The share is rounded. With three documents and one after them the split is right.
             tokens = min(self._size(length), max(2, whole // 3))
-            # A document has two tokens at least.
+            # A document has at least two tokens.
             tokens = left if left - tokens < 2 else tokens
             documents.append(self._of_tokens(tokens))
             left -= tokens
@@ -421,9 +421,9 @@ class _Writer:
     def talks(
         self, name: str, sft: SFTConfig, render: Render | None, *, valid: bool
     ) -> tuple[Talk, ...]:
-        """Write a file of examples that is enough for the run, or for its evaluations. ``render``
-        makes texts of them where a built-in template does; None: it is ours, or nobody here
-        can."""
+        """Write a file with enough examples for the run, or for its evaluations, and return them.
+        ``render`` renders them with a built-in template. It is None if the template is TEMPLATE,
+        or if transformers is not installed."""
         length = self._training.seq_length
         wanted = 2 * self._training.global_batch_size if valid else self._samples
         style = "messages" if sft.data_format == "auto" else sft.data_format
@@ -439,17 +439,17 @@ class _Writer:
             return len(talks) >= wanted and not (sft.packing and tokens < wanted * length)
 
         while not enough():
-            # A third of a sample on average where several share one; else up to four thirds, so
-            # that some are cut, unless the user wants none that would have to be.
+            # With packing an example has a third of a sample on average. Without, it has up to four
+            # thirds, so that some are cut, unless a long example would stop the run.
             most = length // 2 if sft.packing else length * 4 // 3
             if sft.on_long_sample == "stop":
                 most = min(most, length * 3 // 4)
             talk = self._talk(style, self._chance.randint(max(8, length // 5), max(9, most)))
             if sft.chat_template in BUILT_IN and style not in WITHOUT_TEMPLATE:
                 talk = self._rendered(talk, render)
-            found = trained_examples((talk,), sft, length) if talk.ids else ()
-            if talk.ids and not found and "drop" not in (sft.on_long_sample, sft.on_bad_sample):
-                # Cut before its answer: the run would leave it out.
+            trainable = trained_examples((talk,), sft, length) if talk.ids else ()
+            if talk.ids and not trainable and "drop" not in (sft.on_long_sample, sft.on_bad_sample):
+                # The example is cut before its answer, so the run would leave it out.
                 unusable += 1
                 if unusable > MOST_UNUSABLE:
                     raise ConfigError(
@@ -461,14 +461,14 @@ class _Writer:
                 continue
             unusable = 0
             talks.append(talk)
-            examples += found
+            examples += trainable
             tokens += len(talk.ids)
         lines = (json.dumps(_record(talk, style)) + "\n" for talk in talks)
         (self._folder / name).write_text("".join(lines))
         return tuple(talks)
 
     def _talk(self, style: str, length: int) -> Talk:
-        """A conversation of one question, or of two, of about ``length`` tokens."""
+        """Return a conversation of one or two questions, of about ``length`` tokens."""
         if style in ("prompt", "text"):
             question = "" if style == "text" else self._words_of(length // 4)
             answer = self._words_of(length - length // 4)
@@ -481,9 +481,9 @@ class _Writer:
         if style in ("messages", "sharegpt") and self._chance.random() < 0.3:
             messages.append(("system", self._words_of(2)))
         for _ in range(turns):
-            part = length // turns
-            messages.append(("user", self._words_of(max(2, part // 5))))
-            messages.append(("assistant", self._words_of(max(2, part - part // 3))))
+            turn_length = length // turns
+            messages.append(("user", self._words_of(max(2, turn_length // 5))))
+            messages.append(("assistant", self._words_of(max(2, turn_length - turn_length // 3))))
         tokens = [_id(self._library, BEGIN)]
         answers_of = [0]
         number = 0
@@ -499,9 +499,9 @@ class _Writer:
         return Talk(tuple(messages), tuple(tokens), tuple(answers_of))
 
     def _rendered(self, talk: Talk, render: Render | None) -> Talk:
-        """The conversation with the tokens of a built-in template. An answer is what a message adds
-        to the text of those before it and to the beginning of an answer, without the line's end
-        behind it."""
+        """Return the conversation with the tokens of a built-in template. An answer is the text
+        that its message adds to the text before it, which ends with the beginning of an answer,
+        without the final line end."""
         if render is None:
             return replace(talk, ids=(), answers=())
         spans = [
@@ -524,7 +524,7 @@ class _Writer:
         return ids
 
     def _words_of(self, tokens: int) -> str:
-        """Words with about so many tokens, at least one."""
+        """Return at least one word, with about ``tokens`` tokens."""
         words = list(islice(self._words, 1))
         while len(self._encoded(" ".join(words))) < tokens:
             words += islice(self._words, 1)
@@ -535,7 +535,7 @@ class _Writer:
 
 
 def _record(talk: Talk, style: str) -> dict[str, object]:
-    """An example as a file of the format ``style`` has it."""
+    """Return an example as a record of the format ``style``."""
     if style == "messages":
         return {"messages": [{"role": role, "content": text} for role, text in talk.messages]}
     if style == "sharegpt":

@@ -1,5 +1,5 @@
-"""Ranks on this machine: a pool of processes, started once, that joins a fresh gloo group for every
-job."""
+"""Ranks on this machine: a pool of processes that is started once and joins a new gloo group for
+every job."""
 
 from __future__ import annotations
 
@@ -28,27 +28,26 @@ from megatron_llama.launch.join import meet_on_loopback
 from megatron_llama.launch.launcher import Place, hide_accelerators
 
 PRELOAD = ("megatron_llama.prove.run",)
-"""Imported once, by the server that the workers are forked from."""
+"""Modules that the server imports once, before it forks the workers."""
 GRACE_SECONDS = 10.0
-"""After one worker failed, its peers lose their connections and fail too; those that do not are
-killed."""
+"""Time for peers of a failed worker. They lose their connections and fail too, or are killed."""
 MOST_THREADS = 8
-"""Of a worker between jobs. Each connection of a group that something keeps alive has a thread that
-wakes up a hundred times a second: after some jobs of Megatron-Core, whose modules keep groups,
-thousands of them took both processors of a machine."""
+"""Most threads of a worker between jobs. Each connection of a group that is kept alive has a thread
+that wakes up a hundred times a second. After some jobs of Megatron-Core, whose modules keep groups,
+thousands of threads took both processors of a machine."""
 TASKS = Path("/proc/self/task")
-"""Has an entry for each thread of this process; on Linux only."""
+"""Folder with an entry for each thread of this process, on Linux only."""
 PRINTED_LAST = "\nthe last lines of "
-"""What stands in a rank's error between what it has raised and what it had printed."""
+"""Separator between the exception and the printed lines in a rank's error."""
 SHOWN_LINES = 30
-"""Of what a rank that failed has printed."""
+"""Most printed lines of a failed rank that its error has."""
 
 
 class WorkerError(Exception):
-    """A job failed. The message names the ranks and holds their tracebacks."""
+    """Raised for a job that failed. The message has the ranks and their tracebacks."""
 
     def __init__(self, title: str, errors: Mapping[int, str]) -> None:
-        """``errors``: by rank, the first failure first."""
+        """``errors`` are by rank, the first failure first."""
         told = [f"--- rank {rank}: {error}" for rank, error in errors.items()]
         super().__init__("\n".join([title, *told]))
         self.errors = errors
@@ -66,7 +65,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a worker sent back; ``error`` alone when it failed."""
+    """The answer of a worker, which has only an ``error`` if the worker failed."""
 
     result: Any = None
     error: str | None = None
@@ -80,15 +79,15 @@ class _Worker:
 
 
 class WorkerPool:
-    """The pool. Use it as a context manager: no worker is left when it ends, also by Control-C.
+    """A pool of workers. As a context manager it leaves no worker at its end, even by Control-C.
 
     ``pool.run(world_size, function, *args)`` calls ``function(place, *args)`` on the first
     ``world_size`` workers. A worker that raises, dies or does not come back in time fails the job
     by rank, and is replaced at the next job."""
 
     def __init__(self, preload: Sequence[str] = PRELOAD, *, accelerators: bool = False) -> None:
-        """``preload``: modules that all workers find imported. ``accelerators``: whether they see
-        the GPUs of this machine."""
+        """``preload`` are modules that all workers find imported. ``accelerators`` says whether the
+        workers see the GPUs of this machine."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._accelerators = accelerators
@@ -111,12 +110,12 @@ class WorkerPool:
         timeout: float = 180.0,
         output: Path | None = None,
     ) -> list[Any]:
-        """Results of ``function(place, *args)`` by rank. Raises WorkerError.
+        """Return the results of ``function(place, *args)`` by rank. Raises WorkerError.
 
         ``function`` is importable by name (module level); arguments and results are pickled. Each
-        call is in a process group of the job's own, if there is more than one rank. What rank r
-        prints goes to the file ``rank{r}.txt`` in the folder ``output``, if one is given, and the
-        last lines of it into the error. ``timeout`` is in seconds."""
+        call is in a process group of its job, if there is more than one rank. If a folder
+        ``output`` is given, the output of rank r goes to the file ``rank{r}.txt`` there, and its
+        last lines into the error. ``timeout`` is in seconds."""
         self._jobs += 1
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
@@ -128,7 +127,7 @@ class WorkerPool:
                 self._workers[rank].connection.send_bytes(pickle.dumps(job))
             outcomes = self._collect(world_size, timeout)
         except BaseException:
-            # What the workers are doing belongs to nobody any more: the next job gets others.
+            # The results of these workers are no longer wanted. The next job gets new workers.
             for rank in range(world_size):
                 self._discard(rank)
             raise
@@ -136,9 +135,9 @@ class WorkerPool:
         succeeded = [rank for rank in kept if outcomes[rank].error is None]
         for rank in succeeded:
             self._workers[rank].connection.send_bytes(b"leave the group")
-        # torch names a group by how many this process has begun to join, and counts one that it
-        # could not join, because a peer had died: in the next job a worker that has failed would
-        # wait for a group of another name.
+        # torch names a group by the number of groups that the process has begun to join, including
+        # one that it could not join because a peer had died. In the next job a failed worker would
+        # wait for a group with another name.
         for rank in kept - set(succeeded):
             self._discard(rank)
         for rank in succeeded:
@@ -159,8 +158,8 @@ class WorkerPool:
         return [outcomes[rank].result for rank in range(world_size)]
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, _Outcome]:
-        """One outcome for every rank. Workers that died or came too late are discarded, which is
-        their outcome."""
+        """Return the outcome of every rank. Workers that died or were late are discarded, with an
+        error as their outcome."""
         outcomes: dict[int, _Outcome] = {}
         deadline = time.monotonic() + timeout
         while waiting := {
@@ -205,7 +204,7 @@ class WorkerPool:
         self._workers[rank] = _Worker(process, here)
 
     def _threads_left(self, rank: int) -> int:
-        """How many threads the worker has after it has left its group."""
+        """Return the number of threads of a worker that has left its group."""
         try:
             return int(self._workers[rank].connection.recv_bytes())
         except EOFError:
@@ -221,24 +220,24 @@ class WorkerPool:
 
 
 def be_patient() -> None:
-    """This process, and those that it starts, are not called for the moment that somebody has a
-    message for them, but when others have worked for a while. With eight ranks on two cores every
-    message would change who computes."""
+    """Let this process and its children wait for their turn when a message arrives, until others
+    have worked for a while. With eight ranks on two cores every message would otherwise switch
+    processes."""
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _stay(rank: int) -> None:
-    """All threads of a rank on one processor, where its data is. With ``be_patient`` five layouts
-    of four and eight ranks took 5.9 s on two cores instead of 9.0."""
+    """Keep all threads of a rank on one processor, where its data is. With ``be_patient`` five
+    layouts of four and eight ranks took 5.9 s on two cores instead of 9.0."""
     if hasattr(os, "sched_setaffinity"):
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {processors[rank % len(processors)]})
 
 
 def _serve(connection: Connection, store_port: int, rank: int, accelerators: bool) -> None:
-    """A worker's life: one job after the other, until the pool closes the connection."""
-    # A terminal sends Control-C to the workers, too. What becomes of them is for the pool to say.
+    """Run one job after the other as a worker, until the pool closes the connection."""
+    # A terminal sends Control-C to the workers, too. The pool decides when they end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     be_patient()
     _stay(rank)
@@ -248,14 +247,14 @@ def _serve(connection: Connection, store_port: int, rank: int, accelerators: boo
         hide_accelerators()
     store = TCPStore("127.0.0.1", store_port, is_master=False)
     while True:
-        # What was imported need not be looked at again by each collection: that is half of the time
-        # in which a small run starts. A run of the trainer undoes it at its end.
+        # Collections need not look at imported objects again, which would take half of the time to
+        # start a small run.
         gc.freeze()
         try:
             succeeded, answer = _attempt(connection.recv_bytes(), store)
             connection.send_bytes(answer)
-            # Leaving the group closes its sockets. Success: when every rank has its result.
-            # Failure: at once, so that the peers learn that this rank will not answer.
+            # Leaving the group closes its sockets. After success a rank leaves when every rank has
+            # its result. After failure it leaves at once, so that its peers fail too.
             if succeeded:
                 connection.recv_bytes()
                 _leave()
@@ -278,8 +277,8 @@ def _attempt(message: bytes, store: Store) -> tuple[bool, bytes]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Groups in reference cycles keep their threads, hundreds after some jobs; and what is frozen
-    # before the next job is never collected.
+    # Groups in reference cycles keep their threads, hundreds after some jobs. Objects that are
+    # frozen before the next job are never collected.
     gc.collect()
 
 
@@ -303,7 +302,7 @@ def _file(output: Path, rank: int) -> Path:
 
 
 def _last_lines(output: Path | None, rank: int) -> str:
-    """What a rank has printed before it failed, as it follows its error."""
+    """Return the last lines that a failed rank has printed, as its error has them."""
     file = _file(output, rank) if output is not None else None
     lines = file.read_text(errors="replace").splitlines() if file and file.exists() else []
     return "\n".join([f"{PRINTED_LAST}{file}:", *lines[-SHOWN_LINES:]]) if lines else ""
@@ -311,8 +310,8 @@ def _last_lines(output: Path | None, rank: int) -> str:
 
 @contextmanager
 def _printing_to(file: Path) -> Iterator[None]:
-    """Have everything that this process prints appended to ``file``: also what libraries print,
-    and what is said about a process that dies."""
+    """Append all output of this process to ``file``, including the output of libraries and messages
+    about a process that dies."""
     sys.stdout.flush()
     sys.stderr.flush()
     with open(file, "ab") as opened:

@@ -1,4 +1,4 @@
-"""Proves a case: runs it and everything that it is compared with, and says what differs."""
+"""Proves a case: trains it and all runs that it is compared with, and reports the differences."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ from megatron_llama.prove.run import Trained
 from megatron_llama.prove.runs import RunError, Runs, rates_of, reads_of
 
 CHECKS = ("one process", "transformers", "precision", "resume", "reshard", "export", "data")
-"""In the order in which they run."""
+"""Names of checks in the order in which they run."""
 THE_RUN = "the run"
-"""What a row is about that says that a run ended with an error, or is not what it was asked for."""
+"""``what`` of a row for a run that ended with an error or did not do what it was asked for."""
 SMALL_LOSS_SCALES = (2.0**12, 2.0**6, 1.0)
-"""Tried where steps overflow with the loss scale of a case."""
+"""Loss scales that are tried if steps overflow with that of the case."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check has found."""
+    """The result of a check."""
 
     name: str
     """One of CHECKS."""
     rows: tuple[Row, ...]
-    """Everything that was compared; nothing where it did not run."""
+    """All comparisons; empty if the check did not run."""
     seconds: float
     not_run: str = ""
-    """Why it did not run; empty where it did."""
+    """Reason why the check did not run; empty if it did."""
     partly: str = ""
-    """What of it was not compared, and why."""
+    """The part that was not compared, and the reason."""
 
     @property
     def holds(self) -> bool:
@@ -67,16 +67,16 @@ class CheckResult:
 
     @property
     def worst(self) -> Mapping[str, Row]:
-        """By kind of row, the one that is furthest towards its bound, or beyond."""
-        found: dict[str, Row] = {}
+        """Row of each kind that is nearest to its bound, or furthest beyond."""
+        worst: dict[str, Row] = {}
         for row in self.rows:
-            if row.what not in found or used(row) > used(found[row.what]):
-                found[row.what] = row
-        return found
+            if row.what not in worst or used(row) > used(worst[row.what]):
+                worst[row.what] = row
+        return worst
 
 
 def used(row: Row) -> float:
-    """The share of its bound that a row has used: above 1 where it does not hold."""
+    """Return the share of its bound that a row has used: above 1 if it does not hold."""
     if row.holds:
         return row.got / row.bound if row.bound else 0.0
     return row.got / row.bound if row.bound and row.got > row.bound else math.inf
@@ -84,18 +84,18 @@ def used(row: Row) -> float:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found about a case."""
+    """The results of all checks of a case."""
 
     case: Case
     checks: tuple[CheckResult, ...]
-    """All of CHECKS, in their order."""
+    """Results of CHECKS, in their order."""
     location: Location | None
-    """Where the first check that does not hold is wrong; None if all hold."""
+    """Location of the error in the first check that does not hold; None if all hold."""
     seconds: float
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Those of all checks."""
+        """Rows of all checks."""
         return tuple(row for check in self.checks for row in check.rows)
 
     @property
@@ -105,14 +105,14 @@ class Proof:
 
 
 Check = Callable[[Runs, Case, int], Iterator[Row]]
-"""Yields what it compares in the first steps of a case; 0: in all. Raises NotComparedError, and
-RunError for a run that it cannot compare."""
+"""Yields the comparisons of the first steps of a case, or of all steps for 0. Raises
+NotComparedError, and RunError for a run that it cannot compare."""
 Say = Callable[[str], None]
-"""Told what a proof is doing, in lines."""
+"""Receives lines on the progress of a proof."""
 
 
 def nobody(line: str) -> None:
-    """Listen to what a proof is doing, and do nothing."""
+    """Ignore a line on the progress of a proof."""
 
 
 def prove_case(
@@ -126,13 +126,13 @@ def prove_case(
     axes: bool = True,
     say: Say = nobody,
 ) -> Proof:
-    """Make ``checks`` of a case in ``budget`` seconds, in ``steps`` steps, and say where the first
-    one that does not hold is wrong. A check for which no time is left does not run; one that has
-    begun goes on to its end.
+    """Make ``checks`` of a case in ``budget`` seconds, in ``steps`` steps, and locate the error of
+    the first check that does not hold. A check does not run if no time is left for it; a check
+    that has begun goes on to its end.
 
-    What is written goes into ``folder``. ``axes``: a case that does not hold is run again without
-    each of its axes. ``say`` is told when a check begins and what it came to. Raises ConfigError
-    for a case that cannot run at all."""
+    All files are written into ``folder``. With ``axes`` a case that does not hold is run again
+    without each of its axes. ``say`` gets a line at the beginning and end of each check. Raises
+    ConfigError for a case that cannot run at all."""
     began = time.monotonic()
     case = steady(case)
     runs = Runs(pool, folder, steps=steps)
@@ -195,8 +195,8 @@ def _came_to(result: CheckResult) -> str:
 def _compared(
     name: str, runs: Runs, case: Case, until: int = 0
 ) -> tuple[list[Row], str, RunError | None]:
-    """What a check has compared, why something was not, if so, and what is wrong with a run that it
-    could not compare."""
+    """Return the rows of a check, the reason why something was not compared, if so, and the error
+    of a run that it could not compare."""
     rows: list[Row] = []
     try:
         for row in CHECK_OF[name](runs, case, until):
@@ -211,13 +211,13 @@ def _compared(
 
 
 def _failed(name: str, case: Case, error: RunError) -> Row:
-    """A run that did not do what it was asked for. It is named where it is not that of the case."""
+    """Return the row of a failed run. Its note names the run if it is not that of the case."""
     told = error.told if error.case.name == case.name else str(error)
     return Row(name, THE_RUN, math.inf, 0.0, note=told)
 
 
 def _again(runs: Runs, name: str, until: int) -> Callable[[Case], Sequence[Row] | None]:
-    """The check, of another case and no further than to the step that was wrong first."""
+    """Return a function that makes the check for another case, up to the first wrong step."""
 
     def again(case: Case) -> Sequence[Row] | None:
         rows, _, error = _compared(name, runs, case, until)
@@ -229,7 +229,7 @@ def _again(runs: Runs, name: str, until: int) -> Callable[[Case], Sequence[Row] 
 
 
 def _runs_of(name: str, runs: Runs, case: Case, until: int = 0) -> int:
-    """How many runs a check has still to make."""
+    """Return the number of runs that a check still has to make."""
     plain = in_fp32(case)
     twins = (one_process(plain), one_process(plain, fp64=True))
     trained = {
@@ -241,30 +241,32 @@ def _runs_of(name: str, runs: Runs, case: Case, until: int = 0) -> int:
         "export": (case,),
         "data": (plain,),
     }[name]
-    # transformers' training, and the runs that go on.
-    others = {"transformers": 1, "resume": 1, "reshard": 2}.get(name, 0)
-    return sum(not runs.has(one, until) for one in trained) + others
+    # The training with transformers, and the resumed runs.
+    more = {"transformers": 1, "resume": 1, "reshard": 2}.get(name, 0)
+    return sum(not runs.has(run, until) for run in trained) + more
 
 
 def _one_process(runs: Runs, case: Case, until: int) -> Iterator[Row]:
-    """The case in fp32 against one process, of which fp64 measures the rounding."""
+    """Yield the case in fp32 against one process. The same run in fp64 measures the rounding."""
     name = "one process"
     plain = in_fp32(case)
-    found = runs.trained(plain, until)
+    run = runs.trained(plain, until)
     single = runs.trained(one_process(plain), until)
     exact = runs.trained(one_process(plain, fp64=True), until)
-    alone, true = (runs.history(run, until) for run in (single, exact))
-    yield from rows_of_histories(name, runs.history(found, until), alone, (alone, true), IN_FP32)
-    yield from _rows_of_steps(name, runs, found, until)
+    alone, true = (runs.history(each_run, until) for each_run in (single, exact))
+    yield from rows_of_histories(name, runs.history(run, until), alone, (alone, true), IN_FP32)
+    yield from _rows_of_steps(name, runs, run, until)
     if _is_zenflow(case):
         steps = slice(until or None)
         yield from rows_of_changes(
-            name, runs.start(case), *(runs.states(run)[steps] for run in (found, single, exact))
+            name,
+            runs.start(case),
+            *(runs.states(each_run)[steps] for each_run in (run, single, exact)),
         )
 
 
 def _rows_of_steps(name: str, runs: Runs, run: Trained, until: int) -> Iterator[Row]:
-    """What needs no other run: learning rates, and AdamW's updates."""
+    """Yield the comparisons that need no other run: learning rates, and AdamW's updates."""
     steps = slice(until or None)
     records = run.ranks[0].steps[steps]
     rates = rates_of(run)[steps]
@@ -281,7 +283,7 @@ def _is_zenflow(case: Case) -> bool:
 
 
 def _transformers(runs: Runs, case: Case, until: int) -> Iterator[Row]:
-    """One process against transformers, in fp32."""
+    """Yield one process against transformers, in fp32."""
     plain = in_fp32(case)
     single = runs.trained(one_process(plain), until)
     reason = not_in_transformers(case, single.config)
@@ -297,32 +299,32 @@ def _transformers(runs: Runs, case: Case, until: int) -> Iterator[Row]:
 
 
 def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
-    """The case in its own precision against one process in fp32, of which one process in that
+    """Yield the case in its own precision against one process in fp32. One process in the case's
     precision measures the rounding."""
     if not any(case.options.get(name) for name in ("bf16", "fp16", "grad_reduce_in_bf16")):
         raise NotComparedError("everything is in fp32")
     name = "precision"
     case = smooth(case)
-    found = runs.trained(case, until)
+    mine = runs.trained(case, until)
     single = runs.trained(_alone(case), until)
-    here, there = (_skipped_steps(run, until) for run in (found, single))
+    here, there = (_skipped_steps(run, until) for run in (mine, single))
     note = "" if here == there else f"steps {here or 'none'}, and {there or 'none'} in one process"
     yield Row(name, "skipped steps", float(here != there), 0.0, note=note)
-    yield from _rows_of_steps(name, runs, found, until)
+    yield from _rows_of_steps(name, runs, mine, until)
     if here or there:
-        # A step that overflows has no gradient, and fp32 is a step ahead from there on.
+        # A step that overflows makes no update, so fp32 would be one step ahead from there on.
         case, single = _without_overflow(runs, case, until)
-        found = runs.trained(case, until)
-        yield from _rows_of_steps(name, runs, found, until)
+        mine = runs.trained(case, until)
+        yield from _rows_of_steps(name, runs, mine, until)
     full = runs.trained(one_process(in_fp32(case)), until)
     alone, true = (runs.history(run, until) for run in (single, full))
     in_bf16 = case.options.get("bf16") or case.options.get("grad_reduce_in_bf16")
     allowed = IN_BF16 if in_bf16 else IN_FP16
-    mine = runs.history(found, until)
-    yield from rows_of_histories(name, mine, true, (alone, true), allowed)
+    history = runs.history(mine, until)
+    yield from rows_of_histories(name, history, true, (alone, true), allowed)
     if here or there:
         steps = ", ".join(map(str, sorted({*here, *there})))
-        scale = found.config.training.initial_loss_scale
+        scale = mine.config.training.initial_loss_scale
         raise NotComparedError(
             f"gradients of the loss scale that is asked for: steps {steps} overflow and have none; "
             f"--initial-loss-scale {scale:g} was compared instead"
@@ -330,8 +332,8 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
 
 
 def _alone(case: Case) -> Case:
-    """The case in its own precision in one process. In fp16 it keeps its microbatches: the weight
-    gradients of a larger one are larger, and overflow with a smaller loss scale."""
+    """Return the case in its own precision in one process. In fp16 it keeps its microbatches: a
+    larger one has larger weight gradients, which overflow with a smaller loss scale."""
     single = one_process(case)
     if not case.options.get("fp16"):
         return single
@@ -340,39 +342,39 @@ def _alone(case: Case) -> Case:
 
 
 def _without_overflow(runs: Runs, case: Case, until: int) -> tuple[Case, Trained]:
-    """The case with a loss scale of which one process skips no step, and the run of one process.
-    Raises NotComparedError if there is none."""
+    """Return the case with a loss scale with which one process skips no step, and that run. Raises
+    NotComparedError if there is none."""
     for scale in SMALL_LOSS_SCALES:
         options = {"initial_loss_scale": scale, "min_loss_scale": 1.0, "loss_scale_window": 1000}
-        other = replace(
+        smaller = replace(
             case, name=f"{case.name}, loss scale {scale:g}", options={**case.options, **options}
         )
-        single = runs.trained(_alone(other), until)
+        single = runs.trained(_alone(smaller), until)
         if not _skipped_steps(single, until):
-            return other, single
+            return smaller, single
     raise NotComparedError(f"steps overflow even with --initial-loss-scale {scale:g}")
 
 
 def _skipped_steps(run: Trained, until: int) -> tuple[int, ...]:
-    """The steps that have left the weights as they were."""
+    """Return the steps that did not change the weights."""
     return tuple(step.iteration for step in run.ranks[0].steps[: until or None] if step.skipped)
 
 
 def _data(runs: Runs, case: Case, until: int) -> Iterator[Row]:
-    """What the ranks have read against what was written."""
-    found = runs.trained(in_fp32(case), until)
+    """Yield the samples that the ranks have read against those that were written."""
+    run = runs.trained(in_fp32(case), until)
     materials = runs.materials(case)
-    yield from data_check.rows_of_data(reads_of(found), found.config, materials, case)
+    yield from data_check.rows_of_data(reads_of(run), run.config, materials, case)
 
 
 def _export(runs: Runs, case: Case, until: int) -> Iterator[Row]:
-    """What a whole run has exported against its last checkpoint."""
-    found = runs.trained(case)
-    if found.export is None:
-        if found.iterations[-1] == found.config.training.train_iters:
-            raise RunError(found.case, "it has come to its end and exported nothing")
+    """Yield the export of a whole run against its last checkpoint."""
+    run = runs.trained(case)
+    if run.export is None:
+        if run.iterations[-1] == run.config.training.train_iters:
+            raise RunError(run.case, "it has come to its end and exported nothing")
         raise NotComparedError("the run exports at its end, which is further than it was run")
-    yield from rows_of_export(found, runs.materials(case))
+    yield from rows_of_export(run, runs.materials(case))
 
 
 CHECK_OF: Mapping[str, Check] = MappingProxyType(

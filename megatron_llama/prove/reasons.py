@@ -1,5 +1,5 @@
-"""What a small case shows of the user's configuration and what it does not, where that depends on
-the ranks that there are."""
+"""Reasons for values of a small case that depend on its ranks: what the case shows of the user's
+configuration and what it does not."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ AXES: Mapping[str, str] = MappingProxyType(
         "cp": "context_parallel_size",
     }
 )
-"""The options that say how many ranks an axis has."""
+"""Options with the number of ranks of an axis."""
 
 
 def needs_of(yours: Config, world: World) -> dict[str, int]:
-    """Return how many ranks an axis needs so that everything that it does is seen, where two are
-    too few: a pipeline rank between two others; a ring that passes on what it has received; as many
-    chunks of a sequence as a window reaches; shards of several ranks that are replicated."""
+    """Return the ranks that an axis needs to show everything it does, if two are too few: for a
+    pipeline rank between two others; a ring that passes on received chunks; as many chunks of a
+    sequence as a window reaches; shards of several ranks that are replicated."""
     needs = {"pp": 3, "cp": 3 if _passes_on(yours, world) else 2}
     reach = _reach(yours, world)
     if reach < 2 * world.cp - 1:
-        # Behind the chunks that the window reaches there is one at least that it does not.
+        # There has to be at least one chunk that the window does not reach.
         needs["cp"] = max(needs["cp"], min(ENOUGH, -(-reach // 2) + 1))
     if has_hybrid_shards(yours, world) and not world.dp > 1 < world.cp:
         needs["dp" if world.dp > 1 else "cp"] = 4
@@ -38,16 +38,16 @@ def needs_of(yours: Config, world: World) -> dict[str, int]:
 
 
 def _passes_on(yours: Config, world: World) -> bool:
-    """Whether a context-parallel rank sends keys and values on that it has received. Layers with a
-    window have no ring."""
+    """Whether a context-parallel rank passes on received keys and values. Layers with a window have
+    no ring."""
     length = yours.training.seq_length
     whole = any(not 0 < window < length for window in layer_windows(yours.model))
     return world.cp > 2 and yours.parallel.cp_comm_type == "ring" and whole
 
 
 def _reach(config: Config, world: World) -> int:
-    """Into how many chunks before its own a window sees; 0 without a window, and without context
-    parallelism."""
+    """Return the number of chunks before its own that a window reaches; 0 without a window or
+    without context parallelism."""
     window = config.model.sliding_window
     length = config.training.seq_length
     return chunks_reached(window, length, world.cp) if world.cp > 1 and 0 < window < length else 0
@@ -56,50 +56,50 @@ def _reach(config: Config, world: World) -> int:
 def reasons_of(
     yours: Config, world: World, small: Config, here: World, cases: Sequence[World]
 ) -> dict[str, str]:
-    """Return why options of the case ``here`` have their values, by their names: what they show and
-    what not, and whether another one of ``cases`` has it, or as many --ranks as are named. Other
-    options have the reasons that their fields say."""
+    """Return the reasons for values of the case ``here`` by option: what they show and what not,
+    and whether another one of ``cases`` shows it, or a larger number of --ranks. The reasons of
+    other options are in their fields."""
 
     def owner(has: Callable[[World], bool], ranks: int) -> str:
         return "another case has" if any(has(case) for case in cases) else f"--ranks {ranks} has"
 
-    found = {
+    reasons = {
         option: "another case has it" for axis, option in AXES.items() if here.sizes[axis] == 1
     }
     if here.tp == 1:
-        found["num_attention_heads"] = "one or several to a key/value head, as yours"
-        found["num_key_value_heads"] = "shared by query heads or not, as yours"
+        reasons["num_attention_heads"] = "one or several to a key/value head, as yours"
+        reasons["num_key_value_heads"] = "shared by query heads or not, as yours"
     if here.pp == 1:
         alone = "there is one pipeline rank"
-        found["virtual_pipeline_model_parallel_size"] = alone
-        found["pipeline_layer_split"] = alone
+        reasons["virtual_pipeline_model_parallel_size"] = alone
+        reasons["pipeline_layer_split"] = alone
     elif here.pp == 2 < world.pp:
-        one = owner(lambda case: case.pp > 2, 3)
-        found["pipeline_model_parallel_size"] = (
-            f"a first rank and a last one; {one} one between them"
+        holder = owner(lambda case: case.pp > 2, 3)
+        reasons["pipeline_model_parallel_size"] = (
+            f"a first rank and a last one; {holder} one between them"
         )
     if here.cp > 1 and _passes_on(yours, world):
-        one = owner(lambda case: case.cp > 2, 3)
-        found["context_parallel_size"] = (
+        holder = owner(lambda case: case.cp > 2, 3)
+        reasons["context_parallel_size"] = (
             "every rank of the ring passes on what it has received, as with more"
             if here.cp > 2
-            else f"a ring of two; {one} one that passes on what it has received"
+            else f"a ring of two; {holder} one that passes on what it has received"
         )
     if _reach(yours, world) and here.cp > 1:
-        found["sliding_window"] = _reason_of_window(yours, world, small, here, owner)
+        reasons["sliding_window"] = _reason_of_window(yours, world, small, here, owner)
     if yours.model.sliding_window >= yours.training.seq_length:
-        found["sliding_window"] = "longer than the sequence, as yours"
-    found["global_batch_size"] = _reason_of_batch(yours, world, small, here, owner)
+        reasons["sliding_window"] = "longer than the sequence, as yours"
+    reasons["global_batch_size"] = _reason_of_batch(yours, world, small, here, owner)
     if not has_hybrid_shards(yours, world):
-        found["data_parallel_shard_size"] = "one shard for each rank, as yours"
+        reasons["data_parallel_shard_size"] = "one shard for each rank, as yours"
     elif not has_hybrid_shards(small, here):
         some = owner(lambda case: case.replicas >= 4, 4)
-        found["data_parallel_shard_size"] = f"one shard for each rank; {some} replicas of shards"
-    kinds, kinds_here = (len(set(kinds_of_blocks(one))) for one in (yours, small))
+        reasons["data_parallel_shard_size"] = f"one shard for each rank; {some} replicas of shards"
+    kinds, kinds_here = (len(set(kinds_of_blocks(config))) for config in (yours, small))
     if kinds_here < kinds:
         some = f"{kinds_here} of {counted(kinds, 'kind')} of blocks"
-        found["num_hidden_layers"] = found["layer_types"] = f"{some}: there is no room for more"
-    return found
+        reasons["num_hidden_layers"] = reasons["layer_types"] = f"{some}: there is no room for more"
+    return reasons
 
 
 Owner = Callable[[Callable[[World], bool], int], str]
@@ -121,7 +121,7 @@ def _reason_of_window(yours: Config, world: World, small: Config, here: World, o
 
 
 def _reason_of_batch(yours: Config, world: World, small: Config, here: World, owner: Owner) -> str:
-    """What the microbatches of a step are to the pipeline ranks."""
+    """Return the relation of a step's microbatches to the pipeline ranks in words."""
     count = microbatches_of(yours, world)
     if count == 1:
         return "one microbatch in a step, as yours"
@@ -135,7 +135,7 @@ def _reason_of_batch(yours: Config, world: World, small: Config, here: World, ow
 
 
 def microbatches_of(config: Config, world: World) -> int:
-    """Return the microbatches of a step."""
+    """Return the number of microbatches of a step."""
     training = config.training
     return training.global_batch_size // (training.micro_batch_size * world.dp)
 

@@ -1,8 +1,8 @@
-"""What a case is compared with: the same training in one process, and with transformers.
+"""The references of a case: the same training in one process, and with transformers.
 
-The one process is the product itself with everything at its default that only says how a run is
-spread. transformers' model, torch's AdamW, and the learning rates are written here by the formulas
-of what the options promise, and share no code with the trainer."""
+The one process is the trainer itself, with all options of the layout at their defaults. The
+training with transformers' model and torch's AdamW, and the learning rates, follow the formulas of
+the documented options and share no code with the trainer."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from megatron_llama.prove.given import SECTIONS
 
 DTYPES = ("bf16", "fp16", "fp64")
 ADAM_EPS = 1e-6
-"""A thousand times the rounding of a gradient's elements in fp32, a thousandth of the elements."""
+"""Epsilon of Adam: a thousand times the rounding of a gradient's elements in fp32, and a thousandth
+of the elements."""
 LORA_EPS = 1e-2
-"""The same where low-rank additions are compared in half precision. B begins at 0: A's second
-gradient is made of what Adam makes of B's first one. With an epsilon of 1e-6 it was up to 30 % from
-fp32 in bf16, and a run 6 times as far from it as one process in some tensor; with this one 4 %, and
-1.2 times."""
+"""The same for low-rank additions in half precision. B begins at 0, so A's second gradient depends
+on Adam's update of B by the first. With an epsilon of 1e-6 it was up to 30 % from fp32 in bf16, and
+a run up to 6 times as far as one process in some tensor. With this epsilon: 4 %, and 1.2 times."""
 SPREAD = frozenset(
     name for name, option in options_of(SECTIONS).items() if option.rules.changes == "messages"
 )
-"""Options that say how a run is spread, not what it computes."""
+"""Options of the layout, which do not change what a run computes."""
 OFFLOAD = {field.name for field in fields(OffloadConfig)} | {
     field.name for field in fields(ZenFlowConfig)
 }
 
 
 class NotComparedError(Exception):
-    """A check has nothing to compare a case with. The message is the reason."""
+    """Raised if a check has nothing to compare a case with. The message is the reason."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What transformers and PEFT say of their own future, and of small models, is not said. Errors
-    are."""
+    """Suppress the warnings of transformers and PEFT on their own future and on small models, but
+    no errors."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -70,17 +70,17 @@ def quiet() -> Iterator[None]:
 
 
 def last_line(error: Exception) -> str:
-    """The end of what an error says."""
+    """Return the last line of an error's message."""
     said = str(error).strip().splitlines()
     return said[-1].strip() if said else type(error).__name__
 
 
 def steady(case: Case) -> Case:
-    """The case with an epsilon of Adam that is above what rounding makes of a gradient.
+    """Return the case with an epsilon of Adam that is above the rounding of a gradient.
 
-    With a smaller one an element whose gradient is all rounding makes a full step either way, after
-    which two runs that are both right differ a thousand times more than by rounding: a bound would
-    have to allow that."""
+    With a smaller epsilon an element whose gradient is all rounding makes a full step in either
+    direction. Two right runs then differ by a thousand times more than rounding, which a bound
+    would have to allow."""
     given = case.options.get("adam_eps", OptimizerConfig().adam_eps)
     assert isinstance(given, float)
     eps = max(given, ADAM_EPS)
@@ -95,9 +95,9 @@ def steady(case: Case) -> Case:
 
 
 def smooth(case: Case) -> Case:
-    """The case as it is compared in half precision: with low-rank additions an epsilon with which
-    what Adam makes of a gradient is about as far from fp32 as the gradient. Updates of A are small
-    with it: they are compared in fp32."""
+    """Return the case as it is compared in half precision. With low-rank additions it gets an
+    epsilon with which Adam's update is about as far from fp32 as the gradient. Updates of A are
+    small with this epsilon; they are compared in fp32."""
     half = any(case.options.get(name) for name in ("bf16", "fp16", "grad_reduce_in_bf16"))
     eps = case.options["adam_eps"]
     assert isinstance(eps, float)
@@ -107,16 +107,15 @@ def smooth(case: Case) -> Case:
 
 
 def in_fp32(case: Case) -> Case:
-    """The case with every number in fp32, gradients on their way among them."""
+    """Return the case with every number in fp32, including gradients that are sent."""
     left_out = (*DTYPES, "grad_reduce_in_bf16")
     return _without(case, left_out)
 
 
 def one_process(case: Case, *, fp64: bool = False) -> Case:
-    """The same training in one process and in one batch, in the precision of the case, or in
-    fp64.
+    """Return the same training in one process and one batch, in the case's precision or in fp64.
 
-    Of offload only zenflow stays: it trains something else than AdamW."""
+    Of the modes of offload only zenflow is kept, since it trains differently from AdamW."""
     left_out = set(SPREAD)
     if case.options.get("optimizer_offload", "none") != "zenflow":
         left_out |= OFFLOAD
@@ -134,8 +133,8 @@ def _without(case: Case, names: Iterable[str]) -> Case:
 
 
 def _one_batch(case: Case) -> int:
-    """Samples that every step of the case can be divided into: all of them, unless the batch
-    grows."""
+    """Return the largest micro-batch that divides every step of the case: the whole batch, unless
+    the batch grows."""
     whole = int(case.options.get("global_batch_size", 0) or 0)  # type: ignore[call-overload]
     if not whole:
         spread = math.prod(
@@ -151,8 +150,8 @@ def _one_batch(case: Case) -> int:
 def learning_rates(
     optimizer: OptimizerConfig, train_iters: int, batches: Sequence[int]
 ) -> tuple[float, ...]:
-    """The learning rates of the first steps of a run, whose global batches have so many samples:
-    linear warm-up from 0, then the decay, as docs/options.md describes them.
+    """Return the learning rates of the first steps of a run: linear warm-up from 0, then the decay,
+    as in docs/options.md. ``batches`` are the samples of each step.
 
     ``optimizer`` is that of a resolved configuration."""
     rates = []
@@ -194,21 +193,20 @@ def _rate(optimizer: OptimizerConfig, at: int, warmup: float, whole: int, last: 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Documents, each a sequence of its own, padded behind their ends: transformers sees no
-    mask."""
+    """Documents as separate sequences, padded at their ends, so that transformers needs no mask."""
 
     tokens: Tensor
     """[n, s] int64."""
     labels: Tensor
     positions: Tensor
     weights: Tensor
-    """[n, s] fp32, 0 where a label does not count."""
+    """[n, s] fp32; 0 where a label does not count."""
 
 
 def sequences(microbatches: Iterable[Batch]) -> Sequences:
-    """Cut the samples of a step into their documents. Those of which nothing counts are left out:
-    nobody sees them. Raises NotComparedError for a step of which nothing counts."""
-    parts: list[tuple[Tensor, ...]] = []
+    """Return the documents of a step's samples, without documents in which no label counts. Raises
+    NotComparedError for a step in which no label counts."""
+    kept: list[tuple[Tensor, ...]] = []
     for batch in microbatches:
         length, samples = batch.tokens.shape
         positions = torch.arange(length).unsqueeze(-1).expand(length, samples)
@@ -226,15 +224,15 @@ def sequences(microbatches: Iterable[Batch]) -> Sequences:
             documents = zip(
                 *(torch.split(column[:, sample], sizes) for column in columns), strict=True
             )
-            parts += [part for part in documents if bool(part[3].any())]
-    if not parts:
+            kept += [document for document in documents if bool(document[3].any())]
+    if not kept:
         raise NotComparedError("a step has no label that counts")
-    padded = [pad_sequence(list(column), batch_first=True) for column in zip(*parts, strict=True)]
+    padded = [pad_sequence(list(column), batch_first=True) for column in zip(*kept, strict=True)]
     return Sequences(*padded)
 
 
 def not_in_transformers(case: Case, config: Config) -> str:
-    """Say why transformers has no counterpart of a case; empty where it has one."""
+    """Return the reason why transformers has no counterpart of a case; empty if it has one."""
     if find_spec("transformers") is None:
         return "transformers is not installed (pip install transformers)"
     if config.lora.lora_rank and find_spec("peft") is None:
@@ -254,7 +252,7 @@ def train_transformers(
     folder: Path, config: Config, batches: Sequence[Sequence[Batch]], rates: Sequence[float]
 ) -> History:
     """Train transformers' model of a folder with torch's AdamW and ``clip_grad_norm_``, in fp32 on
-    these microbatches of each step."""
+    the microbatches of each step, and return its numbers."""
     with quiet():
         model, trained = _model(folder, config)
     optimizer = config.optimizer
@@ -294,8 +292,8 @@ def train_transformers(
 
 
 def _loss(model: nn.Module, batch: Sequences, z_weight: float) -> tuple[Tensor, Tensor]:
-    """The mean over the labels that count, and what is trained: the same with the z-loss."""
-    # A mask of ones: without one transformers takes positions that restart for several documents.
+    """Return the mean loss over the labels that count, and the trained loss with the z-loss."""
+    # Without a mask transformers takes positions that restart for several documents.
     mask = torch.ones_like(batch.tokens)
     logits = model(
         batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False
@@ -312,8 +310,8 @@ def _loss(model: nn.Module, batch: Sequences, z_weight: float) -> tuple[Tensor, 
 
 
 def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Parameter]]:
-    """transformers' model of a folder, and the parameters that are trained, by HuggingFace's
-    names."""
+    """Return transformers' model of a folder, and the trained parameters by HuggingFace's names.
+    Raises NotComparedError."""
     from transformers import AutoModelForCausalLM
 
     attention = "eager" if config.model.attn_logit_softcapping else "sdpa"
@@ -340,8 +338,8 @@ def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Par
 
 
 def _with_adapters(model: Any, config: Config) -> tuple[nn.Module, Mapping[str, nn.Parameter]]:
-    """The model with PEFT's additions, which start with the values that the trainer draws from the
-    seed, and their parameters by the names that checkpoints have for them."""
+    """Return the model with PEFT's additions, and their parameters by the names of checkpoints. The
+    additions start with the values that the trainer draws from the seed."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 

@@ -1,4 +1,4 @@
-"""What was compared and whether it holds: lines for the terminal, JSON, and a page."""
+"""The comparisons of proofs and whether they hold, as lines for a terminal, JSON, and a page."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megatron_llama.prove.locate import Location
 from megatron_llama.prove.proof import CheckResult, Proof, used
 
 VERSION = 2
-"""Of the JSON: it changes when a key changes its meaning or goes."""
+"""Version of the JSON. It changes when a key changes its meaning or is removed."""
 _NAMED_ROWS = 5
-"""Failed rows that the terminal shows of each group."""
+"""Most failed rows of each group that the terminal shows."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """All rows of one check about one thing."""
+    """All rows of one check about one quantity."""
 
     what: str
     rows: tuple[Row, ...]
 
     @property
     def worst(self) -> Row:
-        """The row that is furthest beyond its bound, or nearest to it. NaN is furthest."""
+        """The row furthest beyond its bound, or nearest to it. NaN is furthest."""
         return max(self.rows, key=used)
 
     @property
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def worst_of_steps(self) -> dict[int, Row]:
-        """The worst row of each step, for rows that are of a step."""
+        """The worst row of each step, for rows that belong to a step."""
         steps = sorted({row.step for row in self.rows if row.step is not None})
         return {
             step: Group(self.what, tuple(row for row in self.rows if row.step == step)).worst
@@ -51,7 +51,7 @@ class Group:
 
 
 def groups(check: CheckResult) -> list[Group]:
-    """The rows of a check by what they are about, in the order in which each begins."""
+    """Return the rows of a check by quantity, in the order of their first rows."""
     names = dict.fromkeys(row.what for row in check.rows)
     return [Group(name, tuple(row for row in check.rows if row.what == name)) for name in names]
 
@@ -61,33 +61,33 @@ def _step(row: Row) -> int:
 
 
 def _place(row: Row) -> str:
-    """Where a row is of."""
+    """Return the step and the tensor of a row in words."""
     step = [] if row.step is None else [f"step {row.step}"]
     return ", ".join([*step, *([row.tensor] if row.tensor else [])])
 
 
 def _numbers(row: Row) -> tuple[str, str]:
-    """What was found and its bound, in words where something has to be equal to the bit."""
+    """Return the deviation and its bound, in words if the values have to be equal to the bit."""
     if row.bound == 0.0:
         return "equal" if row.got == 0.0 else "differs", "equal"
     return f"{row.got:.1e}", f"{row.bound:.1e}"
 
 
 def summary(proof: Proof) -> str:
-    """One line: the case, the verdict, what did not run, and how long it took."""
+    """Return one line with the case, the verdict, the checks that did not run, and the time."""
     ran = [check for check in proof.checks if not check.not_run]
     failed = [check.name for check in ran if not check.holds]
     held = f"{counted(len(ran), 'check')} hold" if ran else "nothing was compared"
-    found = f"DIFFERS in {', '.join(failed)}" if failed else held
+    verdict = f"DIFFERS in {', '.join(failed)}" if failed else held
     missing = [check.name for check in proof.checks if check.not_run]
     more = f"; not run: {', '.join(missing)}" if missing else ""
     ranks = counted(proof.case.world_size, "process", "processes")
-    return f"{proof.case.name} ({ranks}): {found}{more}; {proof.seconds:.0f} s"
+    return f"{proof.case.name} ({ranks}): {verdict}{more}; {proof.seconds:.0f} s"
 
 
 def lines(proof: Proof) -> Iterator[str]:
-    """Yield what a terminal shows of a proof: a line for each thing that was compared, with its
-    worst row, then the rows that do not hold, and where the difference begins."""
+    """Yield lines for a terminal: a line with the worst row for each quantity, then the rows that
+    do not hold, and where the difference begins."""
     table = [("check", "what", "got", "bound", "", "worst at")]
     for check in proof.checks:
         name = check.name
@@ -113,7 +113,7 @@ def lines(proof: Proof) -> Iterator[str]:
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as their cells; a sentence in the second column may run over the others."""
+    """Yield lines with aligned columns. A sentence in the second column may run over the others."""
     widths = [max(len(row[place]) for row in table if place != 1 or row[2]) for place in range(5)]
     for row in table:
         cells = [row[place].ljust(width) for place, width in enumerate(widths)]
@@ -122,7 +122,7 @@ def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _failures(check: CheckResult, group: Group) -> Iterator[str]:
-    """The first rows of a group that do not hold."""
+    """Yield lines with the first rows of a group that do not hold."""
     failed = group.failed
     if not failed:
         return
@@ -151,7 +151,7 @@ def _located(location: Location) -> Iterator[str]:
 
 
 def as_json(proofs: Sequence[Proof]) -> dict[str, Any]:
-    """Return everything that the lines say, for programs.
+    """Return the contents of the lines for programs.
 
     Keys: ``version``; ``holds``, whether every check that ran holds; ``seconds``; ``cases``, one
     for each proof, with ``name``, ``world_size``, ``sft``, ``options``, ``notes`` (``option``,
@@ -160,10 +160,10 @@ def as_json(proofs: Sequence[Proof]) -> dict[str, Any]:
     compared and why, or null) and ``groups``: ``what``, ``compared`` (how many rows), ``differ``
     (how many of them do not hold), ``worst`` (a row), ``steps`` (the worst row of each step) and
     ``failed`` (the rows that do not hold, earliest first). A row has ``got``, ``bound``, ``step``,
-    ``tensor`` and ``note``; null where it has none. What is not finite is the string ``inf`` or
-    ``nan``, as JSON has no such numbers. A location has ``row``, ``where``, ``axes`` (``name``,
-    ``off``, ``holds``), ``named`` (the axes without which it holds), ``not_tried`` (those for which
-    no time was left) and ``needed`` (those without which it cannot be run or compared).
+    ``tensor`` and ``note``, each null if it has none. Numbers that are not finite are the strings
+    ``inf`` and ``nan``, since JSON has no such numbers. A location has ``row``, ``where``, ``axes``
+    (``name``, ``off``, ``holds``), ``named`` (axes without which it holds), ``not_tried`` (axes for
+    which no time was left) and ``needed`` (axes without which it cannot be run or compared).
     """
     return {
         "version": VERSION,
@@ -245,11 +245,11 @@ _BAR = 14.0
 _BAR_STEP = 22.0
 _CHART_MARGIN = 64.0
 _FLOOR, _CEILING = -4.0, 6.0
-"""The foot of a bar, and where it is cut off, in powers of ten of the bound."""
+"""Foot of a bar and its largest height, in powers of ten of the bound."""
 
 
 def verdict(proofs: Sequence[Proof]) -> str:
-    """The last line: whether everything holds that was compared, and something was of each."""
+    """Return the last line, which says whether all comparisons hold and each case has some."""
     failed = [proof.case.name for proof in proofs if proof.rows and not proof.holds]
     if failed:
         return f"DIFFERS: {', '.join(failed)}"
@@ -262,15 +262,15 @@ def verdict(proofs: Sequence[Proof]) -> str:
 
 
 def page(proofs: Sequence[Proof], title: str) -> str:
-    """Return a whole HTML file that needs nothing but a browser, in its light or dark colours."""
+    """Return a whole HTML file that needs only a browser, in its light or dark colours."""
     kind = "good" if all(proof.holds for proof in proofs) else "bad"
-    found = f'<span class="{kind}">{escape(verdict(proofs))}</span>'
-    body = (part for proof in proofs for part in _section(proof))
-    return html_page(title, [f"<p>{found}</p>", *body])
+    outcome = f'<span class="{kind}">{escape(verdict(proofs))}</span>'
+    body = (html for proof in proofs for html in _section(proof))
+    return html_page(title, [f"<p>{outcome}</p>", *body])
 
 
 def _section(proof: Proof) -> Iterator[str]:
-    """The parts of a page about one case."""
+    """Yield the parts of a page about one case."""
     yield f"<h2>{escape(summary(proof))}</h2>"
     if proof.location is not None:
         yield "".join(f"<p>{escape(line.strip())}</p>" for line in _located(proof.location))
@@ -296,12 +296,12 @@ def _section(proof: Proof) -> Iterator[str]:
         yield "<h3>What was run</h3>"
         cells = [
             (
-                (f"<code>{escape(one.option)}</code>", "k"),
-                (f"<code>{escape(one.yours)}</code>", ""),
-                (f"<code>{escape(one.here)}</code>", ""),
-                (escape(one.why), "s"),
+                (f"<code>{escape(note.option)}</code>", "k"),
+                (f"<code>{escape(note.yours)}</code>", ""),
+                (f"<code>{escape(note.here)}</code>", ""),
+                (escape(note.why), "s"),
             )
-            for one in proof.case.notes
+            for note in proof.case.notes
         ]
         top = (("option", ""), ("yours", ""), ("here", ""), ("why", ""))
         yield html_table(top, cells)
@@ -331,7 +331,7 @@ def _check_rows(check: CheckResult) -> Iterator[tuple[Cell, ...]]:
 
 
 def _chart(group: Group) -> str:
-    """A bar for each step on a logarithmic scale, whose foot is 1/10000 of the bound."""
+    """Return a chart with a bar for each step, on a logarithmic scale from 1/10000 of the bound."""
     steps = group.worst_of_steps
     ceiling = max(1.0, *(_power(row) for row in steps.values()))
     scale = _CHART_HEIGHT / (ceiling - _FLOOR)
@@ -352,7 +352,7 @@ def _chart(group: Group) -> str:
 
 
 def _power(row: Row) -> float:
-    """The deviation as a power of ten of its bound, as far as it is drawn."""
+    """Return the deviation as a power of ten of its bound, within the limits of the chart."""
     excess = used(row)
     if excess in (0.0, math.inf):
         return _CEILING if excess else _FLOOR

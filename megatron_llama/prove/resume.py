@@ -1,5 +1,5 @@
-"""Whether a run goes on where it was: in its own layout with the same bits, in another one and in
-one process up to rounding."""
+"""Checks that a resumed run goes on where it was: in its own layout to the bit, in another layout
+and in one process up to rounding."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ LAYOUTS: tuple[Mapping[str, object], ...] = (
     {"tensor_model_parallel_size": 2},
     {"pipeline_model_parallel_size": 2},
 )
-"""In which a run goes on: the first that the case can have and that cuts the model otherwise."""
+"""Layouts for resuming a run. The first valid one that divides the model differently is taken."""
 RANKS = (4, 2)
 
 
 def middle(trained: Trained) -> int:
-    """The step after which a run is interrupted. Raises NotComparedError for a run of one."""
+    """Return the step after which a run is interrupted. Raises NotComparedError for one step."""
     if trained.iterations[-1] < 2:
         raise NotComparedError("the run has one step")
     return trained.iterations[-1] // 2
 
 
 def rows_of_resume(runs: Runs, case: Case, until: int) -> Iterator[Row]:
-    """Go on from the middle of a run, in its own layout and precision, and compare everything with
-    the run that nobody interrupted: to the bit. The run has its first ``until`` steps, or more; 0:
+    """Yield the comparison, to the bit, of a run resumed from its middle, in its own layout and
+    precision, with the uninterrupted run. The run has at least its first ``until`` steps; 0 for
     all. Raises RunError and NotComparedError."""
     trained = runs.trained(case, until)
     at = middle(trained)
@@ -87,8 +87,8 @@ def rows_of_resume(runs: Runs, case: Case, until: int) -> Iterator[Row]:
 
 
 def _apart(found: float, expected: float) -> float:
-    """How far two numbers are apart that have to be the same. A step of fp16 that overflows has no
-    norm in either run."""
+    """Return the distance of two numbers that have to be equal. It is 0 for two NaNs: a step of
+    fp16 that overflows has no norm in either run."""
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     return relative(found, expected)
@@ -109,14 +109,14 @@ def _same_bits(step: int, found: Tensors, expected: Tensors) -> Iterator[Row]:
 
 
 def _unequal(found: Tensor, expected: Tensor) -> float:
-    """0 for the same bits, else how far apart they are."""
+    """Return 0 for equal bits, else the distance of the tensors."""
     if found.dtype == expected.dtype and torch.equal(found, expected):
         return 0.0
     return distance(found, expected) or math.inf
 
 
 def other_layout(case: Case) -> Case | None:
-    """The case in another layout of at most four processes; None if it can have no other."""
+    """Return the case in another layout of at most four processes; None if it can have no other."""
     single = one_process(case)
     training = _resolved(case).training
     for ranks in RANKS:
@@ -130,21 +130,21 @@ def other_layout(case: Case) -> Case | None:
                 "micro_batch_size": 1,
                 "global_batch_size": training.global_batch_size,
             }
-            other = replace(
+            candidate = replace(
                 case, name=f"{case.name}, in another layout", options=options, world_size=ranks
             )
             try:
-                _resolved(other)
+                _resolved(candidate)
             except UserError:
                 continue
-            return other
+            return candidate
     return None
 
 
 def _resolved(case: Case) -> Config:
-    """The configuration of a case with data that nobody opens. Raises ConfigError."""
+    """Return the configuration of a case, with data that is not opened. Raises ConfigError."""
     more: dict[str, object] = {"train_data" if case.sft else "data_path": ("text",)}
-    # Every step of a run is saved: --on-bad-step rollback has what it goes back to.
+    # Every step of a run is saved, as --on-bad-step rollback needs.
     more |= {"save": "checkpoints", "save_interval": 1}
     if not any(case.options.get(name) for name in LENGTHS):
         more["train_iters"] = STEPS
@@ -152,9 +152,9 @@ def _resolved(case: Case) -> Config:
 
 
 def rows_of_reshard(runs: Runs, case: Case, until: int) -> Iterator[Row]:
-    """Go on from the middle of a run, in fp32, in one process and in another layout, and compare
-    both with the run that nobody interrupted, within the rounding that one process in fp64
-    measures. The run has its first ``until`` steps, or more; 0: all. Raises RunError."""
+    """Yield the comparison of a run in fp32, resumed from its middle in one process and in another
+    layout, with the uninterrupted run, within the rounding that one process in fp64 measures. The
+    run has at least its first ``until`` steps; 0 for all. Raises RunError."""
     plain = in_fp32(case)
     trained = runs.trained(plain, until)
     single = runs.trained(one_process(plain), until)
@@ -165,14 +165,14 @@ def rows_of_reshard(runs: Runs, case: Case, until: int) -> Iterator[Row]:
         _after(at, run, dict(zip(run.iterations, runs.states(run), strict=True)), last)
         for run in (trained, single, exact)
     )
-    other = other_layout(plain)
-    for layout in (one_process(plain), *([other] if other else [])):
+    new_layout = other_layout(plain)
+    for layout in (one_process(plain), *([new_layout] if new_layout else [])):
         again = runs.gone_on(layout, trained, at)
         states = dict(zip(again.iterations, runs.states(again), strict=True))
         states[at] = runs.states(trained)[trained.iterations.index(at)]
-        found = _after(at, again, states, last)
-        for row in rows_of_histories(RESHARD, found, expected, (alone, true), IN_FP32):
-            # Steps of histories count from 1, those of evaluations are what they are.
+        resumed = _after(at, again, states, last)
+        for row in rows_of_histories(RESHARD, resumed, expected, (alone, true), IN_FP32):
+            # Steps of histories count from 1; those of evaluations are iterations already.
             step = row.step
             if step is not None and row.what != "validation loss":
                 step += at
@@ -194,12 +194,12 @@ def _named(case: Case) -> str:
 
 
 def _after(at: int, trained: Trained, saved: Mapping[int, Tensors], last: int) -> History:
-    """What a run has come to in its steps after ``at`` and up to ``last``, which have left the
+    """Return the numbers of a run's steps after ``at`` and up to ``last``, which have left the
     states ``saved``."""
     steps = [step for step in trained.ranks[0].steps if at < step.iteration <= last]
     norms = [step.grad_norm for step in steps]
     states = [saved[at], *(saved[step.iteration] for step in steps)]
-    # The first one would be the gradient of all steps before: it belongs to none.
+    # The first gradient would be that of all steps before, so it belongs to no step.
     gradients = gradients_of(states, trained.config.optimizer, [0.0, *norms])[1:]
     return History(
         tuple(step.loss for step in steps),

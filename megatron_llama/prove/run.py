@@ -1,5 +1,5 @@
-"""Training runs of a case: the product's own, in real processes, with everything that a comparison
-needs of them."""
+"""Training runs of a case by the trainer itself, in real processes, with all records that a
+comparison needs."""
 
 from __future__ import annotations
 
@@ -29,51 +29,51 @@ from megatron_llama.train.setup.deciders import TEXT
 from megatron_llama.tune.sft.inputs import EXAMPLES
 
 OUTPUT = "output"
-"""Folder of what the ranks of a run have printed."""
+"""Folder of the printed output of a run's ranks."""
 SAVED, EXPORTED = "saved", "exported"
 LENGTHS = ("train_samples", "epochs")
-"""Options that say how long a run is, instead of --train-iters."""
+"""Options that give the length of a run instead of --train-iters."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a rank saw of a step."""
+    """A rank's record of a step."""
 
     iteration: int
     loss: float
-    """Mean over the target tokens of the global batch, fp64. All ranks have the same."""
+    """Mean loss over the target tokens of the global batch, fp64; equal on all ranks."""
     grad_norm: float
-    """Before clipping. All ranks have the same."""
+    """Norm before clipping; equal on all ranks."""
     lr: float
     skipped: bool
-    """Whether the weights stayed as they were."""
+    """Whether the step did not change the weights."""
     batches: tuple[Batch, ...]
-    """The microbatches that the rank read."""
+    """Microbatches that the rank read."""
     seconds: float
-    """Since the step before it, the save of that one included."""
+    """Time since the step before, including the save of that step."""
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank saw of a run."""
+    """A rank's record of a run."""
 
     config: Config
     """The configuration with everything decided."""
     steps: tuple[StepRecord, ...]
     validation_losses: Mapping[int, float]
-    """By iteration; 0: before the first step."""
+    """Losses by iteration; 0 is before the first step."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that came to its end."""
+    """A run that ended without an error."""
 
     case: Case
     ranks: tuple[RankRecord, ...]
     checkpoints: Mapping[int, Path]
-    """By iteration."""
+    """Checkpoints by iteration."""
     export: Path | None
-    """The HuggingFace folder that the run has written at its end; None if it stopped before."""
+    """HuggingFace folder that the run wrote at its end; None if it stopped before."""
     seconds: float
 
     @property
@@ -83,38 +83,38 @@ class Trained:
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """The steps of this run, in their order."""
+        """Steps of this run in order."""
         return tuple(step.iteration for step in self.ranks[0].steps)
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Training loss of every step, as rank 0 has it."""
+        """Training loss of each step on rank 0."""
         return tuple(step.loss for step in self.ranks[0].steps)
 
     @property
     def grad_norms(self) -> tuple[float, ...]:
-        """Norm of every step's gradient before clipping, as rank 0 has it."""
+        """Norm of each step's gradient before clipping on rank 0."""
         return tuple(step.grad_norm for step in self.ranks[0].steps)
 
     @property
     def validation_losses(self) -> Mapping[int, float]:
-        """Validation losses by iteration, as rank 0 has them."""
+        """Validation losses by iteration on rank 0."""
         return self.ranks[0].validation_losses
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """A checkpoint in memory, by HuggingFace's names: whole tensors on the host, adapters among
-    them."""
+    """A checkpoint in memory, by HuggingFace's names: whole tensors on the host, including
+    adapters."""
 
     master: Mapping[str, Tensor]
-    """Weights as they are saved; frozen ones too."""
+    """Weights as saved, including frozen ones."""
     exp_avg: Mapping[str, Tensor]
-    """Of trained tensors."""
+    """First moments of trained tensors."""
     exp_avg_sq: Mapping[str, Tensor]
-    """Of trained tensors."""
+    """Second moments of trained tensors."""
     other: Mapping[str, Tensor]
-    """What a rule keeps besides, by its key: ZenFlow's columns and what waits for their update."""
+    """Other tensors of an update rule by key: ZenFlow's columns, and values pending for them."""
 
 
 def run(
@@ -130,10 +130,10 @@ def run(
 ) -> Trained:
     """Train a case for ``steps`` steps, in as many processes as it has, into ``folder``.
 
-    ``start``: the checkpoint from which the run goes on, of this layout or another. ``until``: the
-    step after which the run stops; its learning rates are those of a run of ``steps`` steps all the
-    same. Every step is saved. Raises WorkerError with what the
-    ranks raised and printed last, within ``timeout`` seconds."""
+    ``start`` is the checkpoint from which the run goes on, of any layout. ``until`` is the step
+    after which the run stops; its learning rates remain those of a run of ``steps`` steps. Every
+    step is saved. Raises WorkerError with the errors and last printed lines of the ranks, within
+    ``timeout`` seconds."""
     began = time.monotonic()
     options: dict[str, object] = {
         **case.options,
@@ -146,7 +146,7 @@ def run(
     if start is not None:
         del options["init_from_hf"]
         options["load"] = str(start)
-    # A case may say how long its run is, by which its learning rates go.
+    # A case may give the length of its run, on which its learning rates depend.
     own_length = any(case.options.get(name) for name in LENGTHS)
     if not own_length:
         options["train_iters"] = steps
@@ -170,7 +170,7 @@ def run(
 
 
 def _train(place: Place, case: Case) -> RankRecord:
-    """Be a rank of a run."""
+    """Train as one rank of a run."""
     recorder = Recorder()
     result = run_training(
         parsed_options(case),
@@ -189,7 +189,7 @@ def _train(place: Place, case: Case) -> RankRecord:
 
 
 class Recorder(Callback):
-    """Keeps what its rank sees of a run."""
+    """Records a run on its rank."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
@@ -216,10 +216,10 @@ class Recorder(Callback):
         self._validation_losses[run.iteration] = loss
 
     def rank_record(self, config: Config) -> RankRecord:
-        """What was seen of a run with this configuration."""
+        """Return the record of a run with this configuration."""
         steps = tuple(self._steps)
         if config.training.on_bad_step == ROLLBACK:
-            # A bad step is repeated with other samples: what counts is the last time.
+            # A bad step is repeated with other samples. Only its last run counts.
             steps = tuple({step.iteration: step for step in steps}.values())
         return RankRecord(config, steps, self._validation_losses)
 
@@ -230,8 +230,7 @@ class Recorder(Callback):
 
 
 def states(checkpoint: Path) -> Tensors:
-    """Read a native checkpoint whole, whatever the layout that has saved it. Raises
-    CheckpointError."""
+    """Return the whole tensors of a native checkpoint of any layout. Raises CheckpointError."""
     container = open_native(checkpoint)
     tensors = {
         key: torch.empty(stored.shape, dtype=stored.dtype)

@@ -1,4 +1,4 @@
-"""The runs that a proof compares, each made once."""
+"""The runs that a proof compares. Each is made once."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ TIMEOUT = 180.0
 
 
 class RunError(Exception):
-    """A run did not do what it was asked for: it was refused, ended with an error or too early,
-    repeated a step, or has not saved one. The message says which run, and what."""
+    """Raised for a failed run: it was refused, ended with an error or too early, repeated a step,
+    or did not save one. The message names the run and the problem."""
 
     def __init__(self, case: Case, told: str, *, refused: bool = False) -> None:
         super().__init__(f"{case.name}: {told}")
         self.case = case
         self.told = told
-        """What the run has done, without its name."""
+        """The problem, without the run's name."""
         self.refused = refused
         """Whether the options are refused."""
 
 
 class Runs:
-    """Trains cases on the same materials where they can share them, and reads what they have
-    written. A run that has failed fails again at once."""
+    """Trains cases, on shared materials where possible, and reads their checkpoints. A run that has
+    failed fails again at once."""
 
     def __init__(self, pool: WorkerPool, folder: Path, *, steps: int = STEPS) -> None:
         self.pool = pool
@@ -53,8 +53,8 @@ class Runs:
         self._states: dict[Path, Tensors] = {}
 
     def materials(self, case: Case) -> Materials:
-        """What a case is trained on and from; the same for cases that differ in how they are
-        spread alone. Raises ConfigError."""
+        """Return the data, tokenizer and weights of a case. Cases that differ only in their layout
+        share them. Raises ConfigError."""
         options = {name: case.options[name] for name in case.options.keys() - SPREAD - LIKE}
         key = repr((sorted(options.items()), case.sft))
         if key not in self._materials:
@@ -63,15 +63,15 @@ class Runs:
         return self._materials[key]
 
     def trained(self, case: Case, until: int = 0) -> Trained:
-        """The run of a case, or its first ``until`` steps, of which there may be more. Raises
+        """Return the run of a case with at least its first ``until`` steps; 0 for all. Raises
         RunError."""
         until = until or self.steps
-        found = self._found(case, until)
-        if found is None:
-            found = self._trained[self._key(case), until] = self._train(case, until)
-        if isinstance(found, RunError):
-            raise found
-        return found
+        outcome = self._found(case, until)
+        if outcome is None:
+            outcome = self._trained[self._key(case), until] = self._train(case, until)
+        if isinstance(outcome, RunError):
+            raise outcome
+        return outcome
 
     def has(self, case: Case, until: int = 0) -> bool:
         """Whether ``trained`` returns, or raises, without a run."""
@@ -79,19 +79,19 @@ class Runs:
 
     def _found(self, case: Case, until: int) -> Trained | RunError | None:
         key = self._key(case)
-        found = (self._trained.get((key, steps)) for steps in range(until, self.steps + 1))
-        return next((one for one in found if one is not None), None)
+        outcomes = (self._trained.get((key, steps)) for steps in range(until, self.steps + 1))
+        return next((outcome for outcome in outcomes if outcome is not None), None)
 
     def _key(self, case: Case) -> str:
         return repr((sorted(case.options.items()), case.world_size, case.sft))
 
     def gone_on(self, case: Case, begun: Trained, at: int) -> Trained:
-        """A run that goes on from step ``at`` of another one, to its last step, as a case that
-        may have another layout. Raises RunError."""
-        found = self._train(case, begun.iterations[-1], begun.checkpoints[at], at)
-        if isinstance(found, RunError):
-            raise found
-        return found
+        """Return a run of ``case`` that goes on from step ``at`` of ``begun`` to its last step. The
+        case may have another layout. Raises RunError."""
+        outcome = self._train(case, begun.iterations[-1], begun.checkpoints[at], at)
+        if isinstance(outcome, RunError):
+            raise outcome
+        return outcome
 
     def _train(
         self, case: Case, until: int, start: Path | None = None, at: int = 0
@@ -121,8 +121,8 @@ class Runs:
         return RunError(case, wrong) if wrong else trained
 
     def states(self, trained: Trained) -> tuple[Tensors, ...]:
-        """What each step has left, in the order of the steps. Raises RunError for a checkpoint that
-        cannot be read."""
+        """Return the checkpoint of each step, in the order of steps. Raises RunError for a
+        checkpoint that cannot be read."""
         for step, path in trained.checkpoints.items():
             if path not in self._states:
                 try:
@@ -133,7 +133,7 @@ class Runs:
         return tuple(self._states[trained.checkpoints[step]] for step in trained.iterations)
 
     def history(self, trained: Trained, until: int = 0) -> History:
-        """What a run has come to in its steps, or in the first ones."""
+        """Return losses, norms and gradients of a run's first ``until`` steps; 0 for all."""
         until = until or self.steps
         norms = trained.grad_norms[:until]
         return History(
@@ -144,7 +144,7 @@ class Runs:
         )
 
     def start(self, case: Case) -> Mapping[str, Tensor]:
-        """The weights with which a case begins, by HuggingFace's names."""
+        """Return the initial weights of a case, by HuggingFace's names."""
         weights: dict[str, Tensor] = {}
         for file in sorted(self.materials(case).model.glob("*.safetensors")):
             weights |= load_file(file)
@@ -152,7 +152,7 @@ class Runs:
 
 
 def _told(error: WorkerError) -> str:
-    """The last line of what the first rank that failed has raised."""
+    """Return the last line of the error of the first rank that failed."""
     rank, text = next(iter(error.errors.items()))
     raised = text.partition(PRINTED_LAST)[0]
     lines = [line for line in raised.splitlines() if line.strip()]
@@ -160,13 +160,13 @@ def _told(error: WorkerError) -> str:
 
 
 def _not_asked_for(trained: Trained, first: int, last: int) -> str:
-    """Say how a run is not that of the steps ``first`` to ``last``; empty where it is."""
+    """Return why a run has not trained and saved ``first`` to ``last``; empty if it has."""
     asked = tuple(range(first, last + 1))
     for rank, record in enumerate(trained.ranks):
         steps = tuple(step.iteration for step in record.steps)
         if steps != asked:
-            found = ", ".join(map(str, steps)) or "none"
-            return f"rank {rank} has trained the steps {found} instead of {first} to {last}"
+            done = ", ".join(map(str, steps)) or "none"
+            return f"rank {rank} has trained the steps {done} instead of {first} to {last}"
     missing = [str(step) for step in asked if step not in trained.checkpoints]
     return f"it has not saved the steps {', '.join(missing)}" if missing else ""
 
@@ -180,26 +180,26 @@ LIKE = frozenset(
         "adam_eps",
     }
 )
-"""Options that change nothing of the materials, beside those that say how a run is spread."""
+"""Options that do not change the materials, in addition to those of the layout (SPREAD)."""
 
 
 def batch_sizes(trained: Trained) -> tuple[int, ...]:
-    """The samples of each step."""
+    """Return the number of samples of each step."""
     sizes = BatchSizes.from_training(trained.config.training)
-    found: list[int] = []
+    samples: list[int] = []
     for _ in trained.iterations:
-        found.append(sizes.at(sum(found)))
-    return tuple(found)
+        samples.append(sizes.at(sum(samples)))
+    return tuple(samples)
 
 
 def rates_of(trained: Trained) -> tuple[float, ...]:
-    """The learning rates that the steps of a run must have."""
+    """Return the learning rates that the steps of a run must have."""
     config = trained.config
     return learning_rates(config.optimizer, config.training.train_iters, batch_sizes(trained))
 
 
 def reads_of(trained: Trained) -> Reads:
-    """What each rank of a run has read."""
+    """Return the samples that each rank of a run has read."""
     case = trained.case
     tp, cp, pp = (
         case.options.get(f"{axis}_parallel_size", 1)

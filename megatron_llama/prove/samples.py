@@ -1,7 +1,7 @@
-"""The samples that a run must have: cut from what was written for it, as its options say.
+"""The samples that a run must have, cut from documents and conversations by its options.
 
-Nothing here comes from the loader, and nothing from a file that a trainer has read: the data check
-compares with it, and what is written is measured by it."""
+Nothing here comes from the loader or from a file that a trainer has read. The data check compares
+with these samples, and materials are sized by them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Talk:
     """An example of instruction tuning."""
 
     messages: tuple[tuple[str, str], ...]
-    """Role and content."""
+    """(role, content) of each message."""
     ids: tuple[int, ...] = ()
-    """Its tokens, before anything is cut; none where nobody here can render its template."""
+    """Tokens before any cut; empty if the template cannot be rendered here."""
     answers: tuple[int, ...] = ()
-    """For each token 0, or the number of the answer that it belongs to, from 1."""
+    """For each token the number of its answer from 1, or 0 outside answers."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One sample, or one example of it, as it has to be: s tokens each."""
+    """The required values of one sample, or of one example in it, with s tokens."""
 
     tokens: tuple[int, ...]
     labels: tuple[int, ...]
@@ -38,17 +38,16 @@ class Expected:
     """Whether each label is in the loss."""
     positions: tuple[int, ...]
     documents: tuple[int, ...]
-    """The number of each token's document within the sample; all 0 where attention crosses
-    documents."""
+    """Number of each token's document within the sample; all 0 if attention crosses documents."""
 
     @property
     def window(self) -> tuple[int, ...]:
-        """Its tokens, the last label among them."""
+        """The tokens and the last label."""
         return (*self.tokens, self.labels[-1])
 
 
 def training_share(everything: Sequence[T], split: str) -> Sequence[T]:
-    """Those that --split leaves to training."""
+    """Return the items that --split gives to training."""
     weights = [float(weight) for weight in split.split(",")]
     return everything[: round(len(everything) * weights[0] / sum(weights))]
 
@@ -56,7 +55,7 @@ def training_share(everything: Sequence[T], split: str) -> Sequence[T]:
 def stream_samples(
     documents: Sequence[Sequence[int]], config: Config, eod: int
 ) -> tuple[Expected, ...]:
-    """The samples of the training documents of one dataset, in file order."""
+    """Return the samples of one dataset's training documents, in file order."""
     stream = [int(token) for document in documents for token in document]
     length = config.training.seq_length
     return tuple(
@@ -66,7 +65,7 @@ def stream_samples(
 
 
 def expected_of(window: Sequence[int], config: Config, eod: int) -> Expected:
-    """A sample of consecutive tokens, one more than it has places."""
+    """Return the sample of a window of consecutive tokens, which has one token more."""
     data = config.data
     positions = []
     documents = []
@@ -87,10 +86,10 @@ def expected_of(window: Sequence[int], config: Config, eod: int) -> Expected:
 def trained_examples(
     talks: Sequence[Talk], options: SFTConfig, length: int
 ) -> tuple[Expected, ...]:
-    """The conversations that can be trained in samples of ``length`` tokens, as --loss-on and
-    --on-long-sample say."""
+    """Return the conversations that can be trained in samples of ``length`` tokens, by --loss-on
+    and --on-long-sample."""
     loss_on = options.loss_on
-    found = []
+    examples = []
     for talk in talks:
         if options.on_long_sample == "drop" and len(talk.ids) > length + 1:
             continue
@@ -100,14 +99,14 @@ def trained_examples(
             for answer in talk.answers
         ]
         example = example_of(talk.ids, answers, length)
-        # One that has no answer left when it is cut cannot be used.
+        # An example without an answer after the cut cannot be used.
         if any(example.counts):
-            found.append(example)
-    return tuple(found)
+            examples.append(example)
+    return tuple(examples)
 
 
 def example_of(ids: Sequence[int], answers: Sequence[bool], length: int) -> Expected:
-    """A conversation, cut to what a sample holds, of which only the answers count."""
+    """Return a conversation, cut to the length of a sample, in which only the answers count."""
     ids = tuple(int(token) for token in ids[: length + 1])
     places = len(ids) - 1
     counts = tuple(bool(answer) for answer in answers[1 : length + 1])
@@ -115,8 +114,8 @@ def example_of(ids: Sequence[int], answers: Sequence[bool], length: int) -> Expe
 
 
 def samples_of_examples(examples: Sequence[Expected], options: SFTConfig, length: int) -> int:
-    """How many samples of ``length`` tokens hold the examples: one each, or several with
-    --packing."""
+    """Return the number of samples of ``length`` tokens that hold the examples: one example each,
+    or several with --packing."""
     if not options.packing:
         return len(examples)
     return len(best_fit([len(example.tokens) for example in examples], length))

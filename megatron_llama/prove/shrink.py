@@ -1,12 +1,12 @@
-"""A user's configuration, made small: widths, depth, vocabulary, lengths and processes shrink,
+"""Makes a user's configuration small: widths, depth, vocabulary, lengths and processes shrink, and
 every structure stays.
 
-A structure is what decides which code runs and who talks to whom: which axes are above 1, whether
+A structure decides which code runs and which ranks communicate: which axes are above 1, whether
 key/value heads have copies, whether the vocabulary is padded, whether a window is shorter than the
 sequence, whether microbatches are a multiple of the pipeline ranks. The field of each option says
-whether it is kept, scaled or left out, and why (``Small`` of ``option.py``);
-``small_model.py`` and ``small_run.py`` compute what is scaled in relation to other options. What is
-small already stays as it is, so shrinking twice is shrinking once.
+whether it is kept, scaled or left out, and why (``Small`` of ``option.py``). ``small_model.py`` and
+``small_run.py`` compute the values that depend on other options. Small values stay as they are, so
+shrinking twice is the same as shrinking once.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 
 AS_GIVEN = "as given"
 LAST_TOKEN = -1
-"""As pad_token_id the last row of the embedding: ``materials.py`` ends documents and answers with
-that token, so that a padding token is among the tokens here."""
+"""A pad_token_id that is the last row of the embedding. ``materials.py`` ends documents and answers
+with that token, so the padding token is among the tokens here."""
 
 
 def shrink(parsed: Parsed, world_size: int, ranks: int) -> tuple[Case, ...]:
     """Return the cases of at most ``ranks`` processes that show what a run of ``world_size``
-    processes does: one, or several where its axes do not fit into ``ranks`` together.
+    processes does: one case, or several if its axes do not fit into ``ranks`` together.
 
-    Raises UserError where the run could not start, for --auto-parallel, and for ``ranks`` into
-    which no axis fits."""
+    Raises UserError if the run could not start, for --auto-parallel, and if no axis fits into
+    ``ranks``."""
     given = read_given(parsed, world_size)
     if is_small(given.resolved) and world_size <= ranks:
         return (_case(given, given.world, (given.world,)),)
@@ -71,7 +71,7 @@ def shrink(parsed: Parsed, world_size: int, ranks: int) -> tuple[Case, ...]:
 
 
 def _case(given: Given, here: World, cases: Sequence[World]) -> Case:
-    """The case of the world ``here``; ``cases`` are the worlds of all."""
+    """Return the case of the world ``here``. ``cases`` are the worlds of all cases."""
     small = _small(given, here)
     examples = _small_examples(given.examples)
     options = _options(small, examples if given.sft else SFTConfig())
@@ -87,7 +87,7 @@ def _case(given: Given, here: World, cases: Sequence[World]) -> Case:
 
 
 def _small(given: Given, here: World) -> Config:
-    """The configuration for the world ``here``."""
+    """Return the configuration for the world ``here``."""
     yours = given.resolved
     world = given.world
     keeps_sizes = here == world and is_small(yours)
@@ -99,7 +99,7 @@ def _small(given: Given, here: World) -> Config:
         small = _with(small, _sizes(given, here))
         buffers = small_buffers(yours, world, resolve(small, here.world_size), here)
         small = _with(small, buffers)
-    # Without a share for validation there are no evaluations, whatever their interval.
+    # Without a share for validation there are no evaluations, so their interval can stay.
     small = _with(small, {"eval_interval": yours.training.eval_interval})
     if yours.training.epochs or yours.training.train_iters > STEPS:
         if keeps_sizes and yours.training.rampup_batch_size:
@@ -112,7 +112,7 @@ def _small(given: Given, here: World) -> Config:
 
 
 def _sizes(given: Given, here: World) -> dict[str, Any]:
-    """All that shrinks with the sizes of the model and of the world."""
+    """Return the options that shrink with the sizes of the model and of the world."""
     yours = given.resolved
     world = given.world
     heads = small_heads(yours.model, world.tp, here.tp)
@@ -145,15 +145,15 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
 
 
 def _small_examples(examples: SFTConfig) -> SFTConfig:
-    """The options of sft, without a template that is a file, and with one other name for files of
-    an evaluation."""
+    """Return the options of sft, without a template that is a file, and with a placeholder for
+    files of evaluations."""
     if examples.chat_template not in BUILT_IN:
         examples = replace(examples, chat_template=None)
     return replace(examples, valid_data=("valid",)) if examples.valid_data else examples
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with other values of some options."""
+    """Return the configuration with other values of some options."""
     changed = {}
     for item in fields(Config):
         section = getattr(config, item.name)
@@ -163,21 +163,21 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def _options(small: Config, examples: SFTConfig) -> dict[str, object]:
-    """The options that a configuration has to be given by, in their order."""
+    """Return the options that have to be given for a configuration, in their order."""
     sections = [examples, *(getattr(small, item.name) for item in fields(Config))]
-    found = {n: value for n, value in differences(sections).items() if n not in LEFT_OUT}
-    # What a family says of its models counts unless it is given: also the default of LLaMA.
-    given = {name: value for name, value in found.items() if hasattr(small.model, name)}
+    options = {n: value for n, value in differences(sections).items() if n not in LEFT_OUT}
+    # A family's values count unless an option is given, even with the default of LLaMA.
+    given = {name: value for name, value in options.items() if hasattr(small.model, name)}
     completed = FAMILIES[small.model.model_type].complete(ModelConfig(**given), given)
     for item in fields(ModelConfig):
         value = getattr(small.model, item.name)
         if item.name not in LEFT_OUT and getattr(completed, item.name) != value:
-            found[item.name] = value
-    return found
+            options[item.name] = value
+    return options
 
 
 def _require_valid(options: Mapping[str, object], world_size: int, *, sft: bool) -> None:
-    """Refuse what the product refuses: then there is no small configuration of this structure."""
+    """Raise ConfigError if the trainer refuses the options, so that no small case was found."""
     length = {} if {"train_samples", "epochs"} & options.keys() else {"train_iters": STEPS}
     saving = {"save": "checkpoints", "save_interval": 1}
     sections = SECTIONS if sft else PRETRAIN
@@ -189,7 +189,7 @@ def _require_valid(options: Mapping[str, object], world_size: int, *, sft: bool)
 
 
 def _world_notes(given: Given, here: World) -> Iterator[Note]:
-    """What became of the axes."""
+    """Yield notes on the axes."""
     yours = given.world
     if yours.dp != here.dp:
         why = "every rank reads samples of its own, as with more"
@@ -207,8 +207,8 @@ def _world_notes(given: Given, here: World) -> Iterator[Note]:
 def _scaled_notes(
     before: Mapping[str, Any], after: Mapping[str, Any], reasons: Mapping[str, str]
 ) -> Iterator[Note]:
-    """Yield every option that has another value here, with the reason of this case, or that of its
-    field."""
+    """Yield a note for every option with another value here, with the reason of this case or of the
+    option's field."""
     for name, small in SMALL.items():
         if small.fate == "scaled" and before[name] != after[name]:
             why = reasons.get(name, small.why)
@@ -216,7 +216,7 @@ def _scaled_notes(
 
 
 def _restated_notes(given: Given, told: Collection[str]) -> Iterator[Note]:
-    """Yield windows and kinds of layers that say the same in fewer words, if they are not told."""
+    """Yield notes on windows and kinds of layers that are restated in fewer words, if untold."""
     for name in ("sliding_window", "layer_types"):
         written, meant = (getattr(config.model, name) for config in (given.config, given.resolved))
         if written != meant and flag(name) not in told:
@@ -224,7 +224,7 @@ def _restated_notes(given: Given, told: Collection[str]) -> Iterator[Note]:
 
 
 def _left_out_notes(given: Given) -> Iterator[Note]:
-    """Every option that was given and that no case has."""
+    """Yield a note for every given option that no case has."""
     for name, value in given.left_out.items():
         yield Note(flag(name), _shown(value), NOT_HERE, SMALL[name].why)
     paths = given.resolved.data.data_path
@@ -235,7 +235,7 @@ def _left_out_notes(given: Given) -> Iterator[Note]:
 def _kept_notes(
     before: Mapping[str, Any], after: Mapping[str, Any], options: Mapping[str, object]
 ) -> Iterator[Note]:
-    """Every option of the case whose value was kept, first those that may have no effect."""
+    """Yield a note for every option with its value kept, first those that may have no effect."""
     kept = [name for name in options if before[name] == after[name]]
     without_effect = {
         name: small.why for name, small in SMALL.items() if small.fate == "kept" and small.why
@@ -246,24 +246,24 @@ def _kept_notes(
 
 
 def _values(config: Config, examples: SFTConfig) -> dict[str, Any]:
-    """All options by their names."""
+    """Return all options by name."""
     sections = [examples, *(getattr(config, item.name) for item in fields(Config))]
     values = {name: value for section in sections for name, value in vars(section).items()}
-    # Datasets have other names here: what is kept of a blend is how many there are.
+    # Datasets have other names here. Only the number of datasets of a blend is kept.
     return values | {"data_path": datasets(config.data.data_path)}
 
 
 def _change(before: object, after: object) -> tuple[str, str]:
-    """Both values on one line; of two mappings what is not the same."""
+    """Return both values, each on one line. Of two mappings only differing entries are shown."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return _shown(before), _shown(after)
-    other = [name for name in before if before[name] != after.get(name)]
-    yours = _shown({name: before[name] for name in other})
-    return yours, _shown({name: after[name] for name in other})
+    differing = [name for name in before if before[name] != after.get(name)]
+    yours = _shown({name: before[name] for name in differing})
+    return yours, _shown({name: after[name] for name in differing})
 
 
 def _shown(value: object) -> str:
-    """A value on one line; of a long list its length."""
+    """Return a value on one line, or the length of a long list."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(item)}" for name, item in value.items())
     if isinstance(value, tuple | list):

@@ -15,13 +15,13 @@ from megatron_llama.model.rope import LISTS, ORIGINAL, reads_max_positions
 from megatron_llama.model.windows import window_of
 
 HEAD_DIM = 16
-"""Of a small model; half of it with many heads, more where so few dims leave no pair to rotate."""
+"""Usual head dimension: half with many heads, more if no pair of dims would be rotated."""
 WIDEST = 128
-"""Of all heads together."""
+"""Largest width of all heads together."""
 MOST_RANK = 8
-"""Of low-rank additions."""
+"""Largest rank of low-rank additions."""
 VOCABULARY = 300
-"""Rows of a small embedding: every byte, and some tokens more. It is no multiple of PADDING."""
+"""Rows of a small embedding: every byte and some more tokens. It is no multiple of PADDING."""
 PADDING = 8
 """Multiple of a small vocabulary, for each tensor-parallel rank."""
 LARGEST_VOCABULARY = 1024
@@ -34,13 +34,13 @@ LARGEST: Mapping[str, int] = MappingProxyType(
         "head_dim": 64,
     }
 )
-"""A model within these, and within the work of ``MOST_WORK``, stays as it is."""
+"""Bounds of a model that stays as it is, in addition to ``MOST_WORK``."""
 MOST_WORK = 1_000_000_000
-"""Parameters of all blocks, times the tokens of a step."""
+"""Most parameters of all blocks times tokens of a step."""
 
 
 def is_small(yours: Config) -> bool:
-    """Whether a resolved configuration can be run here as it is, its vocabulary aside."""
+    """Whether a resolved configuration can be run here as it is, except for its vocabulary."""
     model = yours.model
     training = yours.training
     blocks = parameter_count(replace(model, vocab_size=1))
@@ -53,8 +53,8 @@ def is_small(yours: Config) -> bool:
 
 
 def small_vocabulary(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, Any]:
-    """Return fewer rows, padded if those of ``model`` are. The last rank has rows that are no
-    padding."""
+    """Return options of a smaller vocabulary, which is padded if that of ``model`` is. The last
+    rank has rows that are no padding."""
     if model.vocab_size <= LARGEST_VOCABULARY and tp_here == tp_yours:
         return {}
     padded = model.vocab_size % (model.make_vocab_size_divisible_by * tp_yours) != 0
@@ -66,10 +66,10 @@ def small_vocabulary(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[st
 
 
 def small_heads(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, Any]:
-    """Return few and narrow heads of a resolved ``model``, and the widths that follow from them.
+    """Return options of few narrow heads for a resolved ``model``, and the widths that follow.
 
-    Key/value heads stay fewer than the tensor-parallel ranks, as many, or more; query heads stay
-    one or several to each of them and to each rank."""
+    Key/value heads remain fewer than the tensor-parallel ranks, as many, or more. The query heads
+    of each key/value head, and of each rank, remain one or several."""
     heads = model.num_attention_heads
     groups = model.num_key_value_heads
     if groups == 1 or tp_yours == tp_here == 1 == heads:
@@ -89,7 +89,7 @@ def small_heads(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, An
         head_dim *= 2
     wide = small * head_dim
     yours = heads * model.head_dim
-    # Families whose heads are not hidden_size together have projections that are no squares.
+    # If all heads together are not as wide as hidden_size, projections are no squares.
     hidden = wide
     if model.hidden_size != yours:
         hidden = wide * 5 // 4 if model.hidden_size > yours else wide * 3 // 4
@@ -112,7 +112,7 @@ def small_heads(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, An
 
 
 def _rotates(factor: float, head_dim: int, yours: int) -> bool:
-    """Whether the rotated dims of a narrower head are pairs, and some or all as of ``yours``."""
+    """Whether the rotated dims of a narrower head are pairs, and some or all, as of ``yours``."""
     rotated = int(head_dim * factor)
     return (
         rotated > 0 and rotated % 2 == 0 and (rotated == head_dim) == (int(yours * factor) == yours)
@@ -122,9 +122,9 @@ def _rotates(factor: float, head_dim: int, yours: int) -> bool:
 def small_positions(
     model: ModelConfig, yours: int, here: int, *, cp: tuple[int, int], head_dim: int
 ) -> dict[str, Any]:
-    """Return windows, longest sequence and rotary scaling of a resolved ``model`` for sequences of
-    ``here`` tokens instead of ``yours``, so that each does to them what it does to yours. ``cp``:
-    the context-parallel ranks of both."""
+    """Return the window, longest sequence and rotary scaling of a resolved ``model`` for sequences
+    of ``here`` tokens instead of ``yours``, each with the same effect as on yours. ``cp`` are the
+    context-parallel ranks of (yours, here)."""
     values: dict[str, Any] = {
         "max_position_embeddings": _like(model.max_position_embeddings, yours, here)
     }
@@ -147,10 +147,10 @@ def small_positions(
 
 
 def small_window(window: int, yours: int, here: int, cp_yours: int, cp_here: int) -> int:
-    """Return a window for sequences of ``here`` tokens instead of ``yours``: beyond them, or
-    shorter. Under context parallelism it ends in the same chunk, counted back from a token's own,
-    or if it leaves few chunks out, in the same one counted from the furthest; as far as there are
-    so many chunks."""
+    """Return a window for sequences of ``here`` tokens instead of ``yours``: as long as they are,
+    or shorter. Under context parallelism it ends in the same chunk, counted back from a token's own
+    chunk. If it leaves out only few chunks, they are counted from the furthest. Both hold as far as
+    there are enough chunks."""
     if window >= yours:
         return here
     if cp_yours == 1 or cp_here == 1:
@@ -162,31 +162,31 @@ def small_window(window: int, yours: int, here: int, cp_yours: int, cp_here: int
     reach_here = min(reach, 2 * cp_here - 2)
     if reach >= furthest:
         reach_here = 2 * cp_here - 1 + reach - furthest
-    part = window - 1 - (reach - 1) * chunk
-    whole = part == chunk
-    small_part = min(max(1, round(part * small_chunk / chunk)), small_chunk - (not whole))
-    return min(max(1, 1 + (reach_here - 1) * small_chunk + small_part), here - 1)
+    depth = window - 1 - (reach - 1) * chunk
+    whole = depth == chunk
+    small_depth = min(max(1, round(depth * small_chunk / chunk)), small_chunk - (not whole))
+    return min(max(1, 1 + (reach_here - 1) * small_chunk + small_depth), here - 1)
 
 
 def chunks_reached(window: int, length: int, cp: int) -> int:
-    """Return into how many chunks before its own the first token of a chunk sees through a window,
-    with ``cp`` context-parallel ranks; one more than there are where it sees beyond the first."""
+    """Return the chunks before its own that a window of a chunk's first token reaches, with ``cp``
+    context-parallel ranks. A window beyond the first chunk counts as one more chunk."""
     return -(-(window - 1) // (length // (2 * cp)))
 
 
 def _like(length: int, yours: int, here: int) -> int:
-    """A length that is shorter than ``here``, as long or longer, as ``length`` is to ``yours``."""
+    """Return a length shorter than ``here``, equal or longer, as ``length`` is to ``yours``."""
     return here // 2 if length < yours else here if length == yours else 2 * here
 
 
 def _spread(count: int, picks: int) -> list[int]:
-    """``picks`` of ``count`` places, the first and the last among them, evenly."""
+    """Return ``picks`` of ``count`` places at equal distances, from the first to the last."""
     return [round(pick * (count - 1) / max(1, picks - 1)) for pick in range(picks)]
 
 
 def blocks_here(yours: Config, count: int) -> list[int]:
-    """Return which of your blocks the ``count`` blocks of a small model stand for: the first, the
-    last, and between them every kind there is as far as they are enough."""
+    """Return the indices of your blocks for which the ``count`` blocks of a small model stand: the
+    first, the last, and between them all kinds, as far as ``count`` allows."""
     kinds = kinds_of_blocks(yours)
     picks = _spread(len(kinds), count)
     for kind in dict.fromkeys(kinds):
@@ -195,15 +195,14 @@ def blocks_here(yours: Config, count: int) -> list[int]:
             continue
         spare = [place for place, own in enumerate(present) if present.count(own) > 1]
         if spare:
-            # Of the places that can be spared the middle one is no end, where there is one.
+            # The middle one of the spare places is no end, if possible.
             picks[spare[len(spare) // 2]] = kinds.index(kind)
             picks.sort()
     return picks
 
 
 def kinds_of_blocks(config: Config) -> list[tuple[bool, frozenset[str]]]:
-    """Return for each block whether it has a window, and what of it is frozen: blocks of one kind
-    have the same."""
+    """Return the kind of each block: whether it has a window, and its frozen parameters."""
     model = config.model
     return [
         (window_of(model, layer) > 0, _frozen_in(model, layer, config.optimizer.freeze))
@@ -212,31 +211,31 @@ def kinds_of_blocks(config: Config) -> list[tuple[bool, frozenset[str]]]:
 
 
 def _frozen_in(model: ModelConfig, layer: int, patterns: Sequence[str]) -> frozenset[str]:
-    """What of a block is frozen, by the names behind its number."""
+    """Return the frozen parameters of a block, by their names after the block's number."""
     if not patterns:
         return frozenset()
     prefix = f"model.layers.{layer}."
-    one = replace(model, num_hidden_layers=1, layer_types=())
+    single = replace(model, num_hidden_layers=1, layer_types=())
     names = (
-        name.removeprefix("model.layers.0.") for name in hf_shapes(one) if ".layers.0." in name
+        name.removeprefix("model.layers.0.") for name in hf_shapes(single) if ".layers.0." in name
     )
     return frozenset(name for name in names if is_frozen(prefix + name, patterns))
 
 
 def small_freeze(yours: Config, here: ModelConfig, blocks: Sequence[int]) -> tuple[str, ...]:
     """Return the patterns of --freeze for a small model whose blocks stand for ``blocks`` of yours:
-    the same patterns where they mean the same, else the names of what is frozen."""
+    the same patterns if they have the same meaning, else the names of the frozen parameters."""
     patterns = yours.optimizer.freeze
     names = list(hf_shapes(here))
     frozen = [name for name in names if is_frozen(_yours(name, blocks), patterns)]
     same = [name for name in names if is_frozen(name, patterns)] == frozen
-    if same and all(any(fnmatchcase(name, one) for name in names) for one in patterns):
+    if same and all(any(fnmatchcase(name, pattern) for name in names) for pattern in patterns):
         return patterns
     return tuple(frozen)
 
 
 def _yours(name: str, blocks: Sequence[int]) -> str:
-    """A parameter's name in your model."""
+    """Return a parameter's name in your model."""
     words = name.split(".")
     if words[1] == "layers":
         words[2] = str(blocks[int(words[2])])
@@ -244,7 +243,7 @@ def _yours(name: str, blocks: Sequence[int]) -> str:
 
 
 def small_lora(lora: LoraConfig) -> dict[str, Any]:
-    """Return a smaller rank, with the weight of the additions in proportion."""
+    """Return a smaller rank, with alpha in proportion to it."""
     rank = min(lora.lora_rank, MOST_RANK)
     alpha = lora.lora_alpha * rank / lora.lora_rank if lora.lora_rank else lora.lora_alpha
     return {"lora_rank": rank, "lora_alpha": alpha}

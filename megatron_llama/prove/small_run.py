@@ -19,28 +19,29 @@ from megatron_llama.prove.world import World
 from megatron_llama.schedule import placement_of
 
 BLOCKS = 4
-"""Of a model in one stage: more than two buffers that blocks take turns in."""
+"""Blocks of a model in one stage: more than two buffers that blocks take turns in."""
 LENGTH = 64
 """Tokens of a sample."""
 CONVERSATION = 128
 """Tokens of a sample of conversations."""
 LEAST_LR = 1e-3
-"""With less, a few steps change weights around 0.1 by little more than their rounding in bf16."""
+"""Least learning rate. With less, a few steps change weights around 0.1 by little more than their
+rounding in bf16."""
 MESSAGES = 4
-"""Buckets of a small model whose large one has several, about."""
+"""Approximate number of buckets of a small model whose large model has several."""
 PARTS = ("a", "b", "c", "d", "e", "f", "g", "h")
-"""Names of the datasets of a blend, of which there are no more."""
+"""Names of the datasets of a blend, which has no more."""
 PART_OF_A_PASS, MORE_THAN_A_PASS = 0.5, 1.6
-"""Values of --epochs. With 1.6 also a run of two samples a step has a last step of one."""
+"""Values of --epochs. With 1.6 even a run of two samples a step has a last step of one sample."""
 
 
 def has_hybrid_shards(yours: Config, world: World) -> bool:
-    """Whether shards are replicated, and each is one of several."""
+    """Whether buckets have several shards, and shards are replicated."""
     return 1 < yours.parallel.data_parallel_shard_size < world.replicas
 
 
 def shard_size_here(yours: Config, world: World, here: World) -> int:
-    """Return the ranks that share a bucket: all, each for itself, or some, as yours."""
+    """Return the number of ranks that share a bucket: all, one, or some, as yours."""
     size = yours.parallel.data_parallel_shard_size
     if not has_hybrid_shards(yours, world):
         return min(size, here.replicas)
@@ -48,8 +49,8 @@ def shard_size_here(yours: Config, world: World, here: World) -> int:
 
 
 def small_stages(yours: Config, here: World) -> dict[str, Any]:
-    """Return the blocks of each stage, and their chunks: one or several to a stage, all stages
-    alike or not, and more of them on a rank than buffers, as yours."""
+    """Return the options of stages, chunks and blocks. As in yours, a stage has one block or
+    several, all stages are alike or not, and a rank has more blocks than buffers."""
     parallel = yours.parallel
     counts = [len(layers) for layers in partition_of(yours).layers]
     schedule = parallel.pipeline_schedule if here.pp > 1 else "1f1b"
@@ -75,14 +76,14 @@ def small_stages(yours: Config, here: World) -> dict[str, Any]:
     sizes = [base + (count > min(picked)) for count in picked]
     if parallel.pipeline_layer_split:
         if len(set(sizes)) == 1 and len(set(counts)) > 1:
-            # The stages that differ are not among those that are left.
+            # The stages with different numbers of blocks were not picked, so one is added.
             sizes[-1] += 1
         values["pipeline_layer_split"] = tuple(sizes)
     return {**values, "num_hidden_layers": sum(sizes)}
 
 
 def _turns(yours: Config) -> list[int]:
-    """The numbers of block-sized buffers, of parameters and of gradients, that blocks share."""
+    """Return the numbers of block-sized buffers of parameters and gradients that blocks share."""
     strategy = strategy_named(yours.parallel.data_parallel_sharding_strategy)
     slots = [yours.parallel.grad_slots] * strategy.reduce_every_microbatch
     parameters = parameter_slots(yours.parallel)
@@ -90,9 +91,9 @@ def _turns(yours: Config) -> list[int]:
 
 
 def small_buffers(yours: Config, world: World, here: Config, small: World) -> dict[str, Any]:
-    """Return slots, messages and recomputation for the stages of ``here``, whose model is small:
-    blocks take turns in slots or have their own, there are several messages or one, and some blocks
-    recompute or all, as yours."""
+    """Return slots, messages and recomputation for the stages of ``here``, whose model is small. As
+    in yours, blocks take turns in slots or have their own, there are several messages or one, and
+    some blocks recompute or all."""
     parallel = yours.parallel
     chosen: dict[str, Any] = {}
     stages = [[len(layers) for layers in partition_of(config).layers] for config in (yours, here)]
@@ -121,7 +122,7 @@ def small_buffers(yours: Config, world: World, here: Config, small: World) -> di
     block = _block(here) / _block(yours)
     if parallel.prefetch_bytes:
         chosen["prefetch_bytes"] = max(1, round(parallel.prefetch_bytes * block))
-    # What may have to be taken back are fp32 weights and both moments of a rank's shard.
+    # Speculation may have to take back fp32 weights and both moments of a rank's shard.
     if yours.offload.offload_speculative and 12 * full.numel > yours.offload.speculation_bytes:
         share = plan.numel / full.numel
         chosen["speculation_bytes"] = max(1, round(yours.offload.speculation_bytes * share))
@@ -129,14 +130,14 @@ def small_buffers(yours: Config, world: World, here: Config, small: World) -> di
 
 
 def _block(config: Config) -> float:
-    """Parameters of one block."""
+    """Return the number of parameters of one block."""
     model = config.model
     return parameter_count(replace(model, vocab_size=1)) / model.num_hidden_layers
 
 
 def small_length_of_samples(yours: Config, here: World, *, sft: bool) -> int:
-    """Return the tokens of a sample: as many as yours if they are few, and a multiple of what cuts
-    a sequence."""
+    """Return the tokens of a sample: as many as yours if they are few, and a multiple of the pieces
+    into which a sequence is cut."""
     unit = (2 * here.cp if here.cp > 1 else 1) * (
         here.tp if yours.parallel.sequence_parallel else 1
     )
@@ -146,8 +147,8 @@ def small_length_of_samples(yours: Config, here: World, *, sft: bool) -> int:
 
 
 def small_batch(yours: Config, world: World, here: World) -> dict[str, Any]:
-    """Return the samples of a step: one or several in a microbatch, and as many microbatches, in
-    relation to the pipeline ranks, as yours. A batch that grows does so within the first steps."""
+    """Return the sizes of batches. As in yours, a microbatch has one sample or several, and has the
+    same relation to the pipeline ranks. A growing batch grows within the first steps."""
     training = yours.training
     micro = min(2, training.micro_batch_size)
     unit = training.micro_batch_size * world.dp
@@ -157,7 +158,7 @@ def small_batch(yours: Config, world: World, here: World) -> dict[str, Any]:
     ramp = training.rampup_batch_size
     if ramp:
         start, increment, _ = ramp
-        # All sizes are multiples of the pipeline ranks, or not all are.
+        # As in yours, all sizes are multiples of the pipeline ranks or not.
         whole = world.pp > 1 and not any(size // unit % world.pp for size in (start, increment))
         step = here.pp if whole else 1
         grows = start < training.global_batch_size
@@ -169,10 +170,10 @@ def small_batch(yours: Config, world: World, here: World) -> dict[str, Any]:
 
 
 def _microbatches(yours: int, ranks_yours: int, ranks: int) -> int:
-    """One or several, and these fewer than the pipeline ranks, as many, a multiple of them or none,
-    as ``yours``. Of two ranks there are no fewer than two: several stay several."""
+    """Return the microbatches: one or several, which are fewer than the pipeline ranks, as many, a
+    multiple of them or none, as ``yours``. With two ranks several remain at least two."""
     if yours == 1 or ranks_yours == 1:
-        # An odd number of them stays odd.
+        # An odd number of microbatches stays odd.
         return min(yours, 2 + yours % 2)
     if ranks == 1:
         return 2
@@ -184,9 +185,9 @@ def _microbatches(yours: int, ranks_yours: int, ranks: int) -> int:
 
 
 def small_schedule(yours: Config, here: Config) -> dict[str, Any]:
-    """Return the length of a run and of its learning rate's schedule, so that all of it happens
-    within the steps that are run. ``here`` has the small batch. The learning rate is one by which
-    a few steps show."""
+    """Return the length of a run and the schedule of its learning rate, so that the whole schedule
+    fits into the steps that are run. ``here`` has the small batch. The learning rate is large
+    enough to show in a few steps."""
     training = yours.training
     optimizer = yours.optimizer
     sizes = BatchSizes(here.training.global_batch_size, here.training.rampup_batch_size)
@@ -205,8 +206,8 @@ def small_schedule(yours: Config, here: Config) -> dict[str, Any]:
     whole = training.train_samples if in_samples else training.train_iters
     decay = getattr(optimizer, f"lr_decay_{unit}")
     for name in ("decay", "warmup", "wsd_decay"):
-        for each in ("iters", "samples"):
-            values[f"lr_{name}_{each}"] = 0
+        for kind in ("iters", "samples"):
+            values[f"lr_{name}_{kind}"] = 0
     values[f"lr_decay_{unit}"] = (
         0 if decay in (0, whole) else (length - length // STEPS if decay < whole else 2 * length)
     )
@@ -220,7 +221,7 @@ def small_schedule(yours: Config, here: Config) -> dict[str, Any]:
 
 
 def lowered_values(yours: Config) -> dict[str, Any]:
-    """Return the options whose fields say how large they may be in so few steps."""
+    """Return the options that have an upper bound in small runs (``Small.most``), lowered to it."""
     sections = [getattr(yours, item.name) for item in fields(Config)]
     values = {name: value for section in sections for name, value in vars(section).items()}
     return {
@@ -231,7 +232,7 @@ def lowered_values(yours: Config) -> dict[str, Any]:
 
 
 def small_intervals(yours: Config) -> dict[str, Any]:
-    """Return what happens every so many steps, so that it happens within those that are run."""
+    """Return the intervals, lowered so that their events come within the steps that are run."""
     values: dict[str, Any] = {}
     if yours.training.eval_interval:
         values["eval_iters"] = min(yours.training.eval_iters, 2)
@@ -242,7 +243,7 @@ def small_intervals(yours: Config) -> dict[str, Any]:
 
 
 def _zenflow(zenflow: ZenFlowConfig) -> dict[str, Any]:
-    """Windows of two steps, or of up to three, and a selection that is made anew."""
+    """Return windows of two steps, or of up to three, and an interval that repeats selection."""
     values: dict[str, Any] = {
         "zenflow_update_interval_cap": min(zenflow.zenflow_update_interval_cap, 3),
         "zenflow_full_warm_up_rounds": min(zenflow.zenflow_full_warm_up_rounds, 1),
@@ -251,7 +252,7 @@ def _zenflow(zenflow: ZenFlowConfig) -> dict[str, Any]:
         values["zenflow_update_interval"] = str(min(int(zenflow.zenflow_update_interval), 2))
     if zenflow.zenflow_select_strategy != "auto":
         values["zenflow_select_strategy"] = "step"
-        # An epoch of yours is longer than a window, and so is what stands for it here.
+        # An epoch of yours is longer than a window, so its replacement is at least as long.
         window = longest_window(replace(zenflow, **values))
         interval = max(window, min(int(zenflow.zenflow_select_interval), 3))
         values["zenflow_select_interval"] = str(interval)
@@ -259,15 +260,15 @@ def _zenflow(zenflow: ZenFlowConfig) -> dict[str, Any]:
 
 
 def small_epochs(yours: float) -> float:
-    """Return a part of a pass, one, or more than one, as yours."""
+    """Return part of a pass, one pass, or more than one, as yours."""
     if yours > 1:
         return MORE_THAN_A_PASS
     return PART_OF_A_PASS if 0 < yours < 1 else yours
 
 
 def small_blend(paths: tuple[str, ...]) -> dict[str, Any]:
-    """Return the datasets of a blend under other names, with their weights, as many as there are
-    names; of one, none. One that stands there twice has one name."""
+    """Return the datasets of a blend under other names, with their weights, up to the number of
+    PARTS; none for a single dataset. A dataset with two entries has one name."""
     blend = read_blend(paths)
     if len(blend.prefixes) < 2:
         return {"data_path": ()}
@@ -285,6 +286,6 @@ def small_blend(paths: tuple[str, ...]) -> dict[str, Any]:
 
 
 def datasets(paths: tuple[str, ...]) -> str:
-    """Say how many datasets --data-path has; one or none: nothing."""
+    """Return words with the number of datasets of --data-path; empty for fewer than two."""
     count = len(read_blend(paths).prefixes)
     return f"{count} datasets" if count > 1 else ""

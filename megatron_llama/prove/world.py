@@ -1,4 +1,4 @@
-"""Processes of a run, by axis, and the fewer of them that show the same."""
+"""Processes of a run by axis, and smaller worlds that show the same."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_llama.config.world import dp_size
 from megatron_llama.errors import ConfigError
 
 GROWING = ("pp", "cp", "dp", "tp")
-"""The axes in the order in which they get more than they need."""
+"""Axes in the order in which they get more ranks than they need."""
 ENOUGH = 4
-"""No axis gets more: beyond the first, the middle and the last rank nothing new happens."""
+"""Most ranks of an axis. Beyond first, middle and last ranks nothing new happens."""
 
 
 @dataclass(frozen=True)
 class World:
-    """How many processes each axis has."""
+    """Number of processes of each axis."""
 
     tp: int
     cp: int
@@ -28,7 +28,7 @@ class World:
 
     @staticmethod
     def of(config: Config, world_size: int) -> World:
-        """Return the axes of a configuration. Raises ConfigError when the processes do not fit."""
+        """Return the axes of a configuration. Raises ConfigError if the processes do not fit."""
         parallel = config.parallel
         return World(
             parallel.tensor_model_parallel_size,
@@ -39,22 +39,22 @@ class World:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis by its name."""
+        """Size of each axis by name."""
         return asdict(self)
 
     @property
     def world_size(self) -> int:
-        """All processes."""
+        """Number of all processes."""
         return prod(self.sizes.values())
 
     @property
     def above_one(self) -> tuple[str, ...]:
-        """The axes that have more than one process."""
+        """Axes with more than one process."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
     @property
     def replicas(self) -> int:
-        """The ranks that a bucket is reduced over: data- and context-parallel ones."""
+        """Number of data- and context-parallel ranks over which a bucket is reduced."""
         return self.dp * self.cp
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ class World:
 
 def worlds(yours: World, ranks: int, needs: Mapping[str, int]) -> tuple[World, ...]:
     """Return worlds of at most ``ranks`` processes that together have every axis of ``yours``: one
-    where all fit, else one for each largest group of axes that do. An axis that is above 1 has 2
-    processes, and up to 4 where ranks are left. ``needs`` says of an axis of which 2 are too few
-    how many show everything; one that has as many in no world gets one more world.
+    if all fit, else one for each largest group of axes that does. An axis above 1 has 2 processes,
+    and up to 4 if ranks are left. ``needs`` has the processes that show everything for axes for
+    which 2 are too few. An axis without so many in any world gets one more world.
 
-    Raises ConfigError where not one axis fits."""
+    Raises ConfigError if no axis fits."""
     if yours.world_size == 1:
         return (yours,)
     if ranks < 2:
@@ -80,18 +80,18 @@ def worlds(yours: World, ranks: int, needs: Mapping[str, int]) -> tuple[World, .
         for group in combinations(yours.above_one, count)
         if 2**count <= ranks
     ]
-    largest = [group for group in groups if not any(group < other for other in groups)]
+    largest = [group for group in groups if not any(group < larger for larger in groups)]
     starts = [{axis: 2 if axis in group else 1 for axis in yours.sizes} for group in largest]
-    found = [_grown(start, yours, needed, ranks) for start in starts]
+    grown = [_grown(start, yours, needed, ranks) for start in starts]
     for axis in GROWING:
-        if needed[axis] <= ranks and all(world.sizes[axis] < needed[axis] for world in found):
+        if needed[axis] <= ranks and all(world.sizes[axis] < needed[axis] for world in grown):
             alone = dict.fromkeys(yours.sizes, 1) | {axis: needed[axis]}
-            found.append(_grown(alone, yours, needed, ranks))
-    return tuple(found)
+            grown.append(_grown(alone, yours, needed, ranks))
+    return tuple(grown)
 
 
 def _grown(sizes: Mapping[str, int], yours: World, needed: Mapping[str, int], ranks: int) -> World:
-    """The world with more processes of its axes: first two of each, then as many as are needed."""
+    """Return a larger world: first 2 ranks on each axis, then as many as needed, then ENOUGH."""
     world = World(**sizes)
     for wanted in (
         dict.fromkeys(sizes, 2),

@@ -1,10 +1,10 @@
-"""What a pipeline rank can do, and which tensors travel between ranks.
+"""The actions of a pipeline rank, and the tensors that travel between ranks.
 
-A *stage* is a chunk of consecutive layers; ``placement`` says on which pipeline rank each one runs.
-With 2 ranks and 2 chunks per rank, interleaved, the placement is (0, 1, 0, 1): rank 0 runs stages 0
-and 2. Tensors between neighbouring stages of one rank are handed over without a transfer. A *link*
-is one direction of the flow from one rank to another, such as the activations from rank 0 to rank
-1: its messages, of whichever stages, arrive in the order sent.
+A *stage* is a chunk of consecutive layers; ``placement`` has the pipeline rank of each. With 2
+ranks and 2 chunks per rank, interleaved, the placement is (0, 1, 0, 1): rank 0 runs stages 0 and 2.
+Tensors between neighbouring stages of one rank are handed over without a transfer. A *link* is one
+direction of the flow from one rank to another, such as the activations from rank 0 to rank 1: its
+messages, of whichever stages, arrive in the order sent.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ScheduleError(ConfigError):
 
 
 class Op(enum.Enum):
-    """What one action does. Activations (FORWARD) flow to the next stage, gradients (BACKWARD) to
-    the previous one."""
+    """The operation of an action. Activations (FORWARD) flow to the next stage, gradients
+    (BACKWARD) to the previous one."""
 
     RECV_FORWARD = "recv_forward"
     FORWARD = "forward"
@@ -49,7 +49,7 @@ class Op(enum.Enum):
 
     @property
     def letter(self) -> str:
-        """How the papers draw a pass: F, B or W; empty for a send or a receive."""
+        """The papers' letter for a pass: F, B or W; empty for a send or a receive."""
         return {
             Op.FORWARD: "F",
             Op.BACKWARD: "B",
@@ -86,7 +86,7 @@ class Schedule:
     """Pipeline rank of each stage."""
     ranks: tuple[tuple[Action, ...], ...]
     passes: tuple[Op, ...]
-    """What each microbatch goes through at each stage: WHOLE, SPLIT, or FORWARD alone."""
+    """The passes of each microbatch at each stage: WHOLE, SPLIT, or FORWARD alone."""
 
     @property
     def stages(self) -> int:
@@ -100,19 +100,19 @@ class Schedule:
 
 
 def receive_of(action: Action, placement: StagePlacement) -> Action | None:
-    """The receive that must come before this pass; None where its input is made on this rank."""
+    """Return the receive that must come before this pass; None if its input is made here."""
     op = receive_before(action.op, action.stage, placement)
     return Action(op, action.stage, action.microbatch) if op is not None else None
 
 
 def send_of(action: Action, placement: StagePlacement) -> Action | None:
-    """The send that must come after this pass; None where its output stays on this rank."""
+    """Return the send that must come after this pass; None if its output stays on this rank."""
     op = send_after(action.op, action.stage, placement)
     return Action(op, action.stage, action.microbatch) if op is not None else None
 
 
 def receive_before(op: Op, stage: int, placement: StagePlacement) -> Op | None:
-    """The kind of receive that a pass at ``stage`` needs; ``receive_of`` without a microbatch."""
+    """Return the receive's kind for a pass at ``stage``; ``receive_of`` without a microbatch."""
     if op is Op.FORWARD:
         return Op.RECV_FORWARD if _elsewhere(stage, stage - 1, placement) else None
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -121,7 +121,7 @@ def receive_before(op: Op, stage: int, placement: StagePlacement) -> Op | None:
 
 
 def send_after(op: Op, stage: int, placement: StagePlacement) -> Op | None:
-    """The kind of send that follows a pass at ``stage``; ``send_of`` without a microbatch."""
+    """Return the send's kind after a pass at ``stage``; ``send_of`` without a microbatch."""
     if op is Op.FORWARD:
         return Op.SEND_FORWARD if _elsewhere(stage, stage + 1, placement) else None
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -134,7 +134,7 @@ def _elsewhere(stage: int, neighbour: int, placement: StagePlacement) -> bool:
 
 
 def other_end(action: Action) -> Action:
-    """The receive that belongs to a send, or the send that belongs to a receive."""
+    """Return the receive that belongs to a send, or the send that belongs to a receive."""
     if action.op is Op.SEND_FORWARD:
         return Action(Op.RECV_FORWARD, action.stage + 1, action.microbatch)
     if action.op is Op.RECV_FORWARD:
@@ -149,7 +149,7 @@ Link = tuple[Op, int, int]
 
 
 def link_of(action: Action, placement: StagePlacement) -> Link:
-    """The link that a send or a receive uses."""
+    """Return the link that a send or a receive uses."""
     send, receive = (
         (action, other_end(action)) if action.op in SENDS else (other_end(action), action)
     )

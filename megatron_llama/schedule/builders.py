@@ -2,8 +2,8 @@
 
 To add one: write a function that yields the passes of one rank in their order, enter it in
 ``SCHEDULES`` below, and add its name to ``PipelineSchedule`` in ``config/schema.py``. Sends and
-receives are inserted, and the result is proved, by ``schedule_named``. The entry also says where
-the stages are, and what the planner needs to know.
+receives are inserted, and the result is proved, by ``schedule_named``. The entry also has the
+placement of the stages, and facts for the planner.
 
 Each function knows only p (the number of ranks), m (microbatches), v (chunks per rank) and the rank
 itself. In the formulas a forward pass (F), an input gradient (B) and a weight gradient (W) last
@@ -33,10 +33,10 @@ from megatron_llama.schedule.actions import (
 from megatron_llama.schedule.proof import validate
 
 Pass = tuple[Op, int, int]
-"""(operation, which of the rank's chunks, microbatch)."""
+"""(operation, number of the rank's chunk, microbatch)."""
 
 
-# The plans of one run ask for the same schedule again and again, and a long one takes a second.
+# The plans of one run need the same schedule again and again, and a long one takes a second.
 @lru_cache(maxsize=4)
 def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """Build the schedule of ``--pipeline-schedule`` and prove it. ``virtual``: chunks per rank;
@@ -55,7 +55,7 @@ def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1
 
 
 def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> list[str]:
-    """Every option that ``schedule_named`` would refuse, without building the schedule."""
+    """Return every problem that ``schedule_named`` would raise, without building the schedule."""
     too_large = schedule_bound_problem(ranks * _chunks(name, virtual), microbatches)
     if too_large is not None:
         return [too_large]
@@ -66,7 +66,7 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int 
 
 
 def schedule_bound_problem(stages: int, microbatches: int) -> str | None:
-    """Return what is wrong with a schedule that is too long to be listed; None if it is not."""
+    """Return the problem of a schedule that is too long to be listed; None if it is not."""
     if stages > LARGEST_STAGES:
         return describe(
             "pipeline ranks x chunks",
@@ -87,8 +87,8 @@ def schedule_bound_problem(stages: int, microbatches: int) -> str | None:
 
 
 def placement_of(name: str, ranks: int, virtual: int) -> StagePlacement:
-    """The pipeline rank of each stage: around the ranks ``virtual`` times, or for zb-v down and up
-    again.
+    """Return the pipeline rank of each stage: around the ranks ``virtual`` times, or for zb-v down
+    and up again.
 
     Raises ScheduleError naming every option that does not fit."""
     too_large = schedule_bound_problem(ranks * _chunks(name, virtual), 1)
@@ -105,11 +105,11 @@ def placement_of(name: str, ranks: int, virtual: int) -> StagePlacement:
 
 
 def forward_only(placement: StagePlacement, microbatches: int) -> Schedule:
-    """The schedule of an evaluation: every microbatch once through the stages of any placement.
+    """Build an evaluation's schedule: every microbatch once through the stages of any placement.
 
-    Every pass is taken to last one tick. At each tick a rank runs, of the passes whose input is
-    there, the one furthest down the pipeline, so that nothing queues up between ranks. The makespan
-    in chunks is vm + p - 1 around the ranks (m a multiple of p), 2m + 2(p-1) down and up a V."""
+    Every pass is taken to last one tick. At each tick a rank runs the pass furthest down the
+    pipeline whose input is there, so that no tensors queue up between ranks. The makespan in chunks
+    is vm + p - 1 around the ranks (m a multiple of p), 2m + 2(p-1) down and up a V."""
     done = [0] * len(placement)  # microbatches that have passed each stage
     ranks = max(placement) + 1
     orders: list[list[Pass]] = [[] for _ in range(ranks)]
@@ -132,7 +132,7 @@ def _built(
     orders: Iterable[Iterable[Pass]],
     passes: tuple[Op, ...],
 ) -> Schedule:
-    """Chunks become stages, transfers are inserted, and the proof is made."""
+    """Turn chunks into stages, insert the transfers, and prove the schedule."""
     ranks = []
     for rank, order in enumerate(orders):
         stages = [stage for stage, place in enumerate(placement) if place == rank]
@@ -150,8 +150,8 @@ def _built(
 
 
 def _gpipe(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """All forwards, then all backwards (Huang et al., 2019). Bubble (p-1)/(m+p-1); m microbatches
-    in flight."""
+    """Yield all forwards, then all backwards (Huang et al., 2019). Bubble (p-1)/(m+p-1); m
+    microbatches in flight."""
     yield from ((Op.FORWARD, 0, i) for i in range(m))
     yield from ((Op.BACKWARD, 0, i) for i in range(m))
 
@@ -166,8 +166,8 @@ def _one_forward_one_backward(p: int, m: int, v: int, rank: int) -> Iterator[Pas
 
 
 def _interleaved(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """1F1B over v chunks per rank, p microbatches at a time through each chunk (Narayanan et al.,
-    2021, section 2.2).
+    """Yield 1F1B over v chunks per rank, p microbatches at a time through each chunk (Narayanan et
+    al., 2021, section 2.2).
 
     Bubble (p-1)/(vm+p-1); 2(p - rank - 1) + (v-1)p + 1 chunks in flight."""
     forwards = [
@@ -186,7 +186,7 @@ def _interleaved(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
 
 
 def _alternating(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Iterator[Pass]:
-    """All forwards in order; after the first ``ahead`` of them, a backward follows each one."""
+    """Yield all forwards in order, and after the first ``ahead`` a backward behind each."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -196,8 +196,8 @@ def _alternating(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Ite
 
 
 def _zb_h1(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """1F1B in which rank r puts off its weight gradients by r microbatches (ZB-H1 of Qi et al.,
-    2023).
+    """Yield 1F1B in which rank r puts off its weight gradients by r microbatches (ZB-H1 of Qi et
+    al., 2023).
 
     Makespan 3m + p - 1 for m >= p, hence a bubble of (p-1)/(3m+p-1), a third of 1F1B's; the papers
     write its length, (p-1)(F+B-W). At most p microbatches in flight on every rank, as on the first
@@ -214,14 +214,14 @@ def _zb_h1(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
 
 
 def _zb_v(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """Two chunks per rank in the shape of a V: the loss is on rank 0 again (ZB-V of Qi et al., 2023
-    and 2024).
+    """Yield ZB-V: two chunks per rank in the shape of a V, with the loss on rank 0 again (Qi et
+    al., 2023 and 2024).
 
     For m >= 2p - 1 no rank is idle between its first pass and its last: no bubble by the definition
     of the papers, in which a rank may begin its next step while others finish this one. Rank r
     begins r chunks after rank 0, so the makespan is 3m + (p-1)/2, and its idle share
-    (p-1)/(6m+p-1). At most p microbatches in flight, as in 1F1B. With fewer microbatches the passes
-    of the missing ones are left out of the schedule for 2p - 1."""
+    (p-1)/(6m+p-1). At most p microbatches in flight, as in 1F1B. With fewer microbatches it is the
+    schedule for 2p - 1 without the passes of the missing ones."""
     return (step for step in _full_zb_v(p, max(m, 2 * p - 1), rank) if step[2] < m)
 
 
@@ -255,7 +255,7 @@ def _full_zb_v(p: int, m: int, rank: int) -> Iterator[Pass]:
         yield next(up)
         yield gradient(1)
         yield late.pop(0)
-    # The other ranks wait for these, and nothing is left to begin: weight gradients last.
+    # The other ranks wait for these, and no pass is left to begin: weight gradients last.
     for _ in range(rank):
         yield gradient(0)
         yield gradient(1)
@@ -271,7 +271,7 @@ Order = Callable[[int, int, int, int], Iterator[Pass]]
 
 @dataclass(frozen=True)
 class ScheduleEntry:
-    """A schedule, and what the planner needs to know of it."""
+    """A schedule, and facts about it for the planner."""
 
     order: Order
     passes: tuple[Op, ...]
@@ -285,7 +285,7 @@ class ScheduleEntry:
     """Whether the memory for activations grows with every microbatch."""
 
     def chunks(self, virtual: int) -> int:
-        """The chunks of each rank, ``virtual`` being the option's value."""
+        """Return the chunks of each rank, ``virtual`` being the option's value."""
         return 2 if self.folded else virtual
 
 
@@ -301,7 +301,7 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
 
 
 def _chunks(name: str, virtual: int) -> int:
-    """The chunks of each rank, also of a schedule that there is not, which is refused later."""
+    """Return the chunks of each rank, even for an unknown schedule, which is refused later."""
     return SCHEDULES[name].chunks(virtual) if name in SCHEDULES else virtual
 
 

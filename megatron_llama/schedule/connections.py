@@ -12,8 +12,8 @@ all its ranks, one after the other, pairs that have nothing to do with each othe
 package does not bind them.
 
 Everything later is only issued: operations of one communicator run in the order of their issue, and
-streams wait for them. Each link has a communicator of its own, used in one direction, so the replay
-of ``replay.py`` is also what NCCL's streams do, once the hosts have issued everything. This module
+streams wait for them. Each link has a communicator of its own, used in one direction, so NCCL's
+streams follow the replay of ``replay.py``, once the hosts have issued everything. This module
 proves that the hosts do.
 """
 
@@ -36,9 +36,9 @@ from megatron_llama.schedule.actions import (
 
 
 def connection_order(placement: StagePlacement) -> tuple[Link, ...]:
-    """Every link that training or evaluation with this placement uses, in the order in which all
-    ranks connect them: pairs of ranks that begin with an even rank, then those that begin with an
-    odd one, then the wrap-around."""
+    """Return every link that training or evaluation with this placement uses, in the order in which
+    all ranks connect them: pairs of ranks that begin with an even rank, then those that begin with
+    an odd one, then the wrap-around."""
     links: set[Link] = set()
     for here, following in pairwise(placement):
         if here != following:
@@ -56,8 +56,8 @@ def connection_order(placement: StagePlacement) -> tuple[Link, ...]:
 
 def prove_first_uses(schedule: Schedule, connected: Sequence[Link]) -> None:
     """Prove that no first use of a link waits forever if each rank first connects its links of
-    ``connected``, in that order, and then walks its actions. Raises ScheduleError naming who waits
-    where."""
+    ``connected``, in that order, and then walks its actions. Raises ScheduleError naming the ranks
+    and where they wait."""
     programs = [
         [
             *((link, "the connections at the start") for link in connected if rank in link[1:]),
@@ -96,7 +96,7 @@ def prove_first_uses(schedule: Schedule, connected: Sequence[Link]) -> None:
 
 
 def _first_uses(schedule: Schedule, rank: int, connected: Sequence[Link]) -> list[tuple[Link, str]]:
-    """The links that a rank uses and has not connected, with the action that uses each first."""
+    """Return the links that a rank uses without a connection, with the first action of each."""
     kinds: dict[tuple[Op, int], Action] = {}
     for action in schedule.ranks[rank]:
         kinds.setdefault((action.op, action.stage), action)
@@ -109,8 +109,6 @@ def _first_uses(schedule: Schedule, rank: int, connected: Sequence[Link]) -> lis
 
 def _waiter(rank: int, link: Link, where: str) -> str:
     op, sender, receiver = link
-    other = receiver if rank == sender else sender
+    peer = receiver if rank == sender else sender
     what = "gradients" if op is Op.SEND_BACKWARD else "activations"
-    return (
-        f"rank {rank} at {where} waits for rank {other} (link for {what}, {sender} to {receiver})"
-    )
+    return f"rank {rank} at {where} waits for rank {peer} (link for {what}, {sender} to {receiver})"

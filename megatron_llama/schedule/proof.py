@@ -1,6 +1,6 @@
 """The proof that a schedule is complete, in order and cannot deadlock, made before anything runs.
 
-Schedules are plain lists that anyone may write, so nothing is taken on trust: each pass and each
+Schedules are plain lists that anyone may write, so the proof trusts nothing: each pass and each
 transfer happens exactly once, no pass comes before what it needs, both ends of a link use one
 order, and a simulation under the runtime's rules reaches the end. The runtime has two transports
 with different rules for a first message, and the proof is made for both: over gloo (``replay.py``)
@@ -35,12 +35,12 @@ from megatron_llama.schedule.replay import Costs, Timeline, simulate
 
 @dataclass(frozen=True)
 class Report:
-    """What a schedule costs if F, B and W last equally long and transfers take no time.
+    """The costs of a schedule if F, B and W last equally long and transfers take no time.
 
     The unit of time is the forward pass of one microbatch through all layers of a rank."""
 
     makespan: float
-    """From the first pass of any rank to the last."""
+    """Time from the first pass of any rank to the last."""
     bubble_fraction: float
     """Idle share of the makespan, over all ranks."""
     bubble_per_rank: tuple[float, ...]
@@ -49,13 +49,13 @@ class Report:
     """Idle time of each rank between its first pass and its last: 0 is zero bubble as Qi et al.
     (2023) define it."""
     peak_in_flight: tuple[float, ...]
-    """Most activations that each rank holds, in microbatches of all its layers. They live from the
-    forward pass to the weight gradient; a schedule without backward keeps none."""
+    """The most activations that each rank holds, in microbatches of all its layers. They live from
+    the forward pass to the weight gradient; a schedule without backward keeps none."""
 
 
 def validate(schedule: Schedule) -> Report:
     """Prove a schedule complete, in order and free of deadlock, over gloo and over NCCL with the
-    connections that ``build_mesh`` makes, and return what it costs. Raises ScheduleError naming the
+    connections that ``build_mesh`` makes, and return its costs. Raises ScheduleError naming the
     actions at fault."""
     _check_shape(schedule)
     for rank in range(len(schedule.ranks)):
@@ -76,9 +76,9 @@ def _check_shape(schedule: Schedule) -> None:
             "rank needs equally many stages"
         )
     if schedule.passes not in ((Op.FORWARD,), WHOLE, SPLIT):
-        found = ", ".join(op.value for op in schedule.passes)
+        passes = ", ".join(op.value for op in schedule.passes)
         expected = "forward, forward and backward, or forward, backward_input and backward_weight"
-        raise ScheduleError(f"{schedule.name}: the passes are {found}, expected {expected}")
+        raise ScheduleError(f"{schedule.name}: the passes are {passes}, expected {expected}")
     if schedule.microbatches < 1:
         raise ScheduleError(
             f"{schedule.name}: {schedule.microbatches} microbatches, expected 1 or more"
@@ -93,7 +93,7 @@ def _kinds(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
 
 
 def _transfers(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
-    """Yield (operation, stage) of what the rank sends and receives."""
+    """Yield (operation, stage) of the rank's sends and receives."""
     for op, stage in _kinds(schedule, rank):
         for transfer in (
             receive_before(op, stage, schedule.placement),
@@ -104,7 +104,7 @@ def _transfers(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
-    """Each pass occurs exactly once, and so do the transfers around it, in whatever order."""
+    """Check that each pass and each transfer around it occurs exactly once, in any order."""
     actions = schedule.ranks[rank]
     kinds = (*_kinds(schedule, rank), *_transfers(schedule, rank))
     expected = {
@@ -114,11 +114,11 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     }
     if len(actions) == len(expected) and set(actions) == expected:
         return
-    found = Counter(actions)
-    wanted = Counter(Action(*one) for one in expected)
+    listed = Counter(actions)
+    wanted = Counter(Action(*action) for action in expected)
     differing = [
         (word, acts)
-        for word, acts in (("missing", wanted - found), ("unexpected", found - wanted))
+        for word, acts in (("missing", wanted - listed), ("unexpected", listed - wanted))
         if acts
     ]
     parts = [f"{word} {', '.join(map(str, sorted(acts, key=str)))}" for word, acts in differing]
@@ -126,14 +126,14 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
 
 
 def _check_local_order(schedule: Schedule, rank: int) -> None:
-    """What a rank owes to itself: a pass comes after what it works on, and gradients add up in
-    order of microbatches."""
+    """Check one rank alone: a pass comes after those that it needs, and gradients add up in order
+    of microbatches."""
     where = {action: position for position, action in enumerate(schedule.ranks[rank])}
     everyone = range(schedule.microbatches)
     placement = schedule.placement
 
     def at(op: Op, stage: int) -> list[int]:
-        """Position of an operation on each microbatch."""
+        """Return the position of an operation on each microbatch."""
         return [where[Action(op, stage, microbatch)] for microbatch in everyone]
 
     for op, stage in _kinds(schedule, rank):
@@ -165,8 +165,8 @@ PassKind = tuple[Op, int]
 
 
 def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[PassKind, PassKind]]:
-    """(needed, pass) and (pass, what needs it) around the passes of a stage. Those of other ranks
-    are not in this rank's list."""
+    """Yield (needed, pass) and (pass, the pass that needs it) around the passes of a stage. Passes
+    of other ranks are not in this rank's list."""
     receive = receive_before(op, stage, schedule.placement)
     send = send_after(op, stage, schedule.placement)
     if receive is not None:
@@ -184,8 +184,8 @@ def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[PassKind, P
 
 
 def _check_links(schedule: Schedule) -> None:
-    """Messages of one link arrive in the order sent: the k-th receive must expect the k-th
-    message."""
+    """Check each link: messages arrive in the order sent, so the k-th receive must expect the
+    k-th."""
     sends: dict[Link, list[Action]] = defaultdict(list)
     receives: dict[Link, list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
@@ -207,7 +207,7 @@ def _check_links(schedule: Schedule) -> None:
 
 
 def _report(schedule: Schedule, timeline: Timeline) -> Report:
-    """``timeline``: of chunks that last 1."""
+    """Return the report of a ``timeline`` of chunks that last 1."""
     ranks = range(len(schedule.ranks))
     chunks = schedule.virtual
     makespan = timeline.makespan
@@ -225,7 +225,7 @@ def _report(schedule: Schedule, timeline: Timeline) -> Report:
 
 
 def _in_flight(actions: tuple[Action, ...]) -> Iterator[int]:
-    """After each action: how many (stage, microbatch) have run forward and not all of their
+    """Yield, after each action, how many (stage, microbatch) have run forward and not all of their
     backward."""
     live = 0
     changes = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}

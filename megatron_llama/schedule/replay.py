@@ -1,10 +1,10 @@
-"""When every pass of a schedule runs, under exactly the rules of the runtime, with transfers that
-take no time.
+"""The times at which the passes of a schedule run, under exactly the rules of the runtime, with
+transfers that take no time.
 
-A rank walks its list of actions. A receive is posted and returns at once. A pass waits until what
-it receives has been sent. A send returns when the previous message of its link has been taken,
-which is when the receive of that message was posted: at most one sent tensor is kept per link. It
-is a deadlock when every rank that is not at its end waits.
+A rank walks its list of actions. A receive is posted and returns at once. A pass waits until its
+input has been sent. A send returns when the previous message of its link has been taken, which is
+when the receive of that message was posted: at most one sent tensor is kept per link. A deadlock is
+a state in which every rank that is not at its end waits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megatron_llama.schedule.actions import (
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the passes of one microbatch at one stage last, in any unit of time."""
+    """The durations of the passes of one microbatch at one stage, in any unit of time."""
 
     forward: float = 1
     backward_input: float = 1
     backward_weight: float = 1
 
     def of(self, op: Op) -> float:
-        """The duration of a pass of this kind."""
+        """Return the duration of a pass of this kind."""
         if op is Op.BACKWARD:
             return self.backward_input + self.backward_weight
         return {
@@ -58,7 +58,7 @@ class TimedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the passes of every rank run, in order."""
+    """The timed passes of every rank, in order."""
 
     ranks: tuple[tuple[TimedPass, ...], ...]
 
@@ -68,18 +68,18 @@ class Timeline:
         return max(passes[-1].end for passes in self.ranks)
 
     def busy(self, rank: int) -> float:
-        """The time that a rank computes."""
-        return sum(one.end - one.start for one in self.ranks[rank])
+        """Return the time that a rank computes."""
+        return sum(timed.end - timed.start for timed in self.ranks[rank])
 
     def stalled(self, rank: int) -> float:
-        """The time that a rank is idle between its first pass and its last: the bubble as the
-        zero-bubble papers define it."""
+        """Return the time that a rank is idle between its first pass and its last: the bubble as
+        the zero-bubble papers define it."""
         return self.ranks[rank][-1].end - self.ranks[rank][0].start - self.busy(rank)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run all ranks to the end of their lists and return when each pass ran. Raises ScheduleError
-    naming who waits for what if they deadlock."""
+    naming the waits of each rank if they deadlock."""
     replay = _Replay(schedule, costs)
     ranks = schedule.ranks
     cursors = [0] * len(ranks)
@@ -104,17 +104,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 @dataclass
 class _Traffic:
-    """What one link has carried so far."""
+    """The messages and receives of one link so far."""
 
     sent: list[Action] = field(default_factory=list)
     posted: list[float] = field(default_factory=list)
-    """When each receive of this link was posted."""
+    """The time at which each receive of this link was posted."""
 
 
 class _Replay:
-    """The clock of every rank, and what has been sent and posted so far.
+    """The clock of every rank, and the sends and receives so far.
 
-    What depends on operation and stage alone is computed once: a long schedule has a million
+    Values that depend on operation and stage alone are computed once: a long schedule has a million
     actions."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -166,8 +166,8 @@ class _Replay:
 
 
 _Role = tuple[_Traffic | None, _Traffic | None, tuple[Op, int] | None, float]
-"""What the replay needs to know of a kind of action: the link that it receives from; the link that
-it sends into; for a pass the kind of send that it waits for, and its duration."""
+"""The properties of a kind of action: the link that it receives from; the link that it sends into;
+for a pass the kind of send that it waits for, and its duration."""
 
 
 def _role(

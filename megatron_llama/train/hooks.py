@@ -1,4 +1,4 @@
-"""What this room hangs into the trainer (``megatron_llama/hooks.py``)."""
+"""The offers of this room to the trainer (``megatron_llama/hooks.py``)."""
 
 from __future__ import annotations
 
@@ -61,6 +61,14 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "Look at a file, or list the presets: inspect presets.",
             words="config|checkpoint|dataset PATH [--verify]",
             listed=140,
+        ),
+        "doctor": Command(
+            "train.commands.doctor",
+            "doctor",
+            "train.commands.common.configs:NoOptions",
+            "What this machine can do for a run, and what is missing for which feature.",
+            words="",
+            listed=185,
         ),
         "env": Command(
             "train.commands.env",

@@ -1,9 +1,9 @@
 """Tuning: training on conversations (``sft``) and on judged answers (``align``), and the commands
-that look at such files and talk with a tuned model.
+that inspect such files and talk with a tuned model.
 
 Read first: ``sft/formats.py`` (a record as an example), ``sft/chat.py`` (an example as tokens, and
 which of them are learned), ``sft/dataset.py`` (examples as samples), ``preference/objective.py``
-(the losses of preference tuning), ``preference/inputs.py`` (how ``align`` opens what it reads).
+(the losses of preference tuning), ``preference/inputs.py`` (the inputs of ``align``).
 
-It calls the trainer with deciders of its own (``train/setup``), which say what is read: samples,
-and for preferences an ``Objective``. It never imports ``prove``."""
+It calls the trainer with its own deciders (``train/setup``) of the inputs: samples, and for
+preferences an ``Objective``. It never imports ``prove``."""

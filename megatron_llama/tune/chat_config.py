@@ -10,7 +10,7 @@ class ChatConfig:
     """Talk with a trained model: a line is a message, and /help lists the commands."""
 
     system: str | None = None
-    """What the model is told before the conversation."""
+    """The system message in front of the conversation."""
     chat_template: str | None = None
     """File with the jinja template of a conversation. Default: the one in the tokenizer's
     folder."""

@@ -1,4 +1,4 @@
-"""What this room hangs into the trainer (``megatron_llama/hooks.py``)."""
+"""The offers of this room to the trainer (``megatron_llama/hooks.py``)."""
 
 from __future__ import annotations
 

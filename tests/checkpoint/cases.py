@@ -13,14 +13,14 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.native import TrainState
-from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.pieces import shard_pieces, step_counts
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.plan.params import hf_shapes
 from torch import Tensor
 
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, Layout, Trainer, trainer
+from tests.torch_twin import drawn
 
 SINGLE = Place(0, 1, 0)
 TRAINED = 2
@@ -95,13 +95,7 @@ def load_into(run: Trainer, folder: Path, later: int = 2) -> Held:
 def whole_weights(folder: Path) -> dict[str, Tensor]:
     """All weights of the newest checkpoint, read without an engine."""
     weights = native.open_weights(folder)
-    return {name: read_whole(weights, name, shape) for name, shape in hf_shapes(weights.model).items()}
-
-
-def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    out = torch.full(shape, torch.nan)
-    source(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
-    return out
+    return {name: drawn(weights, name, shape) for name, shape in hf_shapes(weights.model).items()}
 
 
 def renew_sums(folder: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from tests.converter.distcp import write_folder, write_index
+from tests.flipped import flip
 
 FIRST = "__0_0.distcp"
 
@@ -129,15 +130,14 @@ class Folder:
             self.move(key, offset=start, length=file.tell() - start)
 
 
-def flip(folder: Folder) -> None:
+def flip_value(folder: Folder) -> None:
     """One bit of a value."""
     place = folder.places[folder.key("w", 0, 0)]
     path = folder.path / place.relative_path
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     at = content.find(b"archive/data/0", place.offset)
     skip = int.from_bytes(content[at - 2 : at], "little")
-    content[at + 14 + skip + 5] ^= 1
-    path.write_bytes(content)
+    flip(path, at + 14 + skip + 5)
 
 
 def share_bytes(folder: Folder) -> None:
@@ -173,9 +173,7 @@ def flip_object(folder: Folder) -> None:
     folder.rewrite(folder.key("extra"), [torch.arange(3.0)])
     place = folder.places[folder.key("extra")]
     path = folder.path / place.relative_path
-    content = bytearray(path.read_bytes())
-    content[content.find(torch.arange(3.0).numpy().tobytes(), place.offset) + 4] ^= 1
-    path.write_bytes(content)
+    flip(path, path.read_bytes().find(torch.arange(3.0).numpy().tobytes(), place.offset) + 4)
 
 
 def nothing_described(metadata: Metadata) -> None:
@@ -222,7 +220,7 @@ DAMAGE: dict[str, tuple[Callable[[Folder], object], str]] = {
     "flipped bit in an object": (flip_object, "got damaged content (a checksum does not match)"),
     "chunks on the same bytes": (share_bytes, "got chunks that share bytes"),
     "compressed chunk": (lambda f: f.move(f.key("b", 0), transform_descriptors=["zstd"]), "got ['zstd'], expected plain tensors"),
-    "flipped bit": (flip, "at (0, 0): got damaged content (a checksum does not match)"),
+    "flipped bit": (flip_value, "at (0, 0): got damaged content (a checksum does not match)"),
     "chunks that stand for each other": (swap, "expected torch.float32 (2, 3), by the index"),
     "chunk of another dtype": (lambda f: f.rewrite(f.key("b", 0), torch.zeros(6, dtype=torch.bfloat16)), "got torch.bfloat16 (6,)"),
     "chunk that calls a function": (lambda f: f.rewrite(f.key("b", 0), Malice(f.witness)), "got a pickle that calls posix.mkdir"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import resource
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +16,7 @@ from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.errors import CheckpointError
 from megatron_llama.launch.launcher import Place
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.checkpoint.cases import (
     SINGLE,
@@ -25,29 +24,19 @@ from tests.checkpoint.cases import (
     full_disk,
     load_under,
     merged,
-    read_whole,
     renew_sums,
     same,
     save_under,
     state_at,
     trained,
 )
+from tests.checkpoint.damage import edit_index, edit_meta
+from tests.flipped import flip
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer
+from tests.torch_twin import drawn
 
 ONE = Layout()
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    save_under(SINGLE, ONE, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "copy")) / "iter_0000002"
 
 
 def data_file(path: Path) -> Path:
@@ -59,29 +48,15 @@ def cut(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
 
 
-def edit_meta(path: Path, **changes: object) -> None:
-    content = json.loads((path / "meta.json").read_text()) | changes
-    (path / "meta.json").write_text(json.dumps({name: value for name, value in content.items() if value != "gone"}))
-
-
-def edit_index(path: Path, change: Callable[[dict], object]) -> None:
-    metadata = FileSystemReader(path).read_metadata()
-    metadata.storage_meta = None
-    change(metadata.state_dict_metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
 def zero(path: Path) -> None:
     file = data_file(path)
     file.write_bytes(bytes(file.stat().st_size))
 
 
-def flip(path: Path) -> None:
+def flip_in_the_head(path: Path) -> None:
     """One bit, in the middle of the output head's values."""
     (place, *_) = [at for key, at in FileSystemReader(path).read_metadata().storage_data.items() if key.fqn == "lm_head.weight"]
-    content = bytearray(data_file(path).read_bytes())
-    content[place.offset + place.length // 2] ^= 8
-    data_file(path).write_bytes(content)
+    flip(data_file(path), place.offset + place.length // 2, 8)
 
 
 class Bomb:
@@ -99,25 +74,12 @@ DAMAGE = {
     "no meta": (lambda path: (path / "meta.json").unlink(), r"meta\.json: got No such file or directory, .*; restore"),
     "meta is not JSON": (lambda path: cut(path / "meta.json", 30), r"meta\.json:3: got .*, expected valid JSON; restore"),
     "meta is a list": (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: got a JSON list, expected a JSON object; restore"),
-    "meta lacks a field": (lambda path: edit_meta(path, seed="gone"), r"meta\.json seed: got no such field, expected one; restore"),
+    "meta lacks a field": (edit_meta(seed=...), r"meta\.json seed: got no such field, expected one; restore"),
     "meta lacks the loss scale": (
-        lambda path: edit_meta(path, loss_scale="gone"),
+        edit_meta(loss_scale=...),
         r"meta\.json loss_scale: got no such field, expected one; restore",
     ),
-    "meta has a wrong type": (
-        lambda path: edit_meta(path, iteration=None),
-        r"meta\.json iteration: got None, expected an integer of at least 0; restore",
-    ),
-    "later format": (lambda path: edit_meta(path, format_version=2), r"format_version: got 2, expected 1; .*version of this program"),
-    "no index": (lambda path: (path / ".metadata").unlink(), r"\.metadata: got No such file or directory"),
-    "index cut off": (
-        lambda path: cut(path / ".metadata", 500),
-        r"\.metadata: got damaged content \(.*\), expected torch's index; restore",
-    ),
-    "index of something else": (
-        lambda path: (path / ".metadata").write_bytes(pickle.dumps([1])),
-        r"\.metadata: got a list, expected torch's Metadata; restore",
-    ),
+    "later format": (edit_meta(format_version=2), r"format_version: got 2, expected 1; .*version of this program"),
     "index with code": (plant_bomb, r"\.metadata: got a pickle that calls subprocess\.getoutput, .*nothing was run"),
     "no data": (
         lambda path: data_file(path).unlink(),
@@ -126,18 +88,15 @@ DAMAGE = {
     "data cut off": (lambda path: cut(data_file(path), 5000), r"__0_0\.distcp: got 5000 bytes, expected \d+: it was cut off; restore"),
     "data lost": (zero, r"__0_0\.distcp \S+ at \(0,.*\): got damaged content \(\w+\), expected a tensor that torch\.save wrote; restore"),
     "bit flipped": (
-        flip,
+        flip_in_the_head,
         r"__0_0\.distcp lm_head\.weight at \(0, 0\): got damaged content \(a checksum does not match\), expected what was saved; restore",
     ),
     "tensor missing": (
-        lambda path: edit_index(path, lambda index: index.pop("optimizer.exp_avg.lm_head.weight")),
+        edit_index(lambda index: index.state_dict_metadata.pop("optimizer.exp_avg.lm_head.weight")),
         r"optimizer\.exp_avg\.lm_head\.weight: got no such tensor, expected shape \(300, 64\)",
     ),
-    "part of a tensor missing": (
-        lambda path: edit_index(path, lambda index: index["model.embed_tokens.weight"].chunks.pop()),
-        r"model\.embed_tokens\.weight chunks: got none, expected at least one; restore",
-    ),
 }
+"""What makes an index unusable is in test_container.py, and what makes meta.json so in test_trust.py."""
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -156,18 +115,22 @@ def test_damage_is_named(copy: Path, name: str, tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in DAMAGE if "optimizer" not in DAMAGE[name][1]])
+@pytest.mark.parametrize("name", ["meta lacks a field", "index with code", "data cut off", "bit flipped"])
 def test_damage_is_named_without_an_engine(copy: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     damage, message = DAMAGE[name]
     damage(copy)
     renew_sums(copy)
     with pytest.raises(CheckpointError, match=message):
-        read_whole(native.open_weights(copy), "lm_head.weight", (300, 64))
+        drawn(native.open_weights(copy), "lm_head.weight", (300, 64))
 
 
 def test_export_needs_no_optimizer_state(copy: Path) -> None:
-    edit_index(copy, lambda index: [index.pop(key) for key in list(index) if key.startswith("optimizer.")])
+    def without_state(index: Metadata) -> None:
+        for key in [key for key in index.state_dict_metadata if key.startswith("optimizer.")]:
+            del index.state_dict_metadata[key]
+
+    edit_index(without_state)(copy)
     renew_sums(copy)
     native.open_weights(copy)
 
@@ -224,6 +187,7 @@ def message_of_load(place: Place, layout: Layout, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "damage", [pytest.param(zero, marks=pytest.mark.long), lambda path: data_file(path).unlink()], ids=["content", "file"]
 )
@@ -251,7 +215,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(copy: Path, size: int, file: str
     with full_disk(size), pytest.raises(CheckpointError, match=rf"iter_0000003\.incomplete/{file}: got File too large, .*; free space"):
         native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config())
     assert checkpoint_dir.latest(folder) == copy
-    assert names(folder) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert names(folder) == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
     assert native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config()) == checkpoint_dir.latest(folder)
 
 
@@ -262,7 +226,7 @@ def test_a_disk_that_fills_up_at_the_end_leaves_the_last_checkpoint(copy: Path) 
     with full_disk(5_000_000), pytest.raises(CheckpointError, match=r"meta\.json|iter_0000002: got File too large"):
         native.save(copy.parent, run.optimizer, run.mesh, state_at(2), long)
     assert native.read_meta(copy).optimizer_step == 2
-    assert names(copy.parent) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert names(copy.parent) == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
 def message_of_save(place: Place, layout: Layout, folder: Path, full_rank: int) -> str:

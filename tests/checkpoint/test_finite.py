@@ -31,6 +31,7 @@ from megatron_llama.metrics.log import MetricLog
 from torch import Tensor
 
 from tests.checkpoint.cases import SINGLE, state_at
+from tests.over_cases import over_cases
 from tests.parallel.cases import Layout, trainer
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -43,6 +44,7 @@ def region(values: Tensor, offset: tuple[int, ...] = ()) -> Region:
     return Region("w", shape, offset, tuple(values.shape), values)
 
 
+@over_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [(0, 0), (299, 1023), (150, 3)])

@@ -63,6 +63,7 @@ def kill_everywhere(place: Place, good: Path, work: Path, iteration: int) -> lis
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("iteration", [3, pytest.param(2, marks=pytest.mark.long)], ids=["new", "again"])
 def test_a_killed_save(cluster: Cluster, tmp_path: Path, iteration: int) -> None:
     good = tmp_path / "good"

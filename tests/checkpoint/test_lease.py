@@ -145,6 +145,7 @@ def test_a_holder_elsewhere_whose_count_goes_on_is_there(hasty: None, tmp_path: 
         renewing.join()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"process": {}}', b"\xff", b'{"id": 1, "process": {"host": 1}}', b"[" * 100_000])
 def test_a_lease_that_nobody_can_read_counts_while_it_changes(content: bytes, hasty: None, tmp_path: Path) -> None:
     (tmp_path / "lease.1.json").write_bytes(content)
@@ -255,7 +256,8 @@ def test_where_no_file_can_be_renewed_only_steal_save_takes_the_folder(hasty: No
         path.write_bytes(content)  # or this test would wait for two minutes
         with leasing(str(tmp_path)) as second, pytest.raises(LeaseError, match="got a run that may still write there, for its file was never "):
             second.take(WORLD)
-        assert files(tmp_path) == ["lease.1.json"] and path.read_bytes() == content
+        # The holder tries to renew it all the time: what it cannot put there is a draft until it is gone.
+        assert [name for name in files(tmp_path) if not name.endswith(".draft")] == ["lease.1.json"] and path.read_bytes() == content
         with leasing(str(tmp_path), steal=True) as thief:
             thief.take(WORLD)
             holder.send("look")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -22,57 +20,20 @@ from megatron_llama.checkpoint.native_folder import open_native
 from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.errors import CheckpointError
 from megatron_llama.train.setup.start import named_start
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from tests.checkpoint.cases import SINGLE, load_under, merged, renew_sums, same, save_under, state_at, whole_weights
+from tests.checkpoint.cases import SINGLE, load_under, merged, renew_sums, same, whole_weights
+from tests.checkpoint.damage import Edit, edit_index, edit_meta
+from tests.flipped import flip
 from tests.parallel.cases import Layout, trainer
 
 ONE = Layout()
 DATA = "__0_0.distcp"
-Edit = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of a run: iterations 1 and 2."""
-    folder = tmp_path_factory.mktemp("good")
-    run = trainer(SINGLE, ONE)
-    run.step(0)
-    native.save(folder, run.optimizer, run.mesh, state_at(1), ONE.config())
-    save_under(SINGLE, ONE, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "copy")) / "iter_0000002"
 
 
 def load(path: Path) -> None:
     run = trainer(SINGLE, ONE)
     native.load(path, run.optimizer, run.mesh, ONE.config().model)
-
-
-def edit_meta(**changes: object) -> Edit:
-    def edit(path: Path) -> None:
-        content = json.loads((path / "meta.json").read_text())
-        for name, value in changes.items():
-            inner, _, last = name.rpartition("__")
-            (content[inner] if inner else content)[last] = value
-        (path / "meta.json").write_text(json.dumps(content))
-
-    return edit
-
-
-def edit_index(change: Callable[[Any], object]) -> Edit:
-    """Change the index as torch reads it."""
-
-    def edit(path: Path) -> None:
-        metadata = FileSystemReader(path).read_metadata()
-        change(metadata)
-        (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return edit
 
 
 def place_of(metadata: Any, name: str) -> Any:
@@ -100,9 +61,7 @@ def test_a_changed_meta_json_is_refused_until_its_sum_is_renewed(copy: Path) -> 
 
 
 def test_one_bit_of_the_index_is_seen(copy: Path) -> None:
-    content = bytearray((copy / ".metadata").read_bytes())
-    content[content.index(b"lm_head")] ^= 1
-    (copy / ".metadata").write_bytes(content)
+    flip(copy / ".metadata", (copy / ".metadata").read_bytes().index(b"lm_head"))
     assert ".metadata: got SHA-256" in refusal(copy)
 
 
@@ -196,10 +155,6 @@ def test_megatrons_reader_sees_exchanged_files_too(copy: Path) -> None:
 
 
 INDEX: dict[str, tuple[Callable[[Any], object], str]] = {
-    "elsewhere": (
-        lambda m: setattr(place_of(m, "lm_head.weight"), "relative_path", "../secret"),
-        "relative_path: got '../secret', expected a file of the folder",
-    ),
     "negative": (lambda m: setattr(place_of(m, "lm_head.weight"), "offset", -1), "expected numbers that are not negative"),
     "huge": (lambda m: setattr(place_of(m, "lm_head.weight"), "offset", 10**30), "expected numbers that are not negative"),
     "text": (lambda m: setattr(place_of(m, "lm_head.weight"), "length", "9"), "expected numbers that are not negative"),
@@ -214,22 +169,29 @@ INDEX: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: m.state_dict_metadata["lm_head.weight"].chunks.append(m.state_dict_metadata["lm_head.weight"].chunks[0]),
         "overlapping",
     ),
+    "an empty list of chunks": (lambda m: m.state_dict_metadata["lm_head.weight"].chunks.clear(), "chunks: got none"),
     "no chunks": (lambda m: setattr(m.state_dict_metadata["lm_head.weight"], "chunks", None), "chunks: got none"),
     "wrong kind": (lambda m: m.state_dict_metadata.update({"lm_head.weight": 3}), "lm_head.weight: got a int"),
     "no name": (
         lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["lm_head.weight"]}),
         "got 3, expected the name of a tensor",
     ),
+    "a place of another kind": (lambda m: m.storage_data.update({"lm_head.weight": 3}), "got str: int, expected MetadataIndex"),
+    "a place without a name": (
+        lambda m: m.storage_data.update({MetadataIndex(3): place_of(m, "lm_head.weight")}),  # type: ignore[arg-type]
+        "storage_data: got 3, expected the name of a tensor",
+    ),
+    "a dtype of another kind": (
+        lambda m: setattr(m.state_dict_metadata["lm_head.weight"].properties, "dtype", "float"),
+        "lm_head.weight dtype: got 'float', expected a dtype of torch",
+    ),
+    "a chunk of another kind": (
+        lambda m: setattr(m.state_dict_metadata["lm_head.weight"], "chunks", [3]),
+        "lm_head.weight chunks: got int, expected ChunkStorageMetadata",
+    ),
     "no places": (lambda m: setattr(m, "storage_data", None), "without state_dict_metadata and storage_data"),
-    "shared bytes": (
-        lambda m: setattr(place_of(m, "lm_head.weight"), "offset", place_of(m, "model.embed_tokens.weight").offset + 8),
-        "chunks that share bytes",
-    ),
-    "quantised": (
-        lambda m: setattr(m.state_dict_metadata["lm_head.weight"].properties, "dtype", torch.int8),
-        "got torch.int8, expected a dtype that is saved",
-    ),
 }
+"""Beside those of every container: see test_container.py."""
 
 
 @pytest.mark.parametrize("name", INDEX)
@@ -248,8 +210,6 @@ def test_a_pickle_sets_no_attribute_of_torchs_classes(copy: Path) -> None:
     (copy / ".metadata").write_bytes(content)
     renew_sums(copy)
     assert "damaged content (TypeError)" in refusal(copy)
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
     assert not hasattr(MetadataIndex, "planted") and getattr(MetadataIndex, "fqn", None) != "planted"
 
 
@@ -275,6 +235,7 @@ META: dict[str, tuple[dict[str, object], str]] = {
         "history skipped[0] iteration: got -1, expected an integer of at least 0",
     ),
     "places": ({"stream_places": [[[1, 2]]]}, "stream_places: got [1, 2], expected 4 numbers"),
+    "not finite": ({"not_finite": [{"name": 3}]}, "not_finite: got [{'name': 3}], expected name, count, first and value"),
     "callbacks": ({"callbacks": 3}, "callbacks: got 3, expected an object"),
     "data": ({"training_data": 3}, "training_data: got 3, expected an object"),
     "model": ({"model": None}, "model: got None, expected an object"),

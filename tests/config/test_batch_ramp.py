@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 from megatron_llama.config.batch_ramp import BatchSizes, length_problems, size_problems, with_decay, with_epochs
 from megatron_llama.config.schema import Config, OptimizerConfig, TrainingConfig
+
+from tests.over_cases import over_cases
 
 RAMPS = [(2, 2, 20), (4, 4, 100), (8, 24, 33), (2, 6, 1), (31, 1, 50), (16, 16, 7)]
 
 
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_as_megatron(ramp: tuple[int, int, int]) -> None:
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
     theirs = RampupBatchsizeNumMicroBatchesCalculator(32, 1, 1, False, 1, *ramp)
     ours = BatchSizes(32, ramp)
     seen = set()
@@ -24,6 +27,7 @@ def test_as_megatron(ramp: tuple[int, int, int]) -> None:
     assert seen <= set(ours.all()) and max(ours.all()) == 32
 
 
+@over_cases
 @pytest.mark.parametrize("ramp", [(), *RAMPS])
 @pytest.mark.parametrize("samples", [1, 3, 19, 31, 32, 100, 1000])
 @pytest.mark.parametrize("first", [0, 2, 40])
@@ -35,6 +39,7 @@ def test_a_run_is_as_many_whole_steps_as_its_samples_are_enough_for(ramp: tuple[
     assert first or sizes.samples(steps) == consumed
 
 
+@over_cases
 @pytest.mark.parametrize("ramp", [(), *RAMPS])
 @pytest.mark.parametrize("samples", [1, 31, 32, 100, 101])
 def test_every_sample_of_a_run_of_epochs_is_in_one_step(ramp: tuple[int, ...], samples: int) -> None:

@@ -117,6 +117,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 def test_a_new_option_is_a_field_and_the_code_that_obeys_it(tmp_path: Path) -> None:
     """The example of the manual, in a copy of the package."""
     shutil.copytree(ROOT / "megatron_llama", tmp_path / "megatron_llama", ignore=shutil.ignore_patterns("__pycache__"))

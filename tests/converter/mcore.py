@@ -80,6 +80,27 @@ class Run:
     seed: int = 1234
 
 
+def options_of(run: Run, data: str, **others: Any) -> dict[str, Any]:
+    """The same run here."""
+    return {
+        "data_path": data,
+        "split": "100,0,0",
+        "seq_length": run.seq_length,
+        "micro_batch_size": run.micro_batch_size,
+        "global_batch_size": run.global_batch_size,
+        "train_iters": run.train_iters,
+        "lr": run.lr,
+        "min_lr": run.min_lr,
+        "lr_decay_style": "cosine",
+        "weight_decay": run.weight_decay,
+        "adam_beta1": run.adam_betas[0],
+        "adam_beta2": run.adam_betas[1],
+        "clip_grad": run.clip_grad,
+        "log_interval": 1,
+        **others,
+    }
+
+
 @contextmanager
 def megatron(place: Place, run: Run) -> Iterator[Trainer]:
     """Megatron-Core with its process groups and one model, for as long as the section lasts."""

@@ -69,6 +69,7 @@ def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return hf_folder(tmp_path_factory.mktemp("hf") / "model", dtype, **fields)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("original", "target"), PAIRS, indirect=["original"])
 def test_round_trip(original: Path, tmp_path: Path, target: str) -> None:
     there = convert(original, tmp_path / "there", "--to", target.split()[0], *TARGETS[target])
@@ -80,6 +81,7 @@ def test_round_trip(original: Path, tmp_path: Path, target: str) -> None:
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors(back).values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", ["transformer_engine", "local"])
 def test_from_one_foreign_format_to_the_next(original: Path, tmp_path: Path, layout: str) -> None:
     """hf -> meta -> megatron -> native -> megatron-llama -> meta -> hf: nothing is lost on the way."""
@@ -102,21 +104,18 @@ def test_the_file_of_one_shard_is_the_one_that_safetensors_writes(tmp_path: Path
     assert torch.equal(*(LlamaForCausalLM.from_pretrained(folder)(prompt).logits for folder in (tmp_path / "hf", back)))
 
 
-@pytest.mark.parametrize("shard", ["60KB", "5GB"])
-def test_old_bin_files(tmp_path: Path, shard: str) -> None:
+def test_old_bin_files_in_shards(tmp_path: Path) -> None:
+    """One alone is read by tests/checkpoint/model_folders/test_weight_files.py."""
     model = hf_model(torch.bfloat16)
     model.save_pretrained(tmp_path / "new")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     old = tmp_path / "old"
     old.mkdir()
     (old / "config.json").write_bytes((tmp_path / "new" / "config.json").read_bytes())
-    if shard == "5GB":
-        torch.save(state, old / "pytorch_model.bin")
-    else:
-        names = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(state)}
-        for file in set(names.values()):
-            torch.save({name: tensor for name, tensor in state.items() if names[name] == file}, old / file)
-        (old / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    names = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(state)}
+    for file in set(names.values()):
+        torch.save({name: tensor for name, tensor in state.items() if names[name] == file}, old / file)
+    (old / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
     assert_same(convert(old, tmp_path / "back", "--to", "hf"), tmp_path / "new")
 
 

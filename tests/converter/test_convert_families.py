@@ -12,7 +12,6 @@ from megatron_llama.checkpoint.native import read_meta
 from megatron_llama.cli import main
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.verify.fields import field_differences
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.hf import model_config_from_hf, read_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,6 +19,7 @@ from tests.checkpoint.model_folders.test_hf import tensors, through_a_checkpoint
 from tests.converter.converting import convert, identical, loaded, rank_file, refusal
 from tests.converter.test_convert_foreign import logits_of_megatron_core
 from tests.harness import Cluster
+from tests.torch_twin import drawn
 
 Capture = pytest.CaptureFixture[str]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -82,6 +82,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("layout", ["transformer_engine", "local"])
 @pytest.mark.parametrize("name", MEGATRON)
 def test_there_and_back_through_megatron_lm(name: str, layout: str, tmp_path: Path) -> None:
@@ -123,6 +124,19 @@ def test_the_arguments_of_megatron_lm_are_enough(name: str, tmp_path: Path) -> N
     assert_same_model(back, original, but=("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
+def test_more_layers_than_there_may_be_are_not_listed(tmp_path: Path, capsys: Capture) -> None:
+    """Of a file that says with one number which layers have a window."""
+    run = convert(folder_of("qwen3", tmp_path / "original"), tmp_path / "run", "--to", "megatron")
+    content = loaded(rank_file(run))
+    del content["args"].hf_config
+    content["args"].num_layers, content["args"].window_attn_skip_freq = 2**31 - 1, 2
+    torch.save(content, rank_file(run))
+    for sums in run.rglob("SHA256SUMS"):
+        sums.unlink()
+    assert "num_hidden_layers: got 2147483647, expected at most 2,048" in refusal(capsys, run, tmp_path / "out", "--to", "hf")
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3"])
 def test_megatron_core_computes_the_same_logits(name: str, cluster: Cluster, tmp_path: Path) -> None:
     original = folder_of(name, tmp_path / "original")
@@ -209,6 +223,7 @@ def test_an_adapter_of_peft_is_merged(name: str, targets: list[str], tmp_path: P
     assert str(tmp_path / "adapter") in capsys.readouterr().err
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trainer_imports_and_saves_it(name: str, tmp_path: Path) -> None:
     """From the folder into the engine's shards, into a native checkpoint, and out again, with two tensors where HuggingFace has one."""
@@ -217,9 +232,7 @@ def test_a_trainer_imports_and_saves_it(name: str, tmp_path: Path) -> None:
     [saved] = sorted((tmp_path / "run").glob("iter_*"))
     assert read_meta(saved).model == read_hf_config(original)
     for tensor, expected in tensors(original).items():
-        found = torch.empty_like(expected)
-        weights(Rectangle(tensor, tuple(expected.shape), (0,) * expected.dim(), tuple(expected.shape), 0), found)
-        assert torch.equal(found, expected), tensor
+        assert torch.equal(drawn(weights, tensor, tuple(expected.shape), expected.dtype), expected), tensor
     assert_same_model(convert(saved, tmp_path / "back", "--to", "hf"), original)
 
 
@@ -242,6 +255,7 @@ def test_the_fields_that_a_resumed_run_shares() -> None:
     assert difference.matters and not field_differences(plain, replace(plain, max_position_embeddings=128))[0].matters
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_tells_fields_and_weights_apart(name: str, tmp_path: Path, capsys: Capture) -> None:
     original = folder_of(name, tmp_path / "original")

@@ -301,6 +301,7 @@ def logits_of_megatron_core(place: Place, path: Path, ids: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.long
 def test_megatron_core_computes_the_same_logits(cluster: Cluster, tmp_path: Path) -> None:
     model = hf_model(
         num_attention_heads=HEADS, num_key_value_heads=GROUPS, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}

@@ -13,15 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron_llama as ml
 import pytest
 import torch
 from megatron_llama.cli import main
+from megatron_llama.errors import ConfigError
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.cases import full_disk
 from tests.checkpoint.model_folders.test_hf import same, tensors
 from tests.checkpoint.model_folders.test_torch_file import Attack
 from tests.converter.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
+from tests.refused import all_refused, refused
 
 Capture = pytest.CaptureFixture[str]
 GRID = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
@@ -46,86 +49,76 @@ def without(args: argparse.Namespace, *names: str) -> None:
         delattr(args, name)
 
 
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+SPLIT = "--pipeline-layer-split"
+
+
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("option", "value", "form", "formats"),
     [
-        (
-            ["--to", "hf", "--tensor-model-parallel-size", "2"],
-            "--tensor-model-parallel-size: got 2, expected --to megatron or megatron-llama or torch_dist or meta; leave it out",
-        ),
-        (
-            ["--to", "meta", "--pipeline-model-parallel-size", "2"],
-            "--pipeline-model-parallel-size: got 2, expected --to megatron or megatron-llama",
-        ),
-        (["--to", "meta", "--pipeline-layer-split", "2"], "--pipeline-layer-split: got (2,), expected --to megatron or megatron-llama"),
-        (["--to", "native", "--make-vocab-size-divisible-by", "2"], "--make-vocab-size-divisible-by: got 2, expected --to megatron or"),
-        (["--to", "megatron-llama", "--megatron-layout", "legacy"], "--megatron-layout: got legacy, expected --to megatron; leave it out"),
-        (["--to", "meta", "--max-shard-bytes", "2"], "--max-shard-bytes: got 2, expected --to hf; leave it out"),
-        (["--to", "megatron", "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size: got 0, expected at least 1"),
-        (["--to", "hf", "--workers", "0"], "--workers: got 0, expected at least 1"),
-        (["--to", "hf", "--vocab-size", "-1"], "--vocab-size: got -1, expected 0 or more"),
-        (["--to", "gguf"], "--to: got gguf, expected one of hf, native, megatron, megatron-llama, meta, torch_dist"),
-        ([], "--to: got nothing, expected one of hf, native"),
-        (
-            ["--to", "megatron", "--tensor-model-parallel-size", "8"],
-            "--tensor-model-parallel-size 8: got num_key_value_heads 4, expected a multiple of 8; give one that divides 4",
-        ),
-        (
-            ["--to", "meta", "--tensor-model-parallel-size", "8"],
-            "8 files: got num_key_value_heads 4, expected a multiple of 8; give another number",
-        ),
-        (
-            ["--to", "megatron", "--pipeline-model-parallel-size", "3"],
-            "--pipeline-model-parallel-size: got 4 blocks for 3 stages, expected a divisor of the blocks; or give 3 numbers whose sum is 4: --pipeline-layer-split",
-        ),
-        (
-            ["--to", "megatron", *GRID, "--pipeline-layer-split", "2", "1"],
-            "--pipeline-layer-split: got 2 1 for 2 stages, expected 2 numbers above 0 whose sum is 4",
-        ),
-        (["--to", "megatron", *GRID, "--pipeline-layer-split", "4", "0"], "--pipeline-layer-split: got 4 0 for 2 stages"),
-        (["--to", "megatron", "--pipeline-layer-split", "2", "2"], "--pipeline-layer-split: got 2 2 for 1 stages"),
+        (TP, "2", "hf", "megatron or megatron-llama or torch_dist or meta"),
+        (PP, "2", "meta", "megatron or megatron-llama"),
+        (SPLIT, "2", "meta", "megatron or megatron-llama"),
+        ("--make-vocab-size-divisible-by", "2", "native", "megatron or megatron-llama or torch_dist"),
+        ("--megatron-layout", "legacy", "megatron-llama", "megatron"),
+        ("--max-shard-bytes", "2", "meta", "hf"),
     ],
 )
-def test_wrong_options(hf: Path, tmp_path: Path, capsys: Capture, words: list[str], says: str) -> None:
-    assert says in refusal(capsys, hf, tmp_path / "out", *words, status=2)
+def test_options_of_other_formats(hf: Path, tmp_path: Path, capsys: Capture, option: str, value: str, form: str, formats: str) -> None:
+    said = refused(refusal(capsys, hf, tmp_path / "out", "--to", form, option, value, status=2))
+    assert (said.key, said.where, said.expected) == ("converter.api.convert.convert", option, f"--to {formats}")
 
 
-def test_forty_blocks_do_not_become_thirty_nine(tmp_path: Path, capsys: Capture) -> None:
-    original = hf_folder(tmp_path / "hf", num_hidden_layers=40)
-    said = refusal(capsys, original, tmp_path / "out", "--to", "megatron", "--pipeline-model-parallel-size", "3", status=2)
-    assert "got 40 blocks for 3 stages" in said
+@pytest.mark.parametrize(
+    ("words", "key", "got"),
+    [
+        ([], "config.parse.parse", "nothing"),
+        (["--to", "gguf"], "config.parse._Reader._read_option", "gguf"),
+        (["--to", "megatron", TP, "0"], "converter.api.convert.convert:2", "0"),
+        (["--to", "hf", "--workers", "0"], "converter.api.convert.convert:2", "0"),
+        (["--to", "hf", "--vocab-size", "-1"], "converter.api.convert.convert:3", "-1"),
+        (["--to", "megatron", TP, "8"], "converter.megatron.writer.MegatronWriter.problems", "num_key_value_heads 4"),
+        (["--to", "meta", TP, "8"], "converter.meta.names.split_problems", "num_key_value_heads 4, vocab_size 300"),
+        (["--to", "megatron", PP, "3"], "converter.api.convert._split:2", "4 blocks for 3 stages"),
+        (["--to", "megatron", *GRID, SPLIT, "2", "1"], "converter.api.convert._split", "2 1 for 2 stages"),
+        (["--to", "megatron", *GRID, SPLIT, "4", "0"], "converter.api.convert._split", "4 0 for 2 stages"),
+        (["--to", "megatron", SPLIT, "2", "2"], "converter.api.convert._split", "2 2 for 1 stages"),
+    ],
+)
+def test_wrong_options(hf: Path, tmp_path: Path, capsys: Capture, words: list[str], key: str, got: str) -> None:
+    said = all_refused(refusal(capsys, hf, tmp_path / "out", *words, status=2))
+    assert ({each.key for each in said}, ", ".join(each.got for each in said)) == ({key}, got)
 
 
 @pytest.mark.parametrize("form", ["hf", "native", "megatron", "megatron-llama", "meta"])
 def test_what_is_there_stays(hf: Path, tmp_path: Path, capsys: Capture, form: str) -> None:
     out = convert(hf, tmp_path / "out", "--to", form)
-    assert "out: got a folder that is there already, expected none; give another path, or replace it with --overwrite" in refusal(
-        capsys, hf, out, "--to", form
-    )
+    assert refused(refusal(capsys, hf, out, "--to", form)).key == "converter.convert.require_free:3"
     (out / "thesis.tex").write_text("mine")
-    said = refusal(capsys, hf, out, "--to", form, "--overwrite")
-    assert "out: got a folder with thesis.tex, expected an earlier conversion; give another path" in said
+    said = refused(refusal(capsys, hf, out, "--to", form, "--overwrite"))
+    assert (said.key, said.got) == ("checkpoint.folders.require_replaceable", "a folder with thesis.tex")
 
 
 def test_a_run_is_never_replaced(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     run = convert(hf, tmp_path / "run", "--to", "native")
     (run / "iter_0000000").rename(run / "iter_0000100")
-    assert "got a folder with iter_0000100" in refusal(capsys, hf, run, "--to", "native", "--overwrite")
+    assert refused(refusal(capsys, hf, run, "--to", "native", "--overwrite")).got == "a folder with iter_0000100"
 
 
 def test_source_and_target_are_apart(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     for target in (hf, hf / "inner", hf.parent):
-        assert "a folder that holds, or lies in, the source" in refusal(capsys, hf, target, "--to", "meta", "--overwrite")
+        assert refused(refusal(capsys, hf, target, "--to", "meta", "--overwrite")).key == "converter.convert.require_free"
     (tmp_path / "file").write_text("")
-    assert "file: got a file, expected a folder" in refusal(capsys, hf, tmp_path / "file", "--to", "meta")
+    assert refused(refusal(capsys, hf, tmp_path / "file", "--to", "meta")).key == "converter.convert.require_free:2"
 
 
 @pytest.mark.parametrize("form", ["hf", "native", "megatron", "meta"])
 def test_a_full_disk_leaves_what_was_there(hf: Path, tmp_path: Path, capsys: Capture, form: str) -> None:
     out = convert(hf, tmp_path / "out", "--to", "hf")
     with full_disk(20_000):
-        said = refusal(capsys, hf, out, "--to", form, "--overwrite")
-    assert "got File too large, expected to write it; free space" in said
+        said = refused(refusal(capsys, hf, out, "--to", form, "--overwrite"))
+    assert (said.key, said.got) == ("checkpoint.failures.not_written", "File too large")
     assert_same(out, hf)
 
 
@@ -133,13 +126,13 @@ def test_a_full_disk_leaves_what_was_there(hf: Path, tmp_path: Path, capsys: Cap
 def test_folders_of_no_or_of_several_formats(hf: Path, tmp_path: Path, capsys: Capture, form: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "empty: got a folder without weights, expected model.safetensors" in refusal(capsys, empty, tmp_path / "out", "--to", form)
-    assert "none: got no such folder" in refusal(capsys, tmp_path / "none", tmp_path / "out", "--to", form)
+    assert refused(refusal(capsys, empty, tmp_path / "out", "--to", form)).key == "checkpoint.model_folders.formats.detect:3"
+    assert refused(refusal(capsys, tmp_path / "none", tmp_path / "out", "--to", form)).key == "checkpoint.model_folders.formats.detect"
     both = convert(hf, tmp_path / "both", "--to", "meta")
     (both / "SHA256SUMS").unlink()
     shutil.copytree(hf, both, dirs_exist_ok=True)
-    said = refusal(capsys, both, tmp_path / "out", "--to", form)
-    assert "both: got weights of 2 formats: hf, meta, expected one; say which one is meant (--from)" in said
+    said = refused(refusal(capsys, both, tmp_path / "out", "--to", form))
+    assert (said.key, said.got) == ("checkpoint.model_folders.formats.detect:2", "weights of 2 formats: hf, meta")
     assert_same(convert(convert(both, tmp_path / "x", "--to", form, "--from", "meta"), tmp_path / "y", "--to", "hf"), hf)
 
 
@@ -156,9 +149,8 @@ def test_the_order_of_heads_is_never_guessed(megatron: Path, tmp_path: Path, cap
                 rank_file(megatron, tp, pp),
                 lambda content: without(content["args"], "normalization", "group_query_attention", "rotary_base"),
             )
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert "got neither Megatron-LM's nor Megatron-LLaMA's names or arguments" in said
-    assert "--from megatron or --from megatron-llama" in said
+    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert said.key == "converter.megatron.reader.family" and said.got.startswith("neither ")
     convert(megatron, tmp_path / "right", "--to", "hf", "--from", "megatron")
     convert(megatron, tmp_path / "wrong", "--to", "hf", "--from", "megatron-llama")
     right, wrong = tensors(tmp_path / "right"), tensors(tmp_path / "wrong")
@@ -168,16 +160,17 @@ def test_the_order_of_heads_is_never_guessed(megatron: Path, tmp_path: Path, cap
 
 def test_signs_of_both_families(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
     rewrite(rank_file(megatron, 0, 0), lambda content: setattr(content["args"], "causal_lm", True))
-    assert "got signs of both Megatron-LM and Megatron-LLaMA" in refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
+    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert said.key == "converter.megatron.reader.family" and said.got.startswith("signs of both ")
 
 
 def test_files_in_wrong_places(hf: Path, megatron: Path, tmp_path: Path, capsys: Capture) -> None:
     one, other, aside = rank_file(megatron, 0, 0), rank_file(megatron, 1, 0), tmp_path / "aside"
     for source, target in ((one, aside), (other, one), (aside, other)):
         shutil.move(source, target)
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert "mp_rank_00_000/model_optim_rng.pt: got the file of tensor rank 1, pipeline rank 0, expected that of 0 and 0" in said
-    assert said.count("put the files in their places") == 2
+    one, other = all_refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert one.key == other.key == "converter.megatron.reader.MegatronReader._file_problems"
+    assert "mp_rank_00_000" in one.where and (one.got, one.expected) == ("the file of tensor rank 1, pipeline rank 0", "that of 0 and 0")
 
 
 def test_a_file_of_another_model(hf: Path, megatron: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -189,32 +182,34 @@ def test_a_file_of_another_model(hf: Path, megatron: Path, tmp_path: Path, capsy
         encoder["final_layernorm.weight"] = encoder["final_layernorm.weight"] * 2
 
     rewrite(rank_file(megatron, 1, 1), exchange)
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert "mp_rank_01_001/model_optim_rng.pt language_model.encoder.final_layernorm.weight: got other values, expected those of" in said
+    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert said.key == "converter.tensor_map.TensorReader.add:3"
+    assert said.where.endswith("mp_rank_01_001/model_optim_rng.pt language_model.encoder.final_layernorm.weight")
     wider = convert(hf_folder(tmp_path / "wide", intermediate_size=128), tmp_path / "other", "--to", "megatron", *GRID)
     shutil.copy(rank_file(wider, 1, 1), rank_file(megatron, 1, 1))
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert "mp_rank_01_001/model_optim_rng.pt args.ffn_hidden_size: got 128, expected 96 as in" in said
+    said, _ = all_refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert (said.key, said.got) == ("converter.megatron.reader.MegatronReader._other_runs", "128")
+    assert said.where.endswith("mp_rank_01_001/model_optim_rng.pt args.ffn_hidden_size")
 
 
 def test_a_file_of_another_iteration(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
     rewrite(rank_file(megatron, 0, 1), lambda content: content.update(iteration=200))
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert "mp_rank_00_001/model_optim_rng.pt iteration: got 200, expected 0 as in" in said
+    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert said.where.endswith("mp_rank_00_001/model_optim_rng.pt iteration") and said.got == "200"
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(0, 1), (1, 0), (1, 1)])
 def test_missing_files(megatron: Path, tmp_path: Path, capsys: Capture, tp: int, pp: int) -> None:
     rank_file(megatron, tp, pp).unlink()
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert f"tensor rank {tp}, pipeline rank {pp}: got no file, expected model_optim_rng.pt" in said
+    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert said.key == "converter.megatron.reader.open_files" and said.where.endswith(f" tensor rank {tp}, pipeline rank {pp}")
 
 
 def test_missing_folders(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
     for tp in range(2):
         shutil.rmtree(rank_file(megatron, tp, 1).parent)
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert "args.pipeline_model_parallel_size: got 2, expected 1, by the folders" in said
+    said = all_refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))[0]
+    assert said.key == "converter.megatron.reader.MegatronReader._file_problems:2" and (said.got, said.expected) == ("2", "1, by the folders")
 
 
 def test_a_folder_that_claims_a_rank_of_nine_digits(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -264,15 +259,11 @@ def test_an_unknown_vocabulary_is_never_exported_as_padding(hf: Path, tmp_path: 
     shutil.copy(hf / "config.json", tmp_path / "config.json")
     unknown = ("orig_vocab_size", "vocab_size", "hf_config")
     rewrite(rank_file(source), lambda content: without(content["args"], *unknown))
-    said = refusal(capsys, source, tmp_path / "out", "--to", "hf")
-    assert (
-        "vocabulary: got 384 rows, and no word on how many are padding, expected its true size; give the number of token ids: --vocab-size"
-        in said
-    )
+    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
+    assert said.where.endswith("vocabulary") and said.got.startswith("384 rows, ") and "--vocab-size" in said.do
     for wrong in ("385", "10000"):
-        assert f"got {wrong}, expected at most the 384 stored rows" in refusal(
-            capsys, source, tmp_path / "out", "--to", "hf", "--vocab-size", wrong
-        )
+        said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf", "--vocab-size", wrong))
+        assert (said.got, said.expected.startswith("at most the 384 stored rows")) == (wrong, True)
     convert(source, tmp_path / "out", "--to", "hf", "--vocab-size", "300")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 300
     assert_same(convert(source, tmp_path / "exact", "--to", "hf", "--hf-config", str(tmp_path / "config.json")), hf)
@@ -310,45 +301,44 @@ def test_a_tokenizer_may_have_added_tokens_without_rows(hf: Path, tmp_path: Path
         assert json.loads((out / "config.json").read_text())["vocab_size"] == 300
     model["vocab"] = {**vocab, "one": 300}
     (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    said = refusal(capsys, source, tmp_path / "no", "--to", "hf")
-    assert (
-        "vocabulary: got 300, expected at most the " in said
-        and "and at least the tokenizer's 301; put the model's own tokenizer there" in said
-    )
+    said = refused(refusal(capsys, source, tmp_path / "no", "--to", "hf"))
+    assert said.got == "300" and said.expected.endswith("and at least the tokenizer's 301")
 
 
 def test_other_words_on_the_vocabulary(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     for form in ("megatron", "native", "meta", "hf"):
         source = convert(hf, tmp_path / form, "--to", form)
-        assert "--vocab-size: got 299, expected 300" in refusal(capsys, source, tmp_path / "out", "--to", "hf", "--vocab-size", "299")
+        said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf", "--vocab-size", "299"))
+        assert (said.where, said.got) == ("--vocab-size", "299") and said.expected.startswith("300")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "expected"),
     [
-        ("num_experts", 8, "args num_experts: got 8, expected None; such models cannot be converted"),
-        ("swiglu", False, "args swiglu: got False, expected True"),
-        ("normalization", "LayerNorm", "args normalization: got LayerNorm, expected RMSNorm"),
-        ("rotary_percent", 0.5, "args rotary_percent: got 0.5"),
-        ("no_rope_freq", 4, "args no_rope_freq: got 4, expected None"),
-        ("window_size", (128, 0), "args window_size: got (128, 0), expected None"),
-        ("glu_linear_offset", 1.0, "args glu_linear_offset: got 1.0, expected 0.0"),
-        ("position_embedding_type", "learned_absolute", "args position_embedding_type: got learned_absolute, expected rope"),
-        ("num_layers", 6, "args num_layers: got 6, expected 4, by the config"),
-        ("tensor_model_parallel_size", 4, "args.tensor_model_parallel_size: got 4, expected 1, by the folders"),
+        ("num_experts", 8, "None"),
+        ("swiglu", False, "True"),
+        ("normalization", "LayerNorm", "RMSNorm"),
+        ("rotary_percent", 0.5, "1.0, by the config of a llama"),
+        ("no_rope_freq", 4, "None"),
+        ("window_size", (128, 0), "None, by the config of a llama"),
+        ("glu_linear_offset", 1.0, "0.0"),
+        ("position_embedding_type", "learned_absolute", "rope"),
+        ("num_layers", 6, "4, by the config"),
+        ("tensor_model_parallel_size", 4, "1, by the folders"),
     ],
 )
-def test_arguments_of_other_models(hf: Path, tmp_path: Path, capsys: Capture, name: str, value: Any, says: str) -> None:
+def test_arguments_of_other_models(hf: Path, tmp_path: Path, capsys: Capture, name: str, value: Any, expected: str) -> None:
     source = convert(hf, tmp_path / "source", "--to", "megatron")
     rewrite(rank_file(source), lambda content: setattr(content["args"], name, value))
-    assert says in refusal(capsys, source, tmp_path / "out", "--to", "hf")
+    said = all_refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
+    assert [(each.got, each.expected) for each in said if each.where.endswith(name)] == [(str(value), expected)]
 
 
 def test_an_order_of_heads_from_before_version_2(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     source = convert(hf, tmp_path / "source", "--to", "megatron", "--megatron-layout", "legacy")
     rewrite(rank_file(source), lambda content: content.update(checkpoint_version=1.0))
-    said = refusal(capsys, source, tmp_path / "out", "--to", "hf")
-    assert "checkpoint_version: got 1.0, expected at least 2.0; load and save it with a Megatron-LM of today" in said
+    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
+    assert (said.key, said.got) == ("converter.megatron.reader.MegatronReader._file_problems:4", "1.0")
 
 
 def test_tensors_that_are_missing_wrong_or_too_many(hf: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -362,57 +352,120 @@ def test_tensors_that_are_missing_wrong_or_too_many(hf: Path, tmp_path: Path, ca
         model["decoder.layers.0.input_layernorm.weight"] = torch.zeros(64, dtype=torch.int8)
 
     rewrite(rank_file(source), spoil)
-    said = refusal(capsys, source, tmp_path / "out", "--to", "hf")
-    for line in (
-        "got no such tensor, expected model.layers.1.mlp.down_proj.weight of shape (64, 96);",
-        "decoder.layers.2.mlp.linear_fc1.weight: got shape (10, 64), expected (192, 64);",
-        "decoder.layers.3.self_attention.linear_qkv.bias: got a tensor, expected none of this name;",
-        "decoder.layers.0.input_layernorm.weight: got torch.int8, expected float32, bfloat16 or float16;",
-    ):
-        assert said.count(line) == 1, line
+    said = all_refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
+    assert {(each.key.removeprefix("converter."), each.where.rpartition(" ")[2], each.got) for each in said} == {
+        ("tensor_map.TensorReader.add:2", "decoder.layers.0.input_layernorm.weight", "torch.int8"),
+        ("tensor_map.TensorReader.add", "decoder.layers.2.mlp.linear_fc1.weight", "shape (10, 64)"),
+        ("megatron.reader.MegatronReader._add_chunk", str(rank_file(source)), "no such tensor"),
+        ("megatron.reader.MegatronReader._add_chunk:2", "decoder.layers.3.self_attention.linear_qkv.bias", "a tensor"),
+    }
+    assert [each.expected for each in said if each.got == "no such tensor"] == ["model.layers.1.mlp.down_proj.weight of shape (64, 96)"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda content: setattr(content["args"], "window_size", (-2, 0)), "args.require_kinds"),
+        (lambda content: content.update(checkpoint_version="three"), "reader.MegatronReader._file_problems:3"),
+        (lambda content: content["model"].pop("embedding.word_embeddings.weight"), "reader.MegatronReader.__init__:2"),
+        (lambda content: [content["model"].pop(name) for name in [*content["model"]] if ".layers.3." in name], "reader.MegatronReader._add_tensors:2"),
+    ],
+    ids=["window", "version", "embedding", "blocks"],
+)
+def test_a_file_that_is_not_of_megatron(hf: Path, tmp_path: Path, capsys: Capture, change: Callable[[Any], object], key: str) -> None:
+    source = convert(hf, tmp_path / "source", "--to", "megatron")
+    rewrite(rank_file(source), change)
+    assert refused(refusal(capsys, source, tmp_path / "out", "--to", "hf")).key == f"converter.megatron.{key}"
+
+
+def test_a_stage_with_fewer_chunks(hf: Path, tmp_path: Path, capsys: Capture) -> None:
+    source = convert(hf, tmp_path / "source", "--to", "megatron", PP, "2")
+    rewrite(rank_file(source, 0, 0), lambda content: content.update(model0=content["model"], model1=content.pop("model")))
+    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
+    assert (said.key, said.where) == ("converter.megatron.reader.MegatronReader._ordered", str(rank_file(source, 0, 1)))
+
+
+def test_two_folders_of_one_rank(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(rank_file(megatron, 0, 0).parent, megatron / "release" / "mp_rank_00")
+    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
+    assert said.key == "converter.megatron.reader.rank_files" and said.where.endswith("mp_rank_00_000")
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "name"),
+    [
+        (lambda content: content.pop("tok_embeddings.weight"), "_tensor", "tok_embeddings.weight"),
+        (lambda content: content.pop("layers.1.attention.wq.weight"), "_add_tensors:2", "layers.1.attention.wq.weight"),
+        (lambda content: content.update({"bias": torch.zeros(3)}), "_add_tensors:3", "bias"),
+    ],
+    ids=["embedding", "missing", "unknown"],
+)
+def test_a_file_that_is_not_of_metas_llama(
+    hf: Path, tmp_path: Path, capsys: Capture, change: Callable[[Any], object], key: str, name: str
+) -> None:
+    source = convert(hf, tmp_path / "source", "--to", "meta")
+    rewrite(source / "consolidated.00.pth", change)
+    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
+    assert (said.key, said.where) == (f"converter.meta.reader.MetaReader.{key}", f"{source}/consolidated.00.pth {name}")
+
+
+def test_words_that_only_python_can_give(hf: Path, tmp_path: Path) -> None:
+    """A command line's parser knows the choices."""
+    with pytest.raises(ConfigError) as raised:
+        ml.convert(hf, tmp_path / "out", to="gguf")
+    assert (refused(raised.value).key, refused(raised.value).got) == ("converter.api.convert.convert:4", "gguf")
+    with pytest.raises(ConfigError) as raised:
+        ml.merge(hf, tmp_path / "out", dtype="int8")
+    assert (refused(raised.value).key, refused(raised.value).got) == ("converter.api.merge.merge", "int8")
 
 
 def test_meta_folders_that_do_not_fit(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     source = convert(hf, tmp_path / "source", "--to", "meta", "--tensor-model-parallel-size", "2")
     out = tmp_path / "out"
     os.rename(source / "consolidated.01.pth", tmp_path / "aside")
-    said = refusal(capsys, source, out, "--to", "hf")
-    assert "output.weight: got 150 rows in 1 files, expected 300; copy the missing files too" in said
+    said = refused(refusal(capsys, source, out, "--to", "hf"))
+    assert (said.key, said.got, said.expected) == ("converter.meta.reader.MetaReader._model:3", "150 rows in 1 files", "300")
     os.rename(tmp_path / "aside", source / "consolidated.02.pth")
-    said = refusal(capsys, source, out, "--to", "hf")
-    assert "got consolidated.00.pth, consolidated.02.pth, expected consolidated.00.pth, consolidated.01.pth" in said
+    said = refused(refusal(capsys, source, out, "--to", "hf"))
+    assert said.key == "converter.meta.reader.MetaReader.__init__"
+    assert (said.got, said.expected) == ("consolidated.00.pth, consolidated.02.pth", "consolidated.00.pth, consolidated.01.pth")
     os.rename(source / "consolidated.02.pth", source / "consolidated.01.pth")
     rewrite(source / "consolidated.01.pth", lambda content: content.update({"norm.weight": torch.zeros(64)}))
-    assert "consolidated.01.pth norm.weight: got other values, expected those of" in refusal(capsys, source, out, "--to", "hf")
+    said = refused(refusal(capsys, source, out, "--to", "hf"))
+    assert said.key == "converter.tensor_map.TensorReader.add:3" and said.where.endswith("consolidated.01.pth norm.weight")
     params = json.loads((source / "params.json").read_text())
     (source / "params.json").write_text(json.dumps(params | {"n_layers": 5, "use_scaled_rope": True}))
-    said = refusal(capsys, source, out, "--to", "hf")
-    assert "params.json num_hidden_layers: got 5, expected 4, by the config" in said
-    assert "params.json use_scaled_rope: got True, expected false, by the config" in said
+    layers, scaled = all_refused(refusal(capsys, source, out, "--to", "hf"))
+    assert layers.key == "converter.meta.reader.MetaReader._model:5" and (layers.got, layers.expected) == ("5", "4, by the config")
+    assert scaled.key == "converter.meta.reader.MetaReader._model:6" and (scaled.got, scaled.expected) == ("True", "false, by the config")
+    (source / "params.json").write_text(json.dumps({name: value for name, value in params.items() if name != "dim"}))
+    said = refused(refusal(capsys, source, out, "--to", "hf"))
+    assert said.key == "converter.meta.reader.MetaReader._model" and said.where.endswith("params.json dim")
     newer = {"use_qk_norm": True, "nope_layer_interval": 4, "quantization_args": None, "max_batch_size": 4}
     (source / "params.json").write_text(json.dumps(params | newer))
-    said = refusal(capsys, source, out, "--to", "hf")
-    assert "params.json use_qk_norm: got True, expected no field of this name" in said and "nope_layer_interval: got 4" in said
-    assert said.count("params.json") == 2
+    said = all_refused(refusal(capsys, source, out, "--to", "hf"))
+    assert {each.key for each in said} == {"converter.meta.reader.MetaReader._model:2"}
+    assert {each.where.rpartition(" ")[2]: each.got for each in said} == {"use_qk_norm": "True", "nope_layer_interval": "4"}
 
 
 def test_what_metas_files_leave_open(tmp_path: Path, capsys: Capture) -> None:
     original = hf_folder(tmp_path / "hf", rope_parameters=LLAMA31)
     source = convert(original, tmp_path / "source", "--to", "meta")
     os.rename(source / "config.json", tmp_path / "config.json")
-    said = refusal(capsys, source, tmp_path / "out", "--to", "hf")
-    for name in ("max_position_embeddings", "rope_scaling"):
-        assert f"params.json {name}: got no word on it, expected a value; give the model's HuggingFace config.json (--hf-config)" in said
+    said = all_refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
+    assert {each.key for each in said} == {"converter.meta.reader.MetaReader._model:4"}
+    assert {each.where.rpartition(" ")[2] for each in said} == {"max_position_embeddings", "rope_scaling"}
     assert_same(convert(source, tmp_path / "out", "--to", "hf", "--hf-config", str(tmp_path / "config.json")), original)
 
 
 def test_a_head_is_not_lost_to_a_config_that_ties_it(hf: Path, tmp_path: Path, capsys: Capture) -> None:
-    for form in ("meta", "megatron"):
+    keys = {"meta": "converter.meta.reader.MetaReader.__init__:2", "megatron": "converter.megatron.args._contradictions:2"}
+    for form, key in keys.items():
         source = convert(hf, tmp_path / form, "--to", form)
         tied = json.loads((hf / "config.json").read_text()) | {"tie_word_embeddings": True}
         (tmp_path / "config.json").write_text(json.dumps(tied))
         said = refusal(capsys, source, tmp_path / "out", "--to", "hf", "--hf-config", str(tmp_path / "config.json"))
-        assert "output.weight is not the embedding" in said or "head: got a head, expected none, by the config" in said
+        assert refused(said).key == key
 
 
 def test_a_stored_head_is_not_lost_to_a_config_that_ties_it(tmp_path: Path, capsys: Capture) -> None:
@@ -430,10 +483,10 @@ def test_a_stored_head_is_not_lost_to_a_config_that_ties_it(tmp_path: Path, caps
     assert_same(convert(folder, tmp_path / "copy", "--to", "hf"), original)
     weights["lm_head.weight"][-1, -1] += 1
     save_file(weights, shard, {"format": "pt"})
-    said = refusal(capsys, folder, tmp_path / "out", "--to", "hf")
-    assert "lm_head.weight: got other values than in the embedding, expected a copy of it, since tie_word_embeddings is true; " in said
+    key = "checkpoint.model_folders.hf.reader.HFWeights._head_problems"
+    assert refused(refusal(capsys, folder, tmp_path / "out", "--to", "hf")).key == key
     save_file({**weights, "lm_head.weight": weights["lm_head.weight"][1:].clone()}, shard, {"format": "pt"})
-    assert "lm_head.weight: got other values" in refusal(capsys, folder, tmp_path / "out", "--to", "native")
+    assert refused(refusal(capsys, folder, tmp_path / "out", "--to", "native")).key == key
 
 
 @pytest.mark.parametrize("to", ["native", "hf", "megatron", "meta"])
@@ -443,13 +496,13 @@ def test_damaged_weights_are_not_converted(to: str, tmp_path: Path, capsys: Capt
     weights = load_file(shard)
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, shard, {"format": "pt"})
-    assert "expected finite values" in refusal(capsys, folder, tmp_path / "out", "--to", to)
+    assert refused(refusal(capsys, folder, tmp_path / "out", "--to", to)).expected.startswith("finite values")
 
 
 def test_a_config_of_a_native_checkpoint_is_its_own(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     source = convert(hf, tmp_path / "source", "--to", "native")
-    said = refusal(capsys, source, tmp_path / "out", "--to", "hf", "--hf-config", str(hf / "config.json"))
-    assert "expected none for a native checkpoint" in said
+    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf", "--hf-config", str(hf / "config.json")))
+    assert said.expected.startswith("none for a native checkpoint")
 
 
 def flip(path: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_llama.launch.launcher import Place
 from torch import Tensor
 
 from tests.converter.converting import hf_folder
-from tests.converter.mcore import SHARDINGS, Run, megatron
+from tests.converter.mcore import SHARDINGS, Run, megatron, options_of
 from tests.data.test_megatron_order import megatron_dataset
 from tests.harness import Cluster
 from tests.ready import ready_for
@@ -84,24 +84,7 @@ def megatron_runs(cluster: Cluster, corpus: str, tmp_path_factory: pytest.TempPa
 
 def options(run: Run, corpus: str, **others: Any) -> dict[str, Any]:
     """The options of the run as a user gives them here: what Megatron's launch script has."""
-    return {
-        "data_path": corpus,
-        "split": "100,0,0",
-        "megatron_data_order": True,
-        "seq_length": run.seq_length,
-        "micro_batch_size": run.micro_batch_size,
-        "global_batch_size": run.global_batch_size,
-        "train_iters": run.train_iters,
-        "lr": run.lr,
-        "min_lr": run.min_lr,
-        "lr_decay_style": "cosine",
-        "weight_decay": run.weight_decay,
-        "adam_beta1": run.adam_betas[0],
-        "adam_beta2": run.adam_betas[1],
-        "clip_grad": run.clip_grad,
-        "log_interval": 1,
-        **others,
-    }
+    return options_of(run, corpus, **{"megatron_data_order": True, **others})
 
 
 def go_on(made: Made, number: int = 0, **others: Any) -> ml.TrainResult:
@@ -121,10 +104,11 @@ def test_losses_go_on(megatron_runs: Made, tmp_path: Path, capsys: pytest.Captur
         assert "warning: the learning rate" not in out and " was " not in out
         converted = ml.convert(megatron_runs.folders[number], tmp_path / f"{number}", to="native")
         assert converted.notes == () and converted.bytes == 3 * 4 * sum(math.prod(shape) for shape in shapes(converted.target))
-        back = ml.convert(converted.target, tmp_path / f"{number}.megatron", to="torch_dist")
-        for folder in (converted.target, back.target):
-            assert go_on(megatron_runs, number, load=str(folder)).losses == result.losses
-            assert " was " not in capsys.readouterr().out
+        assert go_on(megatron_runs, number, load=str(converted.target)).losses == result.losses
+        assert " was " not in capsys.readouterr().out
+    back = ml.convert(converted.target, tmp_path / "megatron", to="torch_dist")
+    assert go_on(megatron_runs, number, load=str(back.target)).losses == result.losses
+    assert " was " not in capsys.readouterr().out
 
 
 def shapes(folder: Path) -> list[tuple[int, ...]]:

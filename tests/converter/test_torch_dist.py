@@ -77,6 +77,7 @@ def drawn() -> list[Any]:
     return cases
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "local", "keys", "tp"), drawn())
 def test_every_form_becomes_the_model(tmp_path: Path, name: str, local: bool, keys: str, tp: int) -> None:
     dtype = torch.bfloat16 if local else torch.float32

@@ -25,6 +25,7 @@ from torch import Tensor
 from tests.converter.converting import hf_folder
 from tests.converter.mcore import SHARDINGS, Run, megatron
 from tests.harness import Cluster
+from tests.torch_twin import drawn
 
 STATES = ("weight", "master", "exp_avg", "exp_avg_sq")
 
@@ -55,19 +56,13 @@ def trained(
     return found
 
 
-def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    out = torch.full(shape, torch.nan)
-    source(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
-    return out
-
-
 def assert_same(saved: OptimizerState, reader: TorchDistReader, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Whole tensors, and boxes within them that begin anywhere."""
     sources: dict[str, WeightSource] = {"weight": reader, **saved.sources}
     for what, tensors in states.items():
         for name, shape in hf_shapes(reader.model).items():
             expected = tensors[name].float()
-            assert torch.equal(read_whole(sources[what], name, shape), expected), f"{what} {name}"
+            assert torch.equal(drawn(sources[what], name, shape), expected), f"{what} {name}"
             box = Rectangle(name, shape, tuple(n // 3 for n in shape), tuple(n - n // 3 - n // 4 for n in shape), 0)
             if len(shape) == 2:
                 box = Rectangle(name, shape, (shape[0] // 3, 0), (shape[0] - shape[0] // 3 - shape[0] // 4, shape[1]), 0)
@@ -91,6 +86,7 @@ def check(cluster: Cluster, folder: Path, runs: Sequence[Run], processes: int, b
         assert_same(saved, reader, states)
 
 
+@pytest.mark.long
 def test_each_shape(cluster: Cluster, tmp_path: Path) -> None:
     model = hf_folder(tmp_path / "hf", vocab_size=250)
     check(cluster, tmp_path / "runs", [Run(model, sharding=sharding) for sharding in SHARDINGS], 1)

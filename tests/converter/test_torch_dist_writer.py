@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.checkpoint.cases import full_disk
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import convert, hf_folder, loaded, refusal
-from tests.converter.mcore import Run, megatron
+from tests.converter.mcore import Run, megatron, options_of
 from tests.e2e.product import assert_same_state, state
 from tests.harness import Cluster
 
@@ -29,16 +31,12 @@ LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def hf_tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def model_of(place: Place, runs: Sequence[Run], folder: Path, ids: Tensor) -> list[tuple[dict[str, Tensor], Tensor | None]]:
     """Weights, on rank 0, and logits, on the last stage, of models that had other weights before."""
     found = []
     for run in runs:
         with megatron(place, run) as trainer:
-            trainer.fill({name: torch.randn(tensor.shape) for name, tensor in hf_tensors(run.model).items()})
+            trainer.fill({name: torch.randn(tensor.shape) for name, tensor in tensors(run.model).items()})
             trainer.load(folder)
             found.append((trainer.tensors("weight"), trainer.logits(ids)))
     return found
@@ -56,7 +54,7 @@ def test_megatron_loads_the_weights(cluster: Cluster, tmp_path: Path, tied: bool
     runs = [Run(source, tp, pp, bf16=bf16, global_batch_size=4) for tp, pp in layouts]
     ids = torch.arange(64).view(2, 32) * 5 % 251
     ranks = cluster.run(4, model_of, runs, folder, ids)
-    expected = hf_tensors(source)
+    expected = tensors(source)
     reference = LlamaForCausalLM.from_pretrained(source, dtype=dtype)(ids).logits.float()
     for first, last in zip(ranks[0], ranks[-1], strict=True):
         torch.testing.assert_close(first[0], expected, rtol=0, atol=0)
@@ -80,26 +78,8 @@ def samples(tokens: Tensor) -> list[Tensor]:
 
 def options(run: Run, data: str, **others: Any) -> dict[str, Any]:
     """The run as it is started here."""
-    return {
-        "init_from_hf": str(run.model),
-        "data_path": data,
-        "split": "100,0,0",
-        "data_order": "sequential",
-        "seq_length": SEQ,
-        "micro_batch_size": run.micro_batch_size,
-        "global_batch_size": BATCH,
-        "train_iters": run.train_iters,
-        "lr": run.lr,
-        "min_lr": run.min_lr,
-        "lr_decay_style": "cosine",
-        "lr_warmup_iters": run.warmup_iters,
-        "weight_decay": run.weight_decay,
-        "adam_beta1": run.adam_betas[0],
-        "adam_beta2": run.adam_betas[1],
-        "clip_grad": run.clip_grad,
-        "log_interval": 1,
-        **others,
-    }
+    start = {"init_from_hf": str(run.model), "data_order": "sequential", "lr_warmup_iters": run.warmup_iters}
+    return options_of(run, data, **{**start, "global_batch_size": BATCH, **others})
 
 
 def goes_on(place: Place, runs: Sequence[Run], folders: Sequence[Path], later: list[Tensor]) -> list[tuple[Any, ...]]:
@@ -162,6 +142,7 @@ def test_the_common_part_is_the_runs(tokens: tuple[str, Tensor], tmp_path: Path,
     assert content["opt_param_scheduler"]["num_steps"] == SAVED * BATCH
 
 
+@pytest.mark.long
 def test_the_state_comes_back(tokens: tuple[str, Tensor], tmp_path: Path) -> None:
     """native -> torch_dist -> torch_dist for another padding -> native: masters, moments, position, options."""
     run = Run(hf_folder(tmp_path / "hf", vocab_size=250), train_iters=STEPS, warmup_iters=2)
@@ -180,6 +161,7 @@ def test_the_state_comes_back(tokens: tuple[str, Tensor], tmp_path: Path) -> Non
         assert ours["config"]["training"][name] == theirs["config"]["training"][name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "said"),
     [({"freeze": ("model.embed_tokens.*",)}, "frozen weights have none"), ({"lora_rank": 2}, "low-rank adapters")],
@@ -217,14 +199,23 @@ def test_values_beyond_the_dtype_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert "values beyond torch.float16" in said
 
 
+@pytest.fixture(scope="module")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Those of two models."""
+    folder = tmp_path_factory.mktemp("conversions")
+    sources = [hf_folder(folder / f"hf{theta}", rope_theta=theta) for theta in (10_000.0, 20_000.0)]
+    return [convert(source, folder / f"out{source.name}", "--to", "torch_dist") for source in sources]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["common.pt", "metadata.json", ".metadata"])
-def test_the_small_files_are_compared_with_their_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_the_small_files_are_compared_with_their_sums(
+    conversions: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """A file of another conversion: whole, and of another model."""
-    folder, other = (
-        convert(hf_folder(tmp_path / f"hf{theta}", rope_theta=theta), tmp_path / f"out{theta}", "--to", "torch_dist") / "release"
-        for theta in (10_000.0, 20_000.0)
-    )
-    content = (other / name).read_bytes()
+    copied, other = shutil.copytree(conversions[0], tmp_path / "out"), conversions[1]
+    folder = copied / "release"
+    content = (other / "release" / name).read_bytes()
     (folder / name).write_bytes(content + b" " if content == (folder / name).read_bytes() else content)
     said = refusal(capsys, folder, tmp_path / "back", "--to", "hf")
     assert f"{folder}/{name}: got " in said and "by integrity.json; copy the folder again" in said

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import sysconfig
 from itertools import islice
 from pathlib import Path
 
@@ -28,8 +30,10 @@ def test_corrupted_text_has_other_words_in_every_third_place() -> None:
     assert with_common_words("the", ["the", "a"], random.Random(0)) == "a"
 
 
-@pytest.mark.long
-def test_preferences_hold_out_what_sft_holds_out(tmp_path: Path) -> None:
+def test_preferences_hold_out_what_sft_holds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here of one package of the library."""
+    shutil.copytree(Path(sysconfig.get_path("stdlib"), "asyncio"), tmp_path / "library" / "asyncio")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "library"))
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     counts = write_preferences(tmp_path / "train.jsonl", tmp_path / "held-out.jsonl")
     assert sum(counts) == pairs and counts[0] == round(0.95 * pairs)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import shutil
 import struct
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets import indexed_dataset as megatron
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_llama.errors import DataError
 
 HEADER = 34  # bytes before the lengths
 
 
+@pytest.fixture(scope="module")
+def megatron() -> ModuleType:
+    """Megatron's module of the same name. It takes seconds to import."""
+    from megatron.core.datasets import indexed_dataset
+
+    return indexed_dataset
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
-def test_megatron_reads_what_we_write(dtype: type, tmp_path: Path) -> None:
+def test_megatron_reads_what_we_write(dtype: type, tmp_path: Path, megatron: ModuleType) -> None:
     documents = [np.array(ids, dtype) for ids in ([5, 6, 7], [], [127], range(100))]
     with IndexedDatasetWriter(tmp_path / "corpus", dtype) as writer:
         writer.add(documents[0])
@@ -31,7 +39,7 @@ def test_megatron_reads_what_we_write(dtype: type, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_both_write_the_same_bytes(dtype: type, documents: list[np.ndarray], tmp_path: Path) -> None:
+def test_both_write_the_same_bytes(dtype: type, documents: list[np.ndarray], tmp_path: Path, megatron: ModuleType) -> None:
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype)
     for document in documents:
         builder.add_document(torch.from_numpy(document.astype(np.int64)), [len(document)])
@@ -43,7 +51,7 @@ def test_both_write_the_same_bytes(dtype: type, documents: list[np.ndarray], tmp
         assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
 
 
-def test_we_read_documents_of_several_sequences(tmp_path: Path) -> None:
+def test_we_read_documents_of_several_sequences(tmp_path: Path, megatron: ModuleType) -> None:
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "c.bin"), np.int32, multimodal=True)
     builder.add_document(torch.arange(10), [4, 6], [0, 1])
     builder.add_document(torch.arange(10, 13), [3], [1])
@@ -64,7 +72,7 @@ def test_stream_is_the_documents_end_to_end(dataset: IndexedDataset, documents: 
     assert np.shares_memory(dataset.tokens(10, 20), dataset.tokens(0, 30))
 
 
-def test_what_megatron_merges_is_read(documents: list[np.ndarray], tmp_path: Path) -> None:
+def test_what_megatron_merges_is_read(documents: list[np.ndarray], tmp_path: Path, megatron: ModuleType) -> None:
     """Two datasets in one, with documents of several sequences, of an empty one, and of none."""
     for name, chosen in (("first", documents[:5]), ("second", documents[5:9])):
         builder = megatron.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), np.uint16, multimodal=True)
@@ -83,7 +91,7 @@ def test_what_megatron_merges_is_read(documents: list[np.ndarray], tmp_path: Pat
     assert np.array_equal(dataset.tokens(0, dataset.num_tokens), np.concatenate(documents[:9]))
 
 
-def test_dtype_follows_megatron() -> None:
+def test_dtype_follows_megatron(megatron: ModuleType) -> None:
     for size in (1, 32000, 65499, 65500, 128256):
         assert token_dtype(size) == megatron.DType.optimal_dtype(size)
 
@@ -154,6 +162,9 @@ def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
             overwrite(idx, 18, struct.pack("<Q", 2**60))
         case "count of documents":
             overwrite(idx, 26, struct.pack("<Q", 2**64 - 1))
+        case "no documents":
+            idx.write_bytes(idx.read_bytes()[:documents])
+            overwrite(idx, 26, struct.pack("<Q", 0))
         case "offset beyond the bin":
             overwrite(idx, offsets + 8, struct.pack("<q", 10**9))
         case "offset that overflows":
@@ -193,6 +204,7 @@ def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
         ("appended bin", r"c\.bin: got (\d+) bytes, expected (\d+) bytes, as .*c\.idx says"),
         ("count of sequences", r"c\.idx: got (\d+) bytes, expected (\d+) bytes for its 1152921504606846\d+ sequences"),
         ("count of documents", r"c\.idx: got (\d+) bytes, .* and 18446744073709551615 document indices"),
+        ("no documents", r"c\.idx: got no document indices, expected at least one"),
         ("negative length", r"c\.idx: got a negative length, -1, of sequence 0"),
         ("offset beyond the bin", r"c\.idx: got an offset of 1000000000 for sequence 1, outside the \.bin of \d+ bytes"),
         ("offset that overflows", r"c\.idx: got an offset of 9223372036854775806 for sequence LAST, outside the \.bin"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from megatron_llama.config.batch_ramp import BatchSizes
@@ -87,6 +89,7 @@ def test_an_end_keeps_the_mask_that_samples_have(dataset: IndexedDataset) -> Non
 def test_a_blend_holds_the_samples_of_its_parts_in_any_layout(dataset: IndexedDataset, dp_size: int) -> None:
     streams = [TokenStream(dataset, documents, SEQ, 2000) for documents in ((0, 20), (30, 36), (36, 60))]
     blend = BlendedSamples([StreamSamples(stream, EVERY_MASK, 2) for stream in streams], (5, 1, 2))
+    assert Counter(blend.order.place(number)[0] for number in range(80)) == {0: 50, 1: 10, 2: 20}
     sizes = BatchSizes(16, (4, 4, 24))
     for consumed in (0, 4, 8, 1000):
         shares = [

@@ -9,11 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix, parse_and_normalize_split
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.helpers import build_blending_indices
-from megatron.core.datasets.utils import get_blend_from_list
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.megatron_order import blended_places
@@ -48,6 +43,10 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def megatron_dataset(words: list[str], split: str, sizes: list[int], seq_length: int, seed: int) -> object:
     """The training samples that Megatron-LM's training loop would build. `sizes`: of training, validation and test."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import get_blend_from_list
+
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
@@ -105,6 +104,8 @@ def test_the_samples_are_megatrons(words: str, iterations: int, split: str, pref
 
 def test_a_blend_is_that_of_megatrons_helper() -> None:
     """Also where datasets are equally far behind but for the rounding of doubles, which decides."""
+    from megatron.core.datasets.helpers import build_blending_indices
+
     for weights in ([0.5, 0.5], [0.7, 0.2, 0.1], [0.1] * 10, [1 / 3, 2 / 3], [3.0, 1e-3, 17.5, 0.3]):
         shares = normalized(weights)
         places, numbers = np.zeros(5000, np.int16), np.zeros(5000, np.int64)
@@ -114,6 +115,8 @@ def test_a_blend_is_that_of_megatrons_helper() -> None:
 
 @pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "99,1", "0.7,0.2,0.1", "5,3"])
 def test_documents_are_split_as_megatron_splits_them(split: str) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix, parse_and_normalize_split
+
     vector = parse_and_normalize_split(split)
     bounds = convert_split_vector_to_split_matrix(vector)
     for documents in range(400):

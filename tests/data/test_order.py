@@ -12,10 +12,10 @@ def order(n: int, seed: int = 1234, epoch: int = 0) -> list[int]:
     return [sample_index(epoch * n + i, n, seed, True) for i in range(n)]
 
 
-@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097, 10007])
-def test_every_sample_once_per_epoch(n: int) -> None:
-    for epoch in (0, 1, 5):
-        assert sorted(order(n, epoch=epoch)) == list(range(n))
+def test_every_sample_once_per_epoch() -> None:
+    for n in (*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097, 10007):
+        for epoch in (0, 1, 5):
+            assert sorted(order(n, epoch=epoch)) == list(range(n)), (n, epoch)
 
 
 def test_order_differs_between_epochs_and_seeds() -> None:

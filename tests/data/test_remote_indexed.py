@@ -200,6 +200,7 @@ def reader(url: str, folder: Path, what: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", READER, url, str(folder), what], stdout=subprocess.PIPE)
 
 
+@pytest.mark.long
 def test_two_processes_share_a_folder(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
     """Both read all, and the server is asked once for each block."""
     whole = Path(dataset.prefix + ".bin").read_bytes()
@@ -209,6 +210,7 @@ def test_two_processes_share_a_folder(dataset: IndexedDataset, server: RangeServ
     assert all("tmp" not in name for name in held(tmp_path))
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_in_a_download_is_in_nobodys_way(dataset: IndexedDataset, tmp_path: Path) -> None:
     whole = Path(dataset.prefix + ".bin").read_bytes()
     with serving(Path(dataset.prefix).parent, bytes_per_second=2e5) as server:
@@ -230,6 +232,7 @@ def test_a_process_that_is_killed_in_a_download_is_in_nobodys_way(dataset: Index
         assert again.read(file, 10, 20000) == whole[10:20000]
 
 
+@pytest.mark.long
 def test_one_process_sums_a_copy_for_all_that_start_with_it(dataset: IndexedDataset, server: RangeServer, tmp_path: Path) -> None:
     """A bit that flips without a trace shows who has summed what it read."""
     url = f"{server.url}/corpus.idx"

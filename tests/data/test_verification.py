@@ -31,6 +31,7 @@ from megatron_llama.data.verification import BLOCK_BYTES, DatasetCheck, PieceRea
 from megatron_llama.errors import DataError
 from megatron_llama.train.commands.inspect import inspect
 
+from tests.flipped import flip
 from tests.machines import Machine, run_on
 
 PIECE = 1 << 12
@@ -55,12 +56,6 @@ def write_dataset(prefix: Path, documents: int = 300) -> None:
         tokens=writer.num_tokens,
         sums=writer.sums,
     )
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])

@@ -35,6 +35,8 @@ TINY: Mapping[str, object] = {
     "split": "90,10,0",
     "log_interval": 1,
 }
+SHAPELESS: Mapping[str, object] = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
+"""Changes of TINY that leave the model's shape to the weights with which a run begins."""
 EVALUATED: Mapping[str, object] = {"eval_interval": 3, "eval_iters": 2}
 
 
@@ -53,15 +55,11 @@ DP2 = Layout(2, {"data_parallel_sharding_strategy": "optim_grads", "reduce_bucke
 DP2_PARAMS = Layout(2, {"data_parallel_sharding_strategy": "optim_grads_params"})
 HYBRID = Layout(4, {**DP2_PARAMS.options, "data_parallel_shard_size": 2, "param_slots": 3, "grad_slots": 1})
 TP2_PP2 = Layout(4, {**TP2.options, **PP2.options})
-ALL8 = Layout(8, TP2_PP2.options)
 CP2 = Layout(2, {"context_parallel_size": 2})
 CP2_RING = Layout(2, {"context_parallel_size": 2, "cp_comm_type": "ring"})
 ZB_H1 = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"})
 ZB_V = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"})
 INTERLEAVED = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2})
-UNEVEN = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_layer_split": (1, 3)})
-TP4 = Layout(4, {"tensor_model_parallel_size": 4})
-"""More ranks than key/value heads."""
 MIXED = Layout(
     8,
     {
@@ -78,21 +76,14 @@ LAYOUTS: Mapping[str, Layout] = {
     "one": ONE,
     "tp2 sp": TP2,
     "dp2 optim_grads": DP2,
-    "dp2 optim_grads_params": DP2_PARAMS,
     "dp4 optim_grads_params in shards of 2": HYBRID,
-    "tp2 pp2 dp2 sp": ALL8,
     "cp2": CP2,
     "cp2 ring": CP2_RING,
-    "tp2 sp cp2 ring": Layout(4, {**TP2.options, **CP2_RING.options}),
-    "pp2 zb-v": ZB_V,
-    "pp2 interleaved": INTERLEAVED,
-    "pp2 1+3 layers": UNEVEN,
-    "tp4 of 2 kv heads": TP4,
     "tp2 sp cp2 ring pp2 zb-v optim_grads": MIXED,
 }
-SPREAD = ("dp4 optim_grads_params in shards of 2", "pp2 interleaved", "tp2 sp cp2 ring pp2 zb-v optim_grads")
-"""Layouts that together have everything; ``tests/parallel`` and ``tests/checkpoint`` compare many more, without the command line."""
-SPREAD_WITH_ALL = (*SPREAD, "tp2 pp2 dp2 sp", "tp4 of 2 kv heads")
+SPREAD = ("tp2 sp cp2 ring pp2 zb-v optim_grads", "dp4 optim_grads_params in shards of 2")
+"""Layouts that together have everything, the first nearly alone. ``tests/parallel`` and ``tests/checkpoint`` compare many more, without
+the command line."""
 
 
 def words(options: Mapping[str, object]) -> list[str]:
@@ -140,10 +131,15 @@ class Product:
         return self.launcher.run(argv)
 
 
-def copy_dataset(source: Path | str, prefix: Path) -> Path:
-    """Copy the files of a dataset without its tokenizer and its sums, so that tokens can be changed on purpose."""
+def copy_tokens(source: Path | str, prefix: Path) -> None:
+    """Copy a dataset without all that says what its tokens are."""
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{source}{suffix}", f"{prefix}{suffix}")
+
+
+def copy_dataset(source: Path | str, prefix: Path) -> Path:
+    """Copy the files of a dataset without its tokenizer and its sums, so that tokens can be changed on purpose."""
+    copy_tokens(source, prefix)
     meta = json.loads(Path(f"{source}.meta.json").read_text())
     meta.pop("sums", None)
     Path(f"{prefix}.meta.json").write_text(json.dumps(meta))
@@ -165,6 +161,17 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def column(folder: Path, name: str) -> list[Any]:
     """One column of the steps."""
     return [entry[name] for entry in steps(folder)]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The iterations of a run's checkpoints that are whole."""
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*[0-9]"))
+
+
+def events(folder: Path, what: str) -> list[dict[str, Any]]:
+    """What a run has noted of one kind."""
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [entry for entry in lines if entry["event"] == what]
 
 
 def exact_curve(folder: Path) -> list[tuple[object, ...]]:

@@ -13,7 +13,7 @@ import torch
 from megatron_llama.data.corpus import docstring_pairs, write_preferences
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.e2e.product import CP2_RING, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_state, log, words
+from tests.e2e.product import DP2_PARAMS, MIXED, ONE, Layout, Product, assert_same_state, log, words
 from tests.e2e.test_start import tags
 from tests.launcher import Finished, Run
 
@@ -92,10 +92,12 @@ def numbers(folder: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in entry.items() if k in kept or "validation" in k or "/" in k} for entry in log(folder)]
 
 
-METHODS = {"dpo": {}, "ipo": {}, "orpo": {}, "simpo": {"lr": 3e-3}, "kto": {}, "reward": {"lr": 3e-3}}
+METHODS = {"dpo": {}, "orpo": {}, "kto": {}, "reward": {"lr": 3e-3}}
+"""Each that says other numbers, or begins with another model. Of the others: tests/tune/preference."""
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=() if name in ("dpo", "kto") else pytest.mark.long) for name in METHODS])
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns(method: str, align: Align, tmp_path: Path) -> None:
     """Each sample once and again: the loss falls, and the log has the numbers under TRL's names."""
     options = {"train_iters": 12, "lr_decay_iters": 12, "split": "100,0,0", "lr_decay_style": "constant", "global_batch_size": 8}
@@ -110,6 +112,7 @@ def test_every_method_learns(method: str, align: Align, tmp_path: Path) -> None:
     assert entry["rewards/margins"] > log(tmp_path)[0]["rewards/margins"]
 
 
+@pytest.mark.long
 def test_what_zenflow_puts_off_stays_so_for_ktos_estimate(align: Align, tmp_path: Path) -> None:
     """The forward passes of the estimate have the weights of the step: they apply nothing, and the run is AdamW's no longer."""
     zenflow = {"optimizer_offload": "zenflow", "zenflow_update_interval": 4, "zenflow_topk_ratio": 0.1}
@@ -121,16 +124,8 @@ def test_what_zenflow_puts_off_stays_so_for_ktos_estimate(align: Align, tmp_path
     assert split == pytest.approx(found, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        DP2_PARAMS,
-        pytest.param(TP2, marks=pytest.mark.long),
-        pytest.param(CP2_RING, marks=pytest.mark.long),
-        pytest.param(ZB_V, marks=pytest.mark.long),
-    ],
-    ids=["dp2 params", "tp2 sp", "cp2 ring", "pp2 zb-v"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [DP2_PARAMS, MIXED], ids=["dp2 params", "everything"])
 def test_every_layout_tunes_the_same_model(layout: Layout, align: Align, straight: Path, tmp_path: Path) -> None:
     """What is logged of training and of the pairs that are held out, and the scores are those of another layout."""
     ended = align(layout, save=tmp_path, sft_loss_weight=0.5, **EVALUATED).ok()
@@ -195,6 +190,7 @@ def test_low_rank_additions_and_offload(align: Align, base: Path, tmp_path: Path
     assert column(tmp_path / "offload", "loss") == column(tmp_path / "plain", "loss")
 
 
+@pytest.mark.long
 def test_scores_belong_to_what_was_scored(align: Align, product: Product, base: Path, pairs: Path, tmp_path: Path) -> None:
     """Written without a step, in one layout; read in another; those of another model, template or file are refused."""
     scores = tmp_path / "scores.safetensors"
@@ -218,6 +214,7 @@ def test_scores_belong_to_what_was_scored(align: Align, product: Product, base: 
         assert f"  - {names}: got " in refused.err, refused.err
 
 
+@pytest.mark.long
 def test_what_is_exported(align: Align, tmp_path: Path) -> None:
     """A policy as transformers reads it, and what it says while it trains."""
     asked = {"sample_interval": 2, "sample_prompt": "def f(self)", "sample_tokens": 3}

@@ -29,6 +29,7 @@ def test_all_processes_take_the_planned_layout(product: Product, tmp_path: Path)
     assert column(tmp_path / "run", "iteration") == [1, 2]
 
 
+@pytest.mark.long
 def test_an_error_of_the_planner_is_everybodys(product: Product) -> None:
     ended = product.launcher.start([*product.command(auto_parallel=True, global_batch_size=None)], 2).wait()
     assert ended.codes == (2, 2) and ended.err.count("--global-batch-size: got nothing, expected samples in a step") == 1

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +16,10 @@ from megatron_llama.planner.run.incidents import Incidents
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.lost_value import COLUMN, EMBEDDING
-from tests.e2e.product import DP2, PP2, VOCAB_SIZE, Layout, Product, assert_same_state, exact_curve
+from tests.e2e.product import DP2, PP2, SHAPELESS, VOCAB_SIZE, Layout, Product, assert_same_state, checkpoints, events, exact_curve
 from tests.launcher import Finished
 
 BACKGROUND = {"async_save": True}
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*[0-9]"))
-
-
-def events(folder: Path, what: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [entry for entry in lines if entry["event"] == what]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +59,7 @@ CASES: Mapping[str, tuple[Layout, str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_stops_and_keeps_no_such_checkpoint(name: str, lose: Lose, row: int, tmp_path: Path) -> None:
     layout, state, options = CASES[name]
@@ -88,9 +79,13 @@ def test_a_run_stops_and_keeps_no_such_checkpoint(name: str, lose: Lose, row: in
     assert re.search(r"fault.*iter_0000004 is not kept: not finite: ", str(list(Incidents(read_run(str(folder))).listed)))
 
 
+@pytest.mark.long
 @pytest.mark.tries("on_bad_checkpoint")
-@pytest.mark.parametrize("more", [{}, BACKGROUND], ids=["waited for", "in the background"])
-@pytest.mark.parametrize("interval", [2, 3, 5], ids=["inside", "at the last step", "to the start"])
+@pytest.mark.parametrize(
+    ("interval", "more"),
+    [(2, {}), (2, BACKGROUND), (3, {}), (3, BACKGROUND), (5, {})],
+    ids=["inside", "inside, in the background", "at the last step", "at the last step, in the background", "to the start"],
+)
 def test_a_run_that_goes_back_is_the_run_that_lost_nothing(
     interval: int, more: dict[str, object], lose: Lose, sound: Path, tmp_path: Path
 ) -> None:
@@ -107,11 +102,11 @@ def test_a_run_that_goes_back_is_the_run_that_lost_nothing(
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == f"{iters}\n"
 
 
-@pytest.mark.parametrize("more", [{}, BACKGROUND], ids=["waited for", "in the background"])
-def test_what_comes_again_and_again_ends_the_run(more: dict[str, object], lose: Lose, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_what_comes_again_and_again_ends_the_run(lose: Lose, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = {"save": folder, "save_interval": 2, "max_bad_steps": 2, "on_bad_checkpoint": "rollback"}
-    ended = lose(DP2, once=False, **options, **more)
+    ended = lose(DP2, once=False, **options, **BACKGROUND)
     assert ended.codes == (1, 1)
     start = f"error: {folder}/iter_0000004: got values that are not finite, 3 times in a row: {EMBEDDING} "
     assert ended.errs[0].startswith(start), ended.err
@@ -120,13 +115,13 @@ def test_what_comes_again_and_again_ends_the_run(more: dict[str, object], lose: 
     assert checkpoints(folder) == [2]
 
 
-@pytest.mark.parametrize("more", [{}, BACKGROUND], ids=["waited for", "in the background"])
-def test_a_marked_checkpoint_is_passed_over(more: dict[str, object], lose: Lose, row: int, product: Product, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_marked_checkpoint_is_passed_over(lose: Lose, row: int, product: Product, tmp_path: Path) -> None:
     """It is the newest, it is never the best, and the newest good one stays beside it, however few are to stay."""
     folder = tmp_path / "run"
     saves = {"save": folder, "save_interval": 1, "save_retain": 1, "vocab_size": VOCAB_SIZE}
     options = {"on_bad_checkpoint": "warn", "eval_interval": 1, "eval_iters": 1, "train_iters": 4}
-    assert lose(DP2, **options, **saves, **more).ok().out.count("; it is kept with a mark\n") == 2
+    assert lose(DP2, **options, **saves, **BACKGROUND).ok().out.count("; it is kept with a mark\n") == 2
     assert checkpoints(folder) == [2, 4] and os.readlink(folder / "best") == "iter_0000002"
     marked = json.loads((folder / "iter_0000004" / "meta.json").read_text())["not_finite"]
     assert {"name": EMBEDDING, "count": 1, "first": [row, COLUMN], "value": "nan"} in marked
@@ -147,6 +142,7 @@ def test_a_marked_checkpoint_is_passed_over(more: dict[str, object], lose: Lose,
     assert checkpoints(folder) == [2, 3] and os.readlink(folder / "last") == "iter_0000003"
 
 
+@pytest.mark.long
 def test_a_run_that_keeps_marked_checkpoints_goes_on_from_them(lose: Lose, product: Product, tmp_path: Path) -> None:
     """Otherwise each preemption would take it back to the last good one, and it would never end."""
     options = {"save": tmp_path, "save_interval": 1, "save_retain": 2, "vocab_size": VOCAB_SIZE, "on_bad_checkpoint": "warn"}
@@ -156,6 +152,7 @@ def test_a_run_that_keeps_marked_checkpoints_goes_on_from_them(lose: Lose, produ
     assert checkpoints(tmp_path) == [2, 5, 6]
 
 
+@pytest.mark.long
 def test_weights_of_another_format_are_looked_at(product: Product, sound: Path, row: int, tmp_path: Path) -> None:
     """A rollback has nothing to go back to that would be better: such a run ends at its first save, and says so at the start."""
     product.run("export", "--load", sound, "--output", tmp_path / "hf").ok()
@@ -163,8 +160,7 @@ def test_weights_of_another_format_are_looked_at(product: Product, sound: Path, 
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     weights[EMBEDDING][row, 3:5] = torch.inf
     save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-    options = {**shape, "init_from_hf": tmp_path / "hf", "save": tmp_path / "run", "save_interval": 2, "on_bad_checkpoint": "rollback"}
+    options = {**SHAPELESS, "init_from_hf": tmp_path / "hf", "save": tmp_path / "run", "save_interval": 2, "on_bad_checkpoint": "rollback"}
     run = product.start(DP2, **options).wait()
     assert run.codes == (1, 1)
     assert f" warning: the run begins with values that are not finite: {EMBEDDING} (2 values, the first is inf at [{row}, 3])" in run.out
@@ -172,6 +168,7 @@ def test_weights_of_another_format_are_looked_at(product: Product, sound: Path, 
     assert checkpoints(tmp_path / "run") == []
 
 
+@pytest.mark.long
 def test_a_signal_leaves_the_way_back_to_the_next_start(lose: Lose, product: Product, sound: Path, tmp_path: Path) -> None:
     """--exit-interval stands for all that stops a run."""
     folder = tmp_path / "run"

@@ -35,6 +35,7 @@ def shell(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
 
 
+@pytest.mark.long
 def test_torchrun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run", **TP2.options, **EVALUATED)], tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -122,14 +123,15 @@ def test_a_yaml_file_is_the_command_line(product: Product, straight: Callable[[s
     assert exact_curve(tmp_path / "run") == exact_curve(straight("one"))
 
 
-@pytest.mark.parametrize("world_size", [1, 8, 64])
+@pytest.mark.parametrize("world_size", [1, 64])
 def test_dry_run(world_size: int, product: Product, tmp_path: Path) -> None:
     parallel = {} if world_size == 1 else {**TP2.options, "pipeline_model_parallel_size": 2}
     command = product.command(save=tmp_path / "run", global_batch_size=128, world_size=world_size, dry_run=True, **parallel)
     planned = product.run(*command).ok().out
     tp, pp, dp = (1, 1, 1) if world_size == 1 else (2, 2, world_size // 4)
-    assert f"processes       {world_size} = tp {tp} x cp 1 x pp {pp} x dp {dp}" in planned
-    assert f"batch           128 samples = {64 // dp} microbatches x 2 x dp {dp}; 4,096 tokens a step, 6 steps\n" in planned
+    assert f"layout          {world_size} process{'es' * (world_size > 1)} = tp {tp} x cp 1 x pp {pp} x dp {dp}" in planned
+    assert f"batch           128 samples = {64 // dp} microbatches x 2 x dp {dp}; 4,096 tokens a step, 32 a sample\n" in planned
+    assert "iterations      1 to 6\n" in planned
     assert len(re.findall(r"^pp rank \d ", planned, re.M)) == pp
     assert planned.endswith(f"valid for {world_size} process{'es' if world_size > 1 else ''}\n")
     assert ("warning: devices:" in planned) == (world_size > max(2, os.cpu_count() or 1))
@@ -140,7 +142,7 @@ def test_dry_run_of_everything(product: Product) -> None:
     """What the largest layout of the tests is planned to do, with more replicas: its parts add up to the model."""
     changes = {"world_size": 32, "fp16": True, "grad_reduce_in_bf16": True, "global_batch_size": 24, **MIXED.options}
     planned = product.run(*product.command(dry_run=True, **changes)).ok().out
-    assert "processes       32 = tp 2 x cp 2 x pp 2 x dp 4, sequence parallel\n" in planned
+    assert "layout          32 processes = tp 2 x cp 2 x pp 2 x dp 4, sequence parallel; pipeline zb-v, sharding " in planned
     assert "batch           24 samples = 3 microbatches x 2 x dp 4; " in planned
     ranks = re.findall(r"^pp rank (\d) +(.*): ([\d,]+) elements per process", planned, re.M)
     assert [(rank, held) for rank, held, _ in ranks] == [("0", "layer 0, layer 3, embedding, head"), ("1", "layer 1, layer 2")]
@@ -166,12 +168,6 @@ def test_dry_run_joins_nobody(product: Product) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9"}
     ended = product.launcher.run([*product.command(global_batch_size=16), "--dry-run"], environ=environ)
     assert ended.ok().out.endswith("valid for 8 processes\n")
-
-
-def test_dry_run_refuses_what_the_run_refuses(product: Product) -> None:
-    ended = product.run(*product.command(tensor_model_parallel_size=3), "--dry-run", "--world-size", 64)
-    assert ended.codes == (2,) and "processes: got 64, expected a multiple of tp 3 x cp 1 x pp 1 = 3; start 63 or 66 processes" in ended.err
-    assert "valid for" not in ended.out
 
 
 @pytest.mark.tries("dry_run")
@@ -202,12 +198,6 @@ def test_dry_run_plans_with_the_tokenizer_it_finds(product: Product) -> None:
     assert "vocabulary 512, padded to 512\n" in product.run(*product.command(), "--dry-run").ok().out
     unknown = product.run(*product.command(data_path="/nowhere"), "--dry-run").ok().out
     assert "planned with a vocabulary of 32000\n" in unknown and "vocabulary 32,000, padded to 32,000\n" in unknown
-
-
-def test_dry_run_of_the_quickstart(product: Product) -> None:
-    options = ["--data-path", product.data, "--tensor-model-parallel-size", 2, "--dry-run", "--world-size", 2]
-    planned = product.run("pretrain", "--config", ROOT / "examples" / "quickstart.yaml", *options).ok().out
-    assert planned.endswith("valid for 2 processes\n")
 
 
 def test_dry_run_shows_the_passes_that_the_schedule_command_shows(product: Product) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,27 +19,25 @@ from tools.compare_sharding import OutOfMemory, Row, built_everywhere, checked, 
 
 from tests.e2e.product import TINY, VOCAB_SIZE, Product, words
 from tests.harness import Cluster
+from tests.launcher import Launcher
 from tests.parallel.cases import Layout
 
-ROOT = Path(__file__).resolve().parents[2]
 MODES = ("no_shard", "optim", "optim_grads", "optim_grads_params-2", "optim_grads_params-3", "optim_grads_params-all")
 OPTIONS = {**TINY, "split": None, "micro_batch_size": 1, "vocab_size": 512, "steps": 2, "rounds": 1}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("freeze", [(), ("model.layers.1.*", "model.embed_tokens.*")], ids=["all trained", "some frozen"])
-def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], launcher: Launcher, tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/compare_sharding.py"]
     arguments = words({**OPTIONS, "json": target, **({"freeze": freeze} if freeze else {})})
-    done = subprocess.run(launch + arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed = launcher.run(arguments, 2, module="tools.compare_sharding").ok().out
     rows = {row["name"]: row for row in json.loads(target.read_text())}
     assert tuple(rows) == MODES
     for name, row in rows.items():
         assert row["sent_bytes"] == row["planned_bytes"] > 0, name
         assert row["step_ms"] > row["exposed_ms"] >= 0 and row["peak_memory_bytes"] > 2**20
-        assert f"\n{name} " in done.stdout
+        assert f"\n{name} " in printed
     sent = {name: row["sent_bytes"] for name, row in rows.items()}
     assert freeze or sent["no_shard"] == pytest.approx(sent["optim"], rel=1e-3), "but for padding"
     assert sent["optim"] < sent["optim_grads"] <= sent["optim_grads_params-all"] < sent["optim_grads_params-2"]
@@ -101,7 +97,6 @@ def test_random_tokens_are_those_of_the_dataset(product: Product) -> None:
 
 
 @pytest.mark.long
-def test_a_mode_that_is_none(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/compare_sharding.py", *words({**OPTIONS, "modes": "zero3", "global_batch_size": 1})]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "--modes: got zero3, expected of no_shard, optim" in done.stderr and "Traceback" not in done.stderr
+def test_a_mode_that_is_none(launcher: Launcher) -> None:
+    ended = launcher.run(words({**OPTIONS, "modes": "zero3", "global_batch_size": 1}), module="tools.compare_sharding")
+    assert ended.codes == (1,) and "--modes: got zero3, expected of no_shard, optim" in ended.err and "Traceback" not in ended.err

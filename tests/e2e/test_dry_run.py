@@ -6,7 +6,6 @@ That is tried for every refusal that any test provokes (``tests/refusals.py``). 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_llama.errors import CheckpointError
 from megatron_llama.train.run import build
 
 from tests.checkpoint.model_folders.test_hf import written
-from tests.e2e.product import EVALUATED, VOCAB_SIZE, Product, contents, words
+from tests.e2e.product import EVALUATED, SHAPELESS, VOCAB_SIZE, Product, contents, copy_tokens, words
 from tests.refusals import TRAINING, RehearsalError
 
 Changes = Mapping[str, Any]
@@ -28,8 +27,7 @@ Changes = Mapping[str, Any]
 
 def small_tokenizer(product: Product, folder: Path) -> Changes:
     """With fewer tokens than the dataset has ids, which nothing but its ids says."""
-    for suffix in (".bin", ".idx"):
-        shutil.copy(f"{product.data}{suffix}", folder / f"docs{suffix}")
+    copy_tokens(product.data, folder / "docs")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(product.texts), model_prefix=str(folder / "small"), vocab_size=VOCAB_SIZE // 2, model_type="bpe"
     )
@@ -49,8 +47,7 @@ def begun_with(*, ours: bool) -> Callable[[Product, Path], Changes]:
     def make(product: Product, folder: Path) -> Changes:
         theirs = written(folder / "theirs", vocab_size=VOCAB_SIZE)
         base = export_hf(folder / "base", HFWeights(theirs).model, HFWeights(theirs), "float32")
-        shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-        return {**shape, "init_from_hf": base, "export_hf": base / ".." / "base" if ours else theirs}
+        return {**SHAPELESS, "init_from_hf": base, "export_hf": base / ".." / "base" if ours else theirs}
 
     return make
 

@@ -21,15 +21,12 @@ from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.product import (
-    CP2,
     DP2,
     EVALUATED,
     INTERLEAVED,
     ONE,
-    PP2,
     SEQ_LENGTH,
     TP2,
-    ZB_V,
     Layout,
     Product,
     Refuse,
@@ -40,6 +37,7 @@ from tests.e2e.product import (
     words,
 )
 from tests.launcher import ROOT, TIMEOUT, Finished
+from tests.refused import refused
 
 TWO = Layout(2, {})
 
@@ -69,135 +67,38 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
     "heads and tp": (
         3,
         {"tensor_model_parallel_size": 3, "num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96},
-        "--tensor-model-parallel-size: got 3, expected a divisor or a multiple of num_key_value_heads 2; choose 2 or 4",
+        "train.setup.checks.parallel.parallel_problems:2",
     ),
-    "width and heads": (
-        1,
-        {"num_attention_heads": 3, "num_query_groups": 3},
-        "--hidden-size: got 64, expected a multiple of num_attention_heads 3;",
-    ),
-    "layers and pp": (
-        3,
-        {"pipeline_model_parallel_size": 3},
-        "--pipeline-model-parallel-size: got 3 stages, expected a divisor of num_hidden_layers 4; choose 2 or 4 stages, or give "
-        "--pipeline-layer-split",
-    ),
-    "layers and a V": (
-        2,
-        {**ZB_V.options, "num_layers": 6},
-        "--pipeline-model-parallel-size: got 4 stages, expected a divisor of num_hidden_layers 6; choose 3 or 6 stages",
-    ),
-    "layers and the head": (
-        2,
-        {**PP2.options, "account_for_loss_in_pipeline_split": True},
-        "--pipeline-model-parallel-size: got 2 stages, expected a divisor of num_hidden_layers 4 + 1 for embedding and loss; choose 1 or 5",
-    ),
-    "sum of a split": (
-        2,
-        {**PP2.options, "pipeline_layer_split": (2, 3)},
-        "--pipeline-layer-split: got 2 3 (sum 5), expected 2 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4; "
-        "change the list",
-    ),
-    "length of a split": (
-        2,
-        {**PP2.options, "pipeline_layer_split": (1, 1, 2)},
-        "--pipeline-layer-split: got 1 1 2 (sum 4), expected 2 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4;",
-    ),
-    "nothing in a split": (2, {**PP2.options, "pipeline_layer_split": (0, 4)}, "--pipeline-layer-split: got 0 4 (sum 4), expected 2 "),
-    "microbatches of an interleaved schedule": (
-        2,
-        {**INTERLEAVED.options, "global_batch_size": 6},
-        "number of microbatches, global_batch_size / (micro_batch_size x dp): got 3, expected a multiple of "
-        "--pipeline-model-parallel-size 2 with --pipeline-schedule interleaved; choose 2 or 4 (change --global-batch-size)",
-    ),
-    "chunks without interleaving": (
-        2,
-        {**PP2.options, "virtual_pipeline_model_parallel_size": 2},
-        "--virtual-pipeline-model-parallel-size: got 2, expected 1 chunk per rank with --pipeline-schedule 1f1b; leave it out, or choose "
-        "--pipeline-schedule interleaved",
-    ),
-    "interleaving without chunks": (
-        2,
-        {**PP2.options, "pipeline_schedule": "interleaved"},
-        "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more chunks per rank with --pipeline-schedule interleaved; give",
-    ),
-    "chunks of a V": (
-        2,
-        {**ZB_V.options, "virtual_pipeline_model_parallel_size": 3},
-        "--virtual-pipeline-model-parallel-size: got 3, expected 2 chunks per rank with --pipeline-schedule zb-v; leave it out",
-    ),
-    "processes": (
-        3,
-        {"tensor_model_parallel_size": 2},
-        "processes: got 3, expected a multiple of tp 2 x cp 1 x pp 1 = 2; start 2 or 4 processes, or change --tensor-model-parallel-size, "
-        "--context-parallel-size or --pipeline-model-parallel-size",
-    ),
-    "batch": (
-        2,
-        {"global_batch_size": 6},
-        "--global-batch-size: got 6, expected a multiple of micro_batch_size 2 x dp 2 = 4; choose 4 or 8",
-    ),
-    "sequence and tp": (2, {**TP2.options, "seq_length": 33}, "--seq-length: got 33, expected a multiple of tp 2 = 2; choose 32 or 34"),
-    "sequence and cp": (2, {**CP2.options, "seq_length": 34}, "--seq-length: got 34, expected a multiple of 2 x cp 2 = 4; choose 32 or 36"),
-    "sequence, cp and tp": (
-        4,
-        {**TP2.options, **CP2.options, "seq_length": 36},
-        "--seq-length: got 36, expected a multiple of 2 x cp 2 x tp 2 = 8; choose 32 or 40",
-    ),
-    "no data": (1, {"data_path": None, "vocab_size": 512}, "--data-path: got nothing, expected PREFIX of PREFIX.bin and PREFIX.idx"),
-    "unknown flag": (
-        1,
-        {"micro_batchsize": 2},
-        "--micro-batchsize: got an unknown flag, expected an option of this command; did you mean --micro-batch-size?",
-    ),
-    "unknown model": (1, {"model": "llama3-8"}, "did you mean llama3-8b?"),
-    "two precisions": (1, {"bf16": True, "fp16": True}, "--bf16 --fp16: got 2 precisions, expected at most one; leave the others out"),
-    "three precisions": (1, {"bf16": True, "fp16": True, "fp64": True}, "--bf16 --fp16 --fp64: got 3 precisions, expected at most one;"),
-    "loss scale": (1, {"fp16": True, "initial_loss_scale": 0}, "--initial-loss-scale: got 0.0, expected a positive number"),
-    "loss scales": (
-        1,
-        {"fp16": True, "initial_loss_scale": 8, "min_loss_scale": 16},
-        "--min-loss-scale: got 16.0, expected at most initial_loss_scale 8.0; lower one or raise the other",
-    ),
-    "hysteresis": (1, {"fp16": True, "hysteresis": 0}, "--hysteresis: got 0, expected a positive number"),
-    "window": (1, {"fp16": True, "loss_scale_window": 0}, "--loss-scale-window: got 0, expected a positive number"),
-    "cp": (1, {"context_parallel_size": 0}, "--context-parallel-size: got 0, expected a positive number"),
-    "recomputing some": (
-        1,
-        {"recompute_granularity": "full", "recompute_num_layers": "some"},
-        "--recompute-num-layers: got some, expected ",
-    ),
-    "recomputing too many": (1, {"recompute_granularity": "full", "recompute_num_layers": 5}, "--recompute-num-layers: got 5, expected "),
-    "unknown schedule": (1, {"pipeline_schedule": "zb-v2"}, "--pipeline-schedule: got zb-v2, expected one of gpipe, 1f1b, interleaved, "),
-    "steps": (1, {"train_iters": 0}, "--train-iters: got 0, expected a positive number"),
-    "vocabulary": (
-        1,
-        {"vocab_size": 300},
-        "--vocab-size: got 300, expected at least the tokenizer's 512; give --vocab-size 512 or leave it out",
-    ),
-    "yaml": (1, {"config": "{folder}/bad.yaml"}, "bad.yaml:3: got expected ',' or ']', but got ':', expected valid YAML; mend that line"),
-    "no yaml": (1, {"config": "{folder}/none.yaml"}, "none.yaml: got [Errno 2] No such file or directory"),
-    "yaml key": (1, {"config": "{folder}/key.yaml"}, "key.yaml:1 learning_rat"),
+    "layers and pp": (3, {"pipeline_model_parallel_size": 3}, "train.setup.checks.parallel._pipeline_problems:2"),
+    "microbatches of an interleaved schedule": (2, {**INTERLEAVED.options, "global_batch_size": 6}, "schedule.builders._microbatch_problems:2"),
+    "processes": (3, {"tensor_model_parallel_size": 2}, "config.world.world_problem:2"),
+    "no data": (1, {"data_path": None, "vocab_size": 512}, "train.setup.resolve.check"),
+    "unknown flag": (1, {"micro_batchsize": 2}, "config.parse._Reader._refuse_unknown:2"),
+    "unknown model": (1, {"model": "llama3-8"}, "train.setup.resolve._preset"),
+    "steps": (1, {"train_iters": 0}, "config.batch_ramp.length_problems:3"),
+    "vocabulary": (1, {"vocab_size": 300}, "train.setup.vocabulary.with_vocabulary:3"),
+    "yaml": (1, {"config": "{folder}/bad.yaml"}, "config.parse._Reader._yaml_keys:2"),
 }
+"""One of each kind, which the first process knows from words, files or their number: ``tests/train/setup/test_resolve.py`` and
+``tests/config/test_parse.py`` have the others."""
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_wrong_configurations_exit_with_2(name: str, product: Product, refuse: Refuse, tmp_path: Path) -> None:
-    processes, changes, says = CONFIGURATIONS[name]
+    processes, changes, key = CONFIGURATIONS[name]
     (tmp_path / "bad.yaml").write_text("lr: 1e-3\nseq_length: [32\nmicro_batch_size: 2\n")
-    (tmp_path / "key.yaml").write_text("learning_rat: 1e-3\n")
     changes = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
     with untouched(tmp_path):
         text = refuse(product.command(**{"save": tmp_path / "new", **changes}), code=2, processes=processes)
-    assert says in text and text.count(says) == 1, "said once, by rank 0"
+    assert refused(text).key == key, "said once, by rank 0"
 
 
 @pytest.mark.parametrize("name", ["processes", "yaml"])
 def test_so_do_the_processes_of_a_launcher(name: str, product: Product, tmp_path: Path) -> None:
-    processes, changes, says = CONFIGURATIONS[name]
+    processes, changes, key = CONFIGURATIONS[name]
     (tmp_path / "bad.yaml").write_text("lr: 1e-3\nseq_length: [32\nmicro_batch_size: 2\n")
     changes = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
-    assert launched(product, tmp_path, Layout(processes, {}), code=2, **changes).count(says) == 1
+    assert refused(launched(product, tmp_path, Layout(processes, {}), code=2, **changes)).key == key
 
 
 def test_what_rank_0_refuses_it_says_alone(product: Product, tmp_path: Path) -> None:
@@ -233,35 +134,25 @@ def without_tokens(prefix: Path) -> None:
 
 
 DAMAGES: Mapping[str, tuple[Callable[[Path], object], str]] = {
-    "no tokens": (without_tokens, "docs.bin: got no tokens, expected at least one document with text"),
-    "empty bin": (lambda prefix: cut(prefix.with_suffix(".bin"), 0), "docs.bin: got 0 bytes, expected "),
-    "short bin": (lambda prefix: cut(prefix.with_suffix(".bin"), 1000), "docs.bin: got 1000 bytes, expected "),
-    "empty idx": (lambda prefix: cut(prefix.with_suffix(".idx"), 0), "docs.idx: got "),
-    "short idx": (lambda prefix: cut(prefix.with_suffix(".idx"), 1000), "docs.idx: got 1000 bytes, expected "),
-    "strange idx": (lambda prefix: prefix.with_suffix(".idx").write_bytes(b"PK\3\4" * 1000), "docs.idx: got the first bytes "),
-    "no bin": (lambda prefix: prefix.with_suffix(".bin").unlink(), "docs.bin: got no such file"),
-    "strange meta": (lambda prefix: Path(f"{prefix}.meta.json").write_text("[1"), "docs.meta.json"),
+    "no tokens": (without_tokens, "data.indexed.IndexedDataset._check_sequences:2"),
+    "short bin": (lambda prefix: cut(prefix.with_suffix(".bin"), 1000), "data.indexed.IndexedDataset._check_sequences:3"),
+    "strange meta": (lambda prefix: Path(f"{prefix}.meta.json").write_text("[1"), "config.json_file.parse_json_object:4"),
 }
+"""One of each file, and one of which no file is damaged: ``tests/data/test_indexed.py`` has the others."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_datasets_exit_with_1(name: str, product: Product, refuse: Refuse, tmp_path: Path) -> None:
-    damage, says = DAMAGES[name]
-    damage(copied(product, tmp_path / "docs"))
-    with untouched(tmp_path):
-        assert says in refuse(product.command(save=tmp_path / "new", data_path=tmp_path / "docs"), code=1)
-
-
-@pytest.mark.parametrize("name", ["no tokens", "short bin", "strange meta"])
 def test_damaged_datasets_end_every_rank(name: str, product: Product, tmp_path: Path) -> None:
-    damage, says = DAMAGES[name]
+    damage, key = DAMAGES[name]
     damage(copied(product, tmp_path / "docs"))
-    assert says in launched(product, tmp_path, TWO, code=1, data_path=tmp_path / "docs")
+    said = refused(launched(product, tmp_path, TWO, code=1, data_path=tmp_path / "docs"))
+    assert said.key == key and said.where.startswith(f"{tmp_path}/docs.")
 
 
 def test_no_dataset(product: Product, refuse: Refuse) -> None:
-    text = refuse(product.command(data_path=f"{product.data}.bin", vocab_size=512), code=1)
-    assert "docs.bin.idx: got no such file, expected PREFIX.bin and PREFIX.idx; give the common prefix" in text
+    said = refused(refuse(product.command(data_path=f"{product.data}.bin", vocab_size=512), code=1))
+    assert (said.where, said.got) == (f"{product.data}.bin.idx", "no such file") and "prefix" in said.do
 
 
 def test_too_little_text_for_validation(product: Product, tmp_path: Path) -> None:
@@ -269,6 +160,7 @@ def test_too_little_text_for_validation(product: Product, tmp_path: Path) -> Non
     assert "tokens in the validation split, expected at least 33 tokens (seq_length + 1)" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_wrong_token_that_one_rank_meets_in_the_middle(rank: int, product: Product, tmp_path: Path) -> None:
     """Samples in file order: the two of the fourth step's first microbatch on that rank are 24 + 2 * rank and the next."""
@@ -288,6 +180,7 @@ def test_a_wrong_token_that_one_rank_meets_in_the_middle(rank: int, product: Pro
     assert not list((tmp_path / "run").glob("iter_*"))
 
 
+@pytest.mark.long
 def test_one_flipped_bit_in_the_data_ends_every_rank(product: Product, tmp_path: Path) -> None:
     """A rank that reads beside the steps finds it, whether a sample has the token or not. No step is slow enough to wait for:
     the run is longer than the reading."""
@@ -305,27 +198,11 @@ def test_one_flipped_bit_in_the_data_ends_every_rank(product: Product, tmp_path:
 
 
 PREPROCESS: Mapping[str, tuple[str, int, list[str], str]] = {
-    "no field": (
-        '{"text": "one"}\n{"body": "two"}\n',
-        1,
-        [],
-        "docs.jsonl:2: field 'text': got no such field (fields: 'body'), expected a string",
-    ),
-    "no json": ('{"text": "one"}\n{"text": \n', 1, [], "docs.jsonl:2: got invalid JSON"),
-    "an array": (
-        '[{"text": "one"},\n {"text": "two"}]\n',
-        1,
-        [],
-        "one JSON object per line; write the array's objects one to a line, as jq -c '.[]' does",
-    ),
-    "no text": ("\n\n", 1, [], "no text in the whole input, expected text; check the files and --json-keys"),
-    "two tokenizers": (
-        '{"text": "one"}\n',
-        2,
-        ["--train-tokenizer"],
-        "tokenizer: got both, expected exactly one of tokenizer_model and train_tokenizer",
-    ),
+    "no json": ('{"text": "one"}\n{"text": \n', 1, [], "data.documents._read_line"),
+    "no text": ("\n\n", 1, [], "data.preprocess._write"),
+    "two tokenizers": ('{"text": "one"}\n', 2, ["--train-tokenizer"], "data.preprocess._check_options:6"),
 }
+"""A document, the whole, and the words: ``tests/data`` has the others."""
 
 
 PRESS = """
@@ -368,14 +245,15 @@ def test_control_c_is_one_word(product: Product, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PREPROCESS)
 def test_preprocess_refuses(name: str, product: Product, refuse: Refuse, tmp_path: Path) -> None:
-    content, code, more, says = PREPROCESS[name]
+    content, code, more, key = PREPROCESS[name]
     (tmp_path / "docs.jsonl").write_text(content)
     tokenizer = ["--tokenizer-model", f"{product.data}-tokenizer"]
     command = ["preprocess", "--input", tmp_path / "docs.jsonl", "--output-prefix", tmp_path / "out", "--workers", 1, *tokenizer, *more]
-    assert says in refuse(command, code=code)
+    assert refused(refuse(command, code=code)).key == key
     assert [path.name for path in tmp_path.iterdir()] == ["docs.jsonl"]
 
 
+@pytest.mark.long
 def test_the_checkpoint_of_another_model(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     text = launched(product, tmp_path, TP2, code=1, load=straight("one"), num_layers=2, rotary_base=5000)
     assert "is a checkpoint of another model:" in text
@@ -390,6 +268,7 @@ def test_a_damaged_checkpoint(product: Product, straight: Callable[[str], Path],
     assert f"{file}: got {file.stat().st_size} bytes" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", [pytest.param((0,), marks=pytest.mark.long), (1,), pytest.param((0, 1), marks=pytest.mark.long)], ids=str)
 def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The save fails on every rank, the checkpoint before it stays, and the run can go on from it when there is room."""
@@ -418,6 +297,7 @@ def test_a_save_folder_that_is_a_file(product: Product, tmp_path: Path) -> None:
     assert f"{tmp_path}/file" in launched(product, tmp_path, TWO, code=1, save=tmp_path / "file")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [pytest.param(ONE, marks=pytest.mark.long), TP2, pytest.param(DP2, marks=pytest.mark.long)])
 def test_a_loss_that_is_not_finite(layout: Layout, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The step is named, the weights of the last save stay, nothing is saved."""
@@ -460,6 +340,7 @@ def test_weights_that_are_not_finite(changes: dict[str, Any], names: str, produc
     assert not list(tmp_path.glob("iter_*"))
 
 
+@pytest.mark.long
 def test_one_flipped_bit_of_the_first_weights_ends_every_rank(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The run trains while the files are compared, and waits for that before it keeps anything, at its first save or at its end."""
     folder = tmp_path / "hf"
@@ -480,6 +361,7 @@ def test_one_flipped_bit_of_the_first_weights_ends_every_rank(product: Product, 
     assert evaluated.codes == (1,) and says in evaluated.err and "loss" not in evaluated.out
 
 
+@pytest.mark.long
 def test_the_tokenizer_beside_checkpoints_has_checksums(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     run = shutil.copytree(straight("one"), tmp_path / "run", symlinks=True)
     folder = run / "tokenizer"
@@ -507,10 +389,12 @@ def test_evaluating_nothing(product: Product, refuse: Refuse, straight: Callable
     data = ["--data-path", product.data, "--seq-length", SEQ_LENGTH]
     for code, says, argv in (
         (2, "--split: got 100,0,0, expected a share of documents for validation", ["--load", straight("one"), "--split", "100,0,0"]),
-        (1, "nowhere: got no such folder, expected a model folder", ["--load", "nowhere"]),
+        (1, "--load nowhere: got no such folder, expected iter_* folders, or a model folder", ["--load", "nowhere"]),
         (2, "--load, --init-from-hf: got neither", []),
     ):
         assert says in refuse(["evaluate", *data, *argv], code=code), argv
+    both = product.launcher.run(["evaluate", *words({"data_path": product.data, "load": "nowhere"})], 2)
+    assert both.codes == (1, 1) and both.errs[0].count("error: --load nowhere: ") == 1 and both.errs[1] == "", "rank 0 speaks for all"
 
 
 @pytest.mark.long
@@ -526,6 +410,7 @@ def test_generating_and_exporting_nothing(refuse: Refuse, straight: Callable[[st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_refused_run_can_be_mended(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Nothing that a refused run left behind is in the way of the right one."""
     launched(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)

@@ -14,7 +14,7 @@ from megatron_llama.config.model_files import SUMS
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from tests.e2e.product import DP2, DP2_PARAMS, ONE, PP2, TINY, TP2, ZB_V, Layout, Product, steps
+from tests.e2e.product import DP2, DP2_PARAMS, ONE, PP2, SHAPELESS, TP2, ZB_V, Layout, Product, copy_tokens, steps
 
 SHORT: Mapping[str, object] = {"train_iters": 2, "lr_decay_iters": 2}
 LAYOUTS = {
@@ -30,6 +30,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.tries("export_hf")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in ("one", "pp2 zb-v") else []) for name in LAYOUTS])
 def test_the_end_of_a_run(name: str, product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,15 +89,13 @@ def test_a_failure_at_the_end_is_everybodys(product: Product, tmp_path: Path) ->
 
 
 def test_what_belongs_to_the_tokenizer_comes_out_as_it_went_in(product: Product, tmp_path: Path) -> None:
-    shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-    assert shape.keys() < TINY.keys()
     product.train(export_hf=tmp_path / "first", **SHORT)
     extra = {"chat_template.jinja": b"{{ messages }}", "generation_config.json": b'{"eos_token_id": [2, 5], "temperature": 0.6}'}
     for name, content in extra.items():
         (tmp_path / "first" / name).write_bytes(content)
     (tmp_path / "first" / SUMS).unlink()  # the files are others than those of the export
     for _ in range(2):  # the second replaces the first
-        product.train(init_from_hf=tmp_path / "first", tokenizer_model=tmp_path / "first", export_hf=tmp_path / "second", **SHORT, **shape)
+        product.train(init_from_hf=tmp_path / "first", tokenizer_model=tmp_path / "first", export_hf=tmp_path / "second", **SHORT, **SHAPELESS)
     first, second = files(tmp_path / "first"), files(tmp_path / "second")
     assert {name: second[name] for name in extra} == extra and first.keys() | {SUMS} == second.keys()
     assert {name for name in first if first[name] != second[name]} == {"model.safetensors"}
@@ -105,13 +104,18 @@ def test_what_belongs_to_the_tokenizer_comes_out_as_it_went_in(product: Product,
 
 
 def test_a_run_without_tokenizer_says_so(product: Product, tmp_path: Path) -> None:
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"tokens{suffix}").write_bytes(Path(f"{product.data}{suffix}").read_bytes())
-    ended = product.train(data_path=tmp_path / "tokens", vocab_size=512, export_hf=tmp_path / "hf", **SHORT)
+    copy_tokens(product.data, tmp_path / "tokens")
+    ended = product.train(data_path=tmp_path / "tokens", vocab_size=512, save=tmp_path / "run", export_hf=tmp_path / "hf", **SHORT)
     assert ended.out.endswith(f" exported to {tmp_path / 'hf'}, without a tokenizer: none is known\n")
     assert sorted(files(tmp_path / "hf")) == [SUMS, "config.json", "generation_config.json", "model.safetensors"]
+    exported = product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "again").ok()
+    assert "warning: no tokenizer is known for this checkpoint" in exported.out and files(tmp_path / "again") == files(tmp_path / "hf")
+    given = ["--tokenizer-model", f"{product.data}-tokenizer"]
+    product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "again", *given).ok()
+    assert AutoTokenizer.from_pretrained(tmp_path / "again")("a statement")["input_ids"][0] == 1
 
 
+@pytest.mark.long
 def test_llama_3s_tokenizer_from_text_to_transformers(product: Product, tmp_path: Path) -> None:
     """A file of ranks makes the dataset, is kept with the run, and comes out as tokenizer.json with the same ids."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the", b"in", b"er"]

@@ -34,6 +34,7 @@ from tests.e2e.product import (
     ONE,
     PP2,
     SEQ_LENGTH,
+    SHAPELESS,
     TP2,
     VOCAB_SIZE,
     ZB_V,
@@ -51,7 +52,6 @@ from tests.ready import ready_for
 BAD = 4
 """The step whose samples are poisoned."""
 LEFT_OUT = {"iteration": BAD, "first_sample": 24, "last_sample": 31, "reason": "loss", "value": "nan"}
-SHAPE = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
 
 
 def changed(product: Product, prefix: Path, step: int, samples: slice, tokens: Any) -> Path:
@@ -79,7 +79,7 @@ def poisoned(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Mapp
     data = changed(product, folder / "docs", BAD, slice(5, 6), word)
     # The word is in every checkpoint of these runs.
     options = {"data_order": "sequential", "lr_decay_style": "constant", "lr": 1e-2, "on_bad_checkpoint": "warn"}
-    return {**SHAPE, "init_from_hf": folder / "hf", "data_path": data, **options}
+    return {**SHAPELESS, "init_from_hf": folder / "hf", "data_path": data, **options}
 
 
 def skipped(folder: Path) -> list[dict[str, Any]]:
@@ -117,6 +117,7 @@ def test_a_pipeline_skips_the_same_step(
     assert losses[BAD - 1] is None and [loss for loss in losses if loss] == pytest.approx([loss for loss in expected if loss], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("interval", "more"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.e2e.product import CP2, DP2, ONE, TP2, ZB_V, Layout, Product, assert_same_state, column, exact_curve, log, state, steps
+from tests.e2e.product import CP2, DP2, TP2, ZB_V, Layout, Product, assert_same_state, column, exact_curve, log, state, steps
 
 BEYOND = 2.0**40
 """A scale with which the first gradients cannot be written as float16."""
@@ -22,6 +22,7 @@ def scales(folder: Path) -> list[tuple[float, int]]:
     return [(entry["loss_scale"], entry["skipped_iterations"]) for entry in steps(folder)]
 
 
+@pytest.mark.long
 @pytest.mark.tries("fp16")
 @pytest.mark.parametrize(
     "layout",
@@ -59,16 +60,16 @@ def test_export_keeps_the_masters(product: Product, tmp_path: Path) -> None:
 GROWING: dict[str, Any] = {"fp16": True, "initial_loss_scale": 1024, "loss_scale_window": 3, "train_iters": 8, "lr_decay_iters": 8}
 
 
+@pytest.mark.long
 @pytest.mark.tries("initial_loss_scale", "loss_scale_window")
-@pytest.mark.parametrize("layout", [pytest.param(ONE, marks=pytest.mark.long), DP2], ids=["one process", "dp2"])
-def test_resuming_goes_on_with_the_scale(layout: Layout, product: Product, tmp_path: Path) -> None:
+def test_resuming_goes_on_with_the_scale(product: Product, tmp_path: Path) -> None:
     """Also with the count of good steps: five are a window and two thirds."""
-    product.train(layout, save=tmp_path / "straight", **GROWING)
+    product.train(DP2, save=tmp_path / "straight", **GROWING)
     assert scales(tmp_path / "straight") == [(scale, 0) for scale in (1024.0,) * 3 + (2048.0,) * 3 + (4096.0,) * 2]
     folder = tmp_path / "resumed"
-    product.train(layout, save=folder, **GROWING | {"train_iters": 5})
+    product.train(DP2, save=folder, **GROWING | {"train_iters": 5})
     assert json.loads((folder / "iter_0000005" / "meta.json").read_text())["loss_scale"] == [2048.0, 2.0, 0.0]
-    product.train(layout, save=folder, load=folder, **GROWING | {"initial_loss_scale": 4})
+    product.train(DP2, save=folder, load=folder, **GROWING | {"initial_loss_scale": 4})
     assert scales(folder) == scales(tmp_path / "straight")
     assert exact_curve(folder) == exact_curve(tmp_path / "straight")
     assert_same_state(folder / "iter_0000008", tmp_path / "straight" / "iter_0000008")
@@ -128,6 +129,7 @@ def test_overflow_at_the_smallest_scale_ends_the_run(product: Product, tmp_path:
     assert scales(tmp_path) == [(BEYOND, 1), (BEYOND / 2, 1)] and not list(tmp_path.glob("iter_*"))
 
 
+@pytest.mark.long
 def test_every_skipped_step_is_counted_once(product: Product, tmp_path: Path) -> None:
     """Also when saves and evaluations lie between two lines of the log."""
     product.train(
@@ -136,6 +138,7 @@ def test_every_skipped_step_is_counted_once(product: Product, tmp_path: Path) ->
     assert [entry["skipped_iterations"] for entry in log(tmp_path) if "lm_loss" in entry] == [4, 4, 1]
 
 
+@pytest.mark.long
 def test_megatrons_line_has_the_mean_of_the_interval(product: Product, tmp_path: Path) -> None:
     """Of the steps that were not skipped, whatever is saved and evaluated between two lines; in the first interval there is none."""
     overflowing: dict[str, Any] = {

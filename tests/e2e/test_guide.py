@@ -110,7 +110,7 @@ SAID = {
     "03-pretrain": r"iteration 40/40",
     "04-watch": r'"iteration": 40[\s\S]*\n40 \d\.\d',
     "05-resume": r"iter_0000040[\s\S]*verified: [\s\S]*saved \S+/iter_0000050",
-    "06-scale-out": r"processes       64 = tp 4 x cp 1 x pp 2 x dp 8",
+    "06-scale-out": r"layout          64 processes = tp 4 x cp 1 x pp 2 x dp 8",
     "07-convert": r"verdict: equal",
     "08-fine-tune": r"pairs[\s\S]*validation loss at iteration 20[\s\S]*saved \S+lora/iter_0000010",
     "09-evaluate": r"lm loss PPL[\s\S]*The with statement",

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.product import TP2, Product, exact_curve, words
+from tests.e2e.product import SHAPELESS, TP2, Product, exact_curve, words
 from tests.hub_server import Hub, hub
 from tests.launcher import Finished, free_port, torchrun
 
 PICKLE = b"no test may fetch this"
-SHAPE = ("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups")
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +48,12 @@ def evaluated(product: Product, where: Mapping[str, str], model: object, **more:
     return product.launcher.run(["evaluate", *words(options)], environ=where)
 
 
+@pytest.mark.long
 def test_a_model_by_its_name(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
     """Ranks fetch it once, train as from its folder, and go on without the hub; another revision is another model."""
     home = tmp_path / "home"
     where = environ(served, home)
-    options = {"train_iters": 2, **dict.fromkeys(SHAPE)}
+    options = {"train_iters": 2, **SHAPELESS}
     product.train(TP2, init_from_hf=folder, save=tmp_path / "folder", **options)
     argv = product.command(**TP2.options, **options, init_from_hf="org/tiny", tokenizer_model="org/tiny", save=tmp_path / "name")
     said = product.launcher.run(argv, 2, environ=where)
@@ -96,7 +96,7 @@ def test_what_cannot_be_fetched(product: Product, folder: Path, served: Hub, tmp
         assert said.codes == (2,) and line.startswith(f"error: --init-from-hf {model}: ") and got in line, said.err
         assert "Traceback" not in said.err
     assert "pytorch_model.bin" not in served.fetched and not (tmp_path / "empty" / "hub" / "models--org--tiny" / "snapshots").exists()
-    said = product.launcher.run(product.command(init_from_hf="org/none", **dict.fromkeys(SHAPE)), 2, environ=where)
+    said = product.launcher.run(product.command(init_from_hf="org/none", **SHAPELESS), 2, environ=where)
     assert set(said.codes) == {2} and "error: --init-from-hf org/none: " in said.errs[0]
 
 
@@ -167,7 +167,7 @@ def test_machines_that_saw_a_branch_at_two_times(product: Product, folder: Path,
         )
         assert evaluated(product, environ(served, tmp_path / f"home{rank}"), "org/moving").codes == (0,)
     ranks = torchrun(2, free_port())
-    argv = product.command(init_from_hf="org/moving", **dict.fromkeys(SHAPE))
+    argv = product.command(init_from_hf="org/moving", **SHAPELESS)
     said = product.launcher.run(
         argv, 2, environ={"HF_HUB_OFFLINE": "1"}, place=lambda rank: {**ranks(rank), **environ(served, tmp_path / f"home{rank}")}
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.product import DP2, ONE, Layout, Product, contents, steps
+from tests.e2e.product import DP2, ONE, Product, contents, steps
 
 ENDLESS = {"train_iters": 100_000, "lr_decay_iters": 100_000, "save_interval": 3, "save_retain": 2, "num_layers": 2, "load": "auto"}
 
@@ -24,29 +24,23 @@ def left(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.suffix in (".incomplete", ".replaced", ".draft") or path.match("lease.*")]
 
 
+@pytest.mark.long
 @pytest.mark.tries("steal_save")
-@pytest.mark.parametrize(
-    ("layout", "saving"),
-    [(DP2, {"async_save": True}), pytest.param(DP2, {}, marks=pytest.mark.long)],
-    ids=["in the background", "waited for"],
-)
-def test_a_second_start_is_refused_and_one_that_steals_ends_the_first(
-    layout: Layout, saving: dict[str, object], product: Product, tmp_path: Path
-) -> None:
-    options = {**ENDLESS, **saving, "save": tmp_path}
-    first = product.start(layout, **options)
+def test_a_second_start_is_refused_and_one_that_steals_ends_the_first(product: Product, tmp_path: Path) -> None:
+    options = {**ENDLESS, "async_save": True, "save": tmp_path}
+    first = product.start(DP2, **options)
     first.until(lambda: len(steps(tmp_path)) >= 4)
-    refused = product.start(layout, **options).wait()
+    refused = product.start(DP2, **options).wait()
     assert set(refused.codes) == {1}
     holder = f"process {first.pids[0]} on "
     assert refused.err.startswith(f"error: --save {tmp_path}: got a run that writes there ({holder}") and refused.err.count("\n") == 1
     done = len(steps(tmp_path))
     first.until(lambda: len(steps(tmp_path)) > done)
-    wrong = product.start(layout, **options, steal_save=True, tensor_model_parallel_size=3).wait()
+    wrong = product.start(DP2, **options, steal_save=True, tensor_model_parallel_size=3).wait()
     assert set(wrong.codes) == {2} and "taken over" not in wrong.out, "who cannot run takes a folder from nobody"
     done = len(steps(tmp_path))
     first.until(lambda: len(steps(tmp_path)) > done)
-    thief = product.start(layout, **options, steal_save=True)
+    thief = product.start(DP2, **options, steal_save=True)
     ended = first.wait()
     assert set(ended.codes) == {1}
     words = rf"error: rank 0: --save {tmp_path}: got taken over by process {thief.pids[0]} on .*, expected this run alone to write there; "
@@ -93,8 +87,10 @@ def test_a_killed_run_goes_on_at_once(product: Product, tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_folder_that_another_run_writes_can_be_read(product: Product, tmp_path: Path) -> None:
-    run = product.start(save=tmp_path / "run", **ENDLESS)
+    # It keeps what is read here, however slow that is.
+    run = product.start(save=tmp_path / "run", **ENDLESS | {"save_retain": 1000})
     run.until(lambda: (tmp_path / "run" / "iter_0000003").is_dir())
     product.train(load=tmp_path / "run" / "iter_0000003", save=tmp_path / "branch", num_layers=2, train_iters=4)
     assert "lease" not in product.run("inspect", "checkpoint", tmp_path / "run").ok().out

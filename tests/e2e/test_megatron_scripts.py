@@ -69,11 +69,12 @@ def test_planned_as_it_is(name: str, capsys: pytest.CaptureFixture[str], monkeyp
     assert main([*arguments(*given, paths=HERE), "--dry-run", "--world-size", str(world)]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     dp = world // 2
-    assert f"processes       {world} = tp 2 x cp 1 x pp 1 x dp {dp}, sequence parallel\n" in said
-    assert f"batch           {batch} samples = {batch // (micro * dp)} microbatches x {micro} x dp {dp}; " in said
-    assert f"{batch * seq_length:,} tokens a step, 1,000 steps\n" in said
+    assert f"layout          {world} processes = tp 2 x cp 1 x pp 1 x dp {dp}, sequence parallel; " in said
+    assert f"batch           {batch:,} samples = {batch // (micro * dp)} microbatches x {micro} x dp {dp}; " in said
+    assert f"{batch * seq_length:,} tokens a step, {seq_length:,} a sample\niterations      1,000\n" in said
     total = {32: 6_738_415_616, 40: 13_015_864_320}[shape["num-layers"]]
-    assert f"parameters      {total:,} in {9 * shape['num-layers'] + 3} tensors; vocabulary 32,000, padded to 32,000\n" in said
+    assert f"model           {total:,} parameters in {9 * shape['num-layers'] + 3} tensors, all trained; " in said
+    assert ", vocabulary 32,000, padded to 32,000\n" in said
     assert "reduce-scatters" in said and "in flight, selective; with the state" in said
     accepted = {flag[2:] for line in said.splitlines() if line.endswith("changes nothing") for flag in line.split(":")[0].split(", ")}
     assert accepted == set(CHECKED), "each of these is said"
@@ -143,6 +144,7 @@ def test_on_one_machine_from_huggingface_weights(launcher: Launcher, paths: dict
     assert exact_curve(tmp_path / "megatron" / "save") == exact_curve(tmp_path / "hf" / "save")
 
 
+@pytest.mark.long
 def test_from_nothing_and_again(launcher: Launcher, paths: dict[str, str], tmp_path: Path) -> None:
     """The third script has no --finetune: its first start is a fresh one where --load is --save, its second goes on."""
     argv = small("LLaMA2_7B_standalone", paths, str(tmp_path / "save"), tmp_path)

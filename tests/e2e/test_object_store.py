@@ -16,14 +16,10 @@ from megatron_llama.tune.sft.chat import ChatTokenizer
 from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_state, exact_curve
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "background"),
-    [
-        pytest.param(ONE, {}, id="one process", marks=pytest.mark.long),
-        pytest.param(ONE, {"async_save": True}, id="one process in the background", marks=pytest.mark.long),
-        pytest.param(DP2, {}, id="dp 2", marks=pytest.mark.long),
-        pytest.param(DP2, {"async_save": True}, id="dp 2 in the background"),
-    ],
+    [pytest.param(ONE, {}, id="one process"), pytest.param(DP2, {"async_save": True}, id="dp 2 in the background")],
 )
 def test_a_run_that_saves_to_a_url(
     layout: Layout, background: dict, product: Product, straight: Callable[[str], Path], tmp_path: Path
@@ -50,6 +46,7 @@ def test_a_run_that_saves_to_a_url(
     assert ChatTokenizer(model.tokenizer).template.source == BUILT_IN["chatml"], "files beside a tokenizer are there as long as the model"
 
 
+@pytest.mark.long
 def test_what_a_killed_save_left_does_not_count_and_goes(product: Product, tmp_path: Path) -> None:
     """The file without which a checkpoint does not count is written last."""
     url = f"file://{tmp_path}/run"

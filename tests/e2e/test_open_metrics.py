@@ -18,6 +18,7 @@ def test_what_is_no_port_is_refused(address: str, product: Product, capsys: pyte
     assert f"--open-metrics: got {address}, expected PORT or ADDRESS:PORT" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.tries("open_metrics")
 def test_a_run_serves_and_a_second_one_is_refused(product: Product, tmp_path: Path) -> None:
     port = free_port()

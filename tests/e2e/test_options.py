@@ -13,20 +13,26 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.config.parse import options_of
+from megatron_llama.train.api.common.options import read_options
 from megatron_llama.train.commands.pretrain import SECTIONS
+from megatron_llama.train.run.lr import learning_rate
+from megatron_llama.train.setup.deciders import CONFIGURATION
+from megatron_llama.train.setup.draft import Draft
+from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.processes import imagined_processes
 from torch import Tensor
 
 from tests.e2e.product import (
     DP2,
     EVALUATED,
     GLOBAL_BATCH_SIZE,
-    LAYOUTS,
     ONE,
     SEQ_LENGTH,
     TINY,
     VOCAB_SIZE,
     Product,
     column,
+    copy_tokens,
     exact_curve,
     log,
     state,
@@ -36,22 +42,22 @@ from tests.e2e.product import (
 TESTS = Path(__file__).parent.parent
 EIGHT = {"world_size": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 16}
 PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
-    "preset": ({"model": "llama3-8b", **dict.fromkeys(TINY), "train_iters": 1}, "parameters      8,030,261,248 in 291 tensors"),
+    "preset": ({"model": "llama3-8b", **dict.fromkeys(TINY), "train_iters": 1}, "llama3-8b: 8,030,261,248 parameters in 291 tensors"),
     "vocab_size": ({"vocab_size": 600}, "vocabulary 600, padded to 640"),
     "make_vocab_size_divisible_by": ({"make_vocab_size_divisible_by": 200}, "vocabulary 512, padded to 600"),
-    "hidden_size": ({"hidden_size": 128}, f"parameters      {2 * 512 * 128 + 4 * (3 * 128 * 128 + 3 * 128 * 128 + 256) + 128:,} in 39"),
-    "intermediate_size": ({"intermediate_size": 256}, f"parameters      {213_568 + 4 * 3 * 64 * 128:,} in 39"),
-    "num_hidden_layers": ({"num_layers": 5}, f"parameters      {213_568 + 36_992:,} in 48"),
-    "num_key_value_heads": ({"num_query_groups": 4}, f"parameters      {213_568 + 4 * 2 * 32 * 64:,} in 39"),
-    "head_dim": ({"head_dim": 32}, f"parameters      {213_568 + 4 * 12 * 16 * 64:,} in 39"),
-    "attention_bias": ({"attention_bias": True}, f"parameters      {213_568 + 4 * (64 + 32 + 32 + 64):,} in 55"),
-    "mlp_bias": ({"mlp_bias": True}, f"parameters      {213_568 + 4 * (2 * 128 + 64):,} in 51"),
-    "tie_word_embeddings": ({"tie_word_embeddings": True}, f"parameters      {213_568 - 512 * 64:,} in 38"),
-    "pipeline_model_parallel_size": (EIGHT, "processes       8 = tp 1 x cp 1 x pp 2 x dp 4"),
-    "context_parallel_size": ({**EIGHT, "context_parallel_size": 2}, "processes       8 = tp 1 x cp 2 x pp 2 x dp 2"),
+    "hidden_size": ({"hidden_size": 128}, f"model           {2 * 512 * 128 + 4 * (3 * 128 * 128 + 3 * 128 * 128 + 256) + 128:,} parameters in 39"),
+    "intermediate_size": ({"intermediate_size": 256}, f"model           {213_568 + 4 * 3 * 64 * 128:,} parameters in 39"),
+    "num_hidden_layers": ({"num_layers": 5}, f"model           {213_568 + 36_992:,} parameters in 48"),
+    "num_key_value_heads": ({"num_query_groups": 4}, f"model           {213_568 + 4 * 2 * 32 * 64:,} parameters in 39"),
+    "head_dim": ({"head_dim": 32}, f"model           {213_568 + 4 * 12 * 16 * 64:,} parameters in 39"),
+    "attention_bias": ({"attention_bias": True}, f"model           {213_568 + 4 * (64 + 32 + 32 + 64):,} parameters in 55"),
+    "mlp_bias": ({"mlp_bias": True}, f"model           {213_568 + 4 * (2 * 128 + 64):,} parameters in 51"),
+    "tie_word_embeddings": ({"tie_word_embeddings": True}, f"model           {213_568 - 512 * 64:,} parameters in 38"),
+    "pipeline_model_parallel_size": (EIGHT, "layout          8 processes = tp 1 x cp 1 x pp 2 x dp 4"),
+    "context_parallel_size": ({**EIGHT, "context_parallel_size": 2}, "layout          8 processes = tp 1 x cp 2 x pp 2 x dp 2"),
     "sequence_parallel": (
         {**EIGHT, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        "8 = tp 2 x cp 1 x pp 2 x dp 2, sequence parallel",
+        "8 processes = tp 2 x cp 1 x pp 2 x dp 2, sequence parallel",
     ),
     "pipeline_schedule": (
         {**EIGHT, "pipeline_schedule": "gpipe"},
@@ -88,26 +94,26 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
         "parameter shards 832.0 KiB, gradients 1.1 MiB",
     ),
     "reduce_bucket_size": ({"reduce_bucket_size": 50_000}, "  layout        7 buckets, the largest 40,960 elements"),
-    "seq_length": ({"seq_length": 64}, "; 512 tokens a step, 6 steps"),
+    "seq_length": ({"seq_length": 64}, "; 512 tokens a step, 64 a sample"),
     "micro_batch_size": ({"micro_batch_size": 4}, "batch           8 samples = 2 microbatches x 4 x dp 1"),
     "global_batch_size": ({"global_batch_size": 24}, "batch           24 samples = 12 microbatches x 2 x dp 1"),
-    "train_iters": ({"train_iters": 1234}, " 1,234 steps"),
+    "train_iters": ({"train_iters": 1234}, "iterations      1 to 1,234"),
     "data_path": ({"data_path": None, "vocab_size": 512}, "warning: --data-path is not given"),
 }
 
 
+@pytest.fixture(scope="module")
+def plan(product: Product) -> str:
+    """What is planned without further options."""
+    return product.run(*product.command(dry_run=True)).ok().out
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("option", PLANNED)
-def test_options_that_the_plan_shows(option: str, product: Product, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_the_plan_shows(option: str, product: Product, plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     changes, says = PLANNED[option]
-
-    def planned(**given: object) -> str:
-        command = product.command(dry_run=True, **given)
-        assert main(command) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    assert says in planned(**changes)
-    assert says not in planned(), "without the option"
+    assert main(product.command(dry_run=True, **changes)) == 0, capsys.readouterr().err
+    assert says in capsys.readouterr().out and says not in plan
 
 
 REFUSED: Mapping[str, object] = {
@@ -151,14 +157,24 @@ RATES: Mapping[str, tuple[dict[str, object], list[float]]] = {
 
 
 @pytest.mark.parametrize("option", RATES)
-def test_options_that_the_learning_rate_shows(option: str, product: Product, tmp_path: Path) -> None:
+def test_options_that_the_learning_rate_shows(option: str, product: Product) -> None:
     changes, rates = RATES[option]
-    product.train(
-        **{"save": tmp_path, "train_iters": 4, "lr_decay_iters": 4, "seq_length": 8, "clip_grad": 1e-6, "adam_eps": 1e6, **changes}
-    )
+    given = {**TINY, "data_path": product.data, "train_iters": 4, "lr_decay_iters": 4, **changes}
+    parsed = read_options({name: value for name, value in given.items() if value is not None}, {}, SECTIONS)
+    config = decide(Draft(parsed, imagined_processes(1, 0, are_here=True)), CONFIGURATION).config
+    found = [learning_rate(config.optimizer, config.training.train_iters, step, step * GLOBAL_BATCH_SIZE) for step in range(4)]
+    assert found == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.long
+def test_steps_have_the_learning_rate_of_the_options(product: Product, tmp_path: Path) -> None:
+    """Counted in samples, after a warm-up: what each step of a run is given."""
+    changes, rates = RATES["lr_warmup_samples"]
+    product.train(save=tmp_path, seq_length=8, clip_grad=1e-6, adam_eps=1e6, **changes)
     assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.tries("param_group")
 def test_param_group(product: Product, tmp_path: Path) -> None:
     """A group of everything is a run with other options, schedule included; resuming without it is told."""
@@ -185,12 +201,14 @@ def first_loss(product: Product, tmp_path_factory: pytest.TempPathFactory) -> fl
     return float(column(folder, "lm_loss")[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", FORWARD)
 def test_options_that_the_loss_shows(option: str, product: Product, first_loss: float, tmp_path: Path) -> None:
     product.train(save=tmp_path, train_iters=1, initializer_range=0.2, **FORWARD[option])
     assert abs(column(tmp_path, "lm_loss")[0] - first_loss) > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.tries("initializer_range")
 def test_initializer_range(product: Product, tmp_path: Path) -> None:
     for size in (0.0, 0.1):
@@ -236,6 +254,7 @@ OneStep = Callable[..., tuple[Path, dict[str, Tensor]]]
 MATRIX, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
 
 
+@pytest.mark.long
 @pytest.mark.tries("weight_decay")
 def test_weight_decay(one_step: OneStep) -> None:
     """lr 3e-3 x 0.5 of every matrix, of the embedding too; norms are left alone."""
@@ -245,6 +264,7 @@ def test_weight_decay(one_step: OneStep) -> None:
     assert torch.equal(with_[NORM], without[NORM]) and not torch.equal(before[NORM], without[NORM])
 
 
+@pytest.mark.long
 @pytest.mark.tries("adam_beta1", "adam_beta2")
 def test_adam_betas(one_step: OneStep) -> None:
     """After one step the moments are (1 - beta) times the gradient and its square."""
@@ -254,6 +274,7 @@ def test_adam_betas(one_step: OneStep) -> None:
     assert torch.equal(second[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"])
 
 
+@pytest.mark.long
 @pytest.mark.tries("adam_eps")
 def test_adam_eps(one_step: OneStep) -> None:
     """The first step is lr for every element; with an eps beyond every gradient almost nothing."""
@@ -262,6 +283,7 @@ def test_adam_eps(one_step: OneStep) -> None:
     assert 0 < (damped[MATRIX] - before[MATRIX]).abs().max().item() < 3e-4
 
 
+@pytest.mark.long
 @pytest.mark.tries("clip_grad")
 def test_clip_grad(one_step: OneStep) -> None:
     """The logged norm is that before clipping, the moments hold the clipped gradient."""
@@ -322,11 +344,11 @@ def test_what_the_exported_config_says(product: Product, tmp_path: Path) -> None
     assert config.get("rope_theta", config.get("rope_parameters", {}).get("rope_theta")) == 5e5
 
 
+@pytest.mark.long
 @pytest.mark.tries("tokenizer_model")
 def test_tokenizer_model(product: Product, tmp_path: Path) -> None:
     """Says what the vocabulary is, and is kept beside the checkpoints, where the dataset knows no tokenizer."""
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"tokens{suffix}").write_bytes(Path(f"{product.data}{suffix}").read_bytes())
+    copy_tokens(product.data, tmp_path / "tokens")
     options = words({**TINY, "train_iters": 1, "data_path": tmp_path / "tokens", "save": tmp_path / "run"})
     without = product.run("pretrain", *options)
     assert without.codes == (2,) and "--vocab-size: got nothing" in without.err
@@ -369,7 +391,8 @@ def test_deterministic_mode(product: Product, straight: Callable[[str], Path], t
 def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute.
 
-    What `selective` saves is less than the allocator's noise here; tests/model/test_activation_memory.py counts its bytes."""
+    What `selective` saves is less than the allocator's noise here; tests/model/test_activation_memory.py counts its bytes,
+    and tests/model/nn/test_recompute.py compares bits in other layouts."""
     kinds = ("none", "selective", "full")
     for kind in kinds:
         length = {"seq_length": 1024, "micro_batch_size": 8, "train_iters": 2}
@@ -380,21 +403,7 @@ def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     assert peaks[0] - peaks[2] > 40 * 2**20 and peaks[1] > peaks[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("tp2 sp", "full"),
-        pytest.param("pp2 zb-v", "full", marks=pytest.mark.long),
-        ("pp2 zb-v", "selective"),
-        pytest.param("tp2 sp cp2 ring", "selective", marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_recomputing_changes_no_bit(name: str, kind: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    product.train(LAYOUTS[name], save=tmp_path, recompute_granularity=kind, **EVALUATED)
-    assert exact_curve(tmp_path) == exact_curve(straight(name))
-
-
+@pytest.mark.long
 def test_recomputing_no_more_than_needed(product: Product) -> None:
     """On a machine that has room for everything."""
     ended = product.train(DP2, train_iters=1, recompute_granularity="full", recompute_num_layers="auto")

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import megatron_llama as ml
 import pytest
@@ -120,7 +121,7 @@ def test_the_adapter_has_at_most_80_lines() -> None:
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, around a small model in one process. What the last one loads is what was saved."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 7
     generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
     monkeypatch.chdir(tmp_path)
     model = LlamaForCausalLM(
@@ -134,7 +135,8 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         names = {"model": model, "engine": engine, "ids": ids, "torch": torch}
         names |= {"generator": generator, "generator_engine": generator_engine, "critic": critic, "critic_engine": critic_engine}
-        names |= {"noise": torch.ones(2, 4), "generator_loss": torch.mean}
+        names |= {"noise": torch.ones(2, 4), "generator_loss": torch.mean, "steps": 2, "folder": tmp_path / "pretrained"}
+        names["dist"] = SimpleNamespace(get_rank=lambda: 0, all_reduce=lambda tensor: None)
         model(input_ids=ids, labels=ids).loss.backward()
         engine.step()
         for block in blocks:
@@ -142,6 +144,9 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         loss = names["loss"].item()
         with torch.no_grad():
             assert model(input_ids=ids, labels=ids).loss.item() == loss
+        weights = engine.state_dict()["model"]
+        assert names["norm"].item() == pytest.approx(sum(value.square().sum().item() for value in weights.values()) ** 0.5)
+        assert load_file(tmp_path / "pretrained" / "model.safetensors").keys() == weights.keys()
 
 
 def test_the_pages_name_what_the_engine_has() -> None:

@@ -67,6 +67,7 @@ def change_of_row(exported: Path, folder: Path, row: int) -> float:
     return float((found - begun).norm() / begun.norm())
 
 
+@pytest.mark.long
 @pytest.mark.tries("train_pad_embedding")
 def test_the_start_says_which_and_checkpoint_and_export_keep_the_token(
     train: Callable[..., Finished], trained: tuple[Path, Finished], folder: Path, padding: int, tmp_path: Path
@@ -96,6 +97,7 @@ def older(target: Path, trained: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_run_that_is_older_than_the_option_goes_on_as_it_was(
     train: Callable[..., Finished], trained: tuple[Path, Finished], padding: int, tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_run_that_is_older_than_the_option_goes_on_as_it_was(
     assert "stays trained" in said and "lookups trained" not in said
 
 
+@pytest.mark.long
 def test_another_choice_in_a_run_that_goes_on_is_said(
     train: Callable[..., Finished], trained: tuple[Path, Finished], padding: int, tmp_path: Path
 ) -> None:

@@ -13,9 +13,21 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
-from wandb.proto import wandb_internal_pb2
 
-from tests.e2e.product import DP2, EVALUATED, ONE, PP2, Product, assert_same_curve, column, copy_dataset, exact_curve, log, words
+from tests.e2e.product import (
+    DP2,
+    EVALUATED,
+    ONE,
+    PP2,
+    Product,
+    assert_same_curve,
+    column,
+    copy_dataset,
+    copy_tokens,
+    exact_curve,
+    log,
+    words,
+)
 
 RAMP = {"rampup_batch_size": (4, 4, 16), "global_batch_size": 12, "micro_batch_size": 2}
 
@@ -61,8 +73,7 @@ def test_weights_decide_what_a_blend_is(product: Product, halves: tuple[Path, Pa
 
 
 def test_parts_of_a_blend_have_one_vocabulary(product: Product, halves: tuple[Path, Path], tmp_path: Path) -> None:
-    for suffix in (".bin", ".idx"):
-        shutil.copy(f"{halves[0]}{suffix}", tmp_path / f"c{suffix}")
+    copy_tokens(halves[0], tmp_path / "c")
     (tmp_path / "c.meta.json").write_text('{"vocab_size": 400, "eod": 2}')
     refused = product.start(ONE, data_path=(1, halves[0], 1, tmp_path / "c")).wait()
     says = f"{tmp_path}/c.meta.json vocab_size: got 400, expected 512, as of {halves[0]}; preprocess all datasets of a blend with one"
@@ -72,7 +83,7 @@ def test_parts_of_a_blend_have_one_vocabulary(product: Product, halves: tuple[Pa
 def test_the_plan_says_how_batches_grow(product: Product) -> None:
     planned = product.run(*product.command(**{**RAMP, "train_iters": None, "train_samples": 60}), "--dry-run").ok().out
     assert (
-        "; 384 tokens a step, 6 steps\n  ramp-up       4 samples, 4 more at a time, to 12 over 16 samples\n  first steps   2 microbatches; "
+        "; 384 tokens a step, 32 a sample\nramp-up         4 samples, 4 more at a time, to 12 over 16 samples\n  first steps   2 microbatches; "
         in planned
     )
     piped = {
@@ -96,6 +107,7 @@ def test_the_plan_says_how_batches_grow(product: Product) -> None:
     assert (first, full, full) == (sizes["small"], sizes["full"], sizes["growing"]) and first != full
 
 
+@pytest.mark.long
 @pytest.mark.tries("exit_duration_in_mins")
 def test_a_run_ends_when_its_time_is_over(product: Product, tmp_path: Path) -> None:
     ended = product.train(DP2, save=tmp_path, train_iters=100_000, exit_duration_in_mins=0.02)
@@ -104,6 +116,7 @@ def test_a_run_ends_when_its_time_is_over(product: Product, tmp_path: Path) -> N
     assert 0 < last < 100_000
 
 
+@pytest.mark.long
 @pytest.mark.tries("z_loss_weight")
 def test_z_loss_is_trained_and_not_printed(product: Product, tmp_path: Path) -> None:
     for name, weight in (("without", 0.0), ("with", 0.1)):
@@ -169,6 +182,8 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
 def test_weights_and_biases_without_a_network(product: Product, tmp_path: Path) -> None:
     """The run that wandb keeps on this machine has the project, the name, the options and every number. It goes on when the training is
     resumed."""
+    from wandb.proto import wandb_internal_pb2
+
     options = words({"wandb_project": "llamas", "wandb_exp_name": "small", "wandb_save_dir": tmp_path})
     for last in (3, 5):
         command = [*product.command(save=tmp_path / "run", load="auto", train_iters=last, **EVALUATED), *options]

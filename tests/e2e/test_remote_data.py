@@ -12,6 +12,7 @@ from tests.e2e.product import DP2, TP2, Layout, Product, Refuse, assert_same_sta
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [DP2, pytest.param(TP2, marks=LONG)])
 def test_a_run_from_a_server_is_that_from_the_disk(layout: Layout, product: Product, tmp_path: Path) -> None:
     """A blend of a remote and a local dataset, on two ranks that share a folder; killed between steps, and resumed with an empty one."""

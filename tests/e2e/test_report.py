@@ -131,6 +131,7 @@ def test_a_run_that_is_at_work_or_was_killed(killed: Path, tmp_path: Path) -> No
     assert found["runs"][0]["problems"] == [f"log.jsonl:{number}: not finished; the run may be writing it"]
 
 
+@pytest.mark.long
 def test_steps_that_were_left_out_and_runs_side_by_side(
     killed: Path, product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_message_is_refused_and_the_next_one_answered(
         assert code in printed.err and (printed.out == "") is bool(code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_tokenizer_that_merely_has_such_a_token_is_in_the_way_of_nothing(name: str, hf: Path, tmp_path: Path) -> None:
     saves = {"save": tmp_path / "run", "export_hf": tmp_path / "out"} if name in ("pretrain", "sft") else {}
@@ -169,6 +170,7 @@ def test_what_cannot_be_resized_is_refused(hf: Path, refuse: Refuse, tmp_path: P
     assert "convert it first" in refuse(command("pretrain", hf, WITH, **{**begun, "load": tmp_path / "megatron"}), code=1)
 
 
+@pytest.mark.long
 def test_another_models_tokenizer_is_refused_at_once(hf: Path, layouts: Path, refuse: Refuse, tmp_path: Path) -> None:
     """Not added tokens, but more learnt ones than the model has rows."""
     model = tmp_path / "hf"

@@ -18,10 +18,8 @@ from tests.e2e.product import (
     LAYOUTS,
     PP2,
     SPREAD,
-    SPREAD_WITH_ALL,
     TP2,
     Product,
-    assert_same_curve,
     assert_same_state,
     column,
     contents,
@@ -32,17 +30,9 @@ from tests.e2e.product import (
 LAST = "iter_0000006"
 
 
+@pytest.mark.long
 @pytest.mark.tries("save", "load")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("one", marks=pytest.mark.long),
-        "tp2 sp",
-        "dp2 optim_grads_params",
-        pytest.param("cp2 ring", marks=pytest.mark.long),
-        "pp2 zb-v",
-    ],
-)
+@pytest.mark.parametrize("name", SPREAD)
 def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     # It is stopped between two evaluations. Where it goes on it evaluates, which is not of the curve.
@@ -54,6 +44,7 @@ def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable
     assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)], ids=["first", "last"])
 def test_a_stage_with_nothing_to_train(first: bool, product: Product, tmp_path: Path) -> None:
     """It only passes activations on, or gradients; the checkpoint knows the number of updates all the same."""
@@ -67,7 +58,7 @@ def test_a_stage_with_nothing_to_train(first: bool, product: Product, tmp_path: 
     assert meta["optimizer_step"] == 6
 
 
-@pytest.mark.parametrize("name", [name if name in SPREAD else pytest.param(name, marks=pytest.mark.long) for name in SPREAD_WITH_ALL])
+@pytest.mark.parametrize("name", SPREAD)
 def test_a_checkpoint_is_the_model_whatever_saved_it(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Equal to that of one process but for rounding, and exported as it is."""
     ours, theirs = state(straight(name) / LAST), state(straight("one") / LAST)
@@ -80,29 +71,6 @@ def test_a_checkpoint_is_the_model_whatever_saved_it(name: str, product: Product
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert exported.keys() == weights.keys()
     assert [tensor for tensor, value in weights.items() if not torch.equal(exported[tensor], value)] == []
-
-
-CHAIN = ("one", "cp2 ring", "tp4 of 2 kv heads", "pp2 1+3 layers", "pp2 interleaved", "dp4 optim_grads_params in shards of 2", "one")
-
-
-@pytest.mark.long
-def test_no_layout_changes_what_it_loads(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    """A rate of 0 takes steps that move no weight: after every layout in turn each one has its bits, and one process ends with
-    moments that only rounding tells from those of a run that never left it."""
-    folders = {name: tmp_path / name for name in ("moving", "staying")}
-    load = dict.fromkeys(folders, straight("one"))
-    for step, name in enumerate(CHAIN[1:], start=7):
-        for kind, layout in (("moving", LAYOUTS[name]), ("staying", LAYOUTS["one"])):
-            product.train(layout, save=folders[kind], load=load[kind], train_iters=step, lr=0.0)
-            load[kind] = folders[kind]
-    assert_same_curve(folders["moving"], folders["staying"])
-    last = f"iter_{5 + len(CHAIN):07d}"
-    start, moved, stayed = (state(straight("one") / LAST), state(folders["moving"] / last), state(folders["staying"] / last))
-    for tensor, value in moved.items():
-        if tensor.startswith("optimizer."):
-            torch.testing.assert_close(value, stayed[tensor], rtol=1e-4, atol=1e-7, msg=tensor)
-        else:
-            assert torch.equal(value, start[tensor]), tensor
 
 
 @pytest.mark.long
@@ -179,6 +147,7 @@ def test_going_back_to_an_earlier_checkpoint(product: Product, straight: Callabl
     assert_same_state(tmp_path / LAST, straight("one") / LAST)
 
 
+@pytest.mark.long
 def test_interrupted_log_is_cut_back_to_the_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """A run that died after its last save had logged more, half a line at the end."""
     product.train(save=tmp_path, train_iters=3, **EVALUATED)
@@ -188,6 +157,7 @@ def test_interrupted_log_is_cut_back_to_the_checkpoint(product: Product, straigh
     assert exact_curve(tmp_path) == exact_curve(straight("one"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_fresh_run_never_enters_a_folder_with_checkpoints(
     processes: int, product: Product, straight: Callable[[str], Path], tmp_path: Path

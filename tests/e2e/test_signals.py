@@ -13,7 +13,7 @@ from megatron_llama.metrics.events import FAULT
 from megatron_llama.planner.run.folder import read_run
 
 from tests.e2e.killing import SHORT_STEPS, kill_at_random
-from tests.e2e.product import CP2_RING, DP2, PP2, TP2, TP2_PP2, ZB_V, Layout, Product, assert_same_state, exact_curve, steps
+from tests.e2e.product import DP2, PP2, TP2_PP2, Layout, Product, assert_same_state, exact_curve, steps
 
 LONG = 16
 """Steps of a run that is stopped on its way."""
@@ -23,15 +23,11 @@ def long_run(product: Product, folder: Path) -> dict[str, object]:
     return {"save": folder, "load": folder, "train_iters": LONG, "lr_decay_iters": LONG, "num_layers": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "number", "ranks"),
-    [
-        (PP2, Signals.SIGTERM, [1]),
-        pytest.param(DP2, Signals.SIGTERM, [0], marks=pytest.mark.long),
-        pytest.param(TP2, Signals.SIGTERM, None, marks=pytest.mark.long),
-        (DP2, Signals.SIGINT, None),
-    ],
-    ids=["one pipeline stage", "one replica", "everyone", "control-C"],
+    [(PP2, Signals.SIGTERM, [1]), (DP2, Signals.SIGINT, None)],
+    ids=["one pipeline stage", "control-C"],
 )
 def test_a_signal_saves_and_ends_every_rank(
     layout: Layout, number: Signals, ranks: list[int] | None, product: Product, tmp_path: Path
@@ -51,6 +47,7 @@ def test_a_signal_saves_and_ends_every_rank(
     assert_same_state(folder / f"iter_{LONG:07d}", tmp_path / "straight" / f"iter_{LONG:07d}")
 
 
+@pytest.mark.long
 @pytest.mark.tries("exit_zero_on_signal")
 def test_a_signal_ends_a_run_that_saves_nothing(product: Product) -> None:
     """Here the scheduler takes other statuses than 0 for failures."""
@@ -60,15 +57,10 @@ def test_a_signal_ends_a_run_that_saves_nothing(product: Product) -> None:
     assert " stopped by SIGTERM after iteration " in run.wait().ok().out.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "victim"),
-    [
-        pytest.param(DP2, 0, id="replica 0"),
-        pytest.param(DP2, 1, id="replica 1", marks=pytest.mark.long),
-        pytest.param(ZB_V, 1, id="pipeline rank 1 of 2", marks=pytest.mark.long),
-        pytest.param(CP2_RING, 0, id="context rank 0 of 2", marks=pytest.mark.long),
-        pytest.param(TP2_PP2, 2, id="rank 2 of 4"),
-    ],
+    [pytest.param(DP2, 0, id="replica 0"), pytest.param(TP2_PP2, 2, id="rank 2 of 4")],
 )
 def test_the_death_of_one_rank_is_named_by_the_others(layout: Layout, victim: int, product: Product) -> None:
     run = product.start(layout, train_iters=100_000)

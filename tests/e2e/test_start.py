@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from megatron_llama.cli import main
 from megatron_llama.config.schema import LogConfig
 from megatron_llama.metrics.tensorboard import TensorBoard
 from megatron_llama.train.api.common import snapshots
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.torch_dist import arguments, save
@@ -45,6 +45,7 @@ def from_hf(product: Product, folders: dict[str, Path], tmp_path_factory: pytest
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.tries("finetune")
 @pytest.mark.parametrize(
     "name",
@@ -75,6 +76,7 @@ def test_a_fresh_optimizer_where_the_run_was(product: Product, straight: Callabl
     assert meta["optimizer_step"] == 1 and "begins at iteration 0" not in ended.out
 
 
+@pytest.mark.long
 def test_the_state_of_adam_in_a_run_of_another_optimizer(
     product: Product, straight: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +110,7 @@ def test_the_state_of_adam_in_a_run_of_another_optimizer(
     assert log(tmp_path / "bf16")[-1]["iteration"] == 7
 
 
+@pytest.mark.long
 def test_the_log_has_a_learning_rate_that_is_used(product: Product, tmp_path: Path) -> None:
     """Of the parameters without a group, or, where all that are trained have one, of the first group."""
     cases = {
@@ -207,6 +210,7 @@ def test_a_tokenizer_that_is_only_a_name(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_weights_of_every_format_are_evaluated(product: Product, folders: dict[str, Path]) -> None:
     losses = set()
     for name in ("native", "hf", "megatron"):
@@ -244,6 +248,8 @@ def test_tensorboard(product: Product, tmp_path: Path) -> None:
 
 def tags(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Every curve as TensorBoard reads it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder))
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -268,3 +274,16 @@ def test_tensorboard_needs_its_package(
     assert not (tmp_path / "board").exists()
     assert main(product.command(tensorboard_dir=tmp_path / "board", dry_run=True)) == 0
     assert "warning: --tensorboard-dir: got no package tensorboard" in capsys.readouterr().out
+
+
+def test_all_missing_packages_of_trackers_are_said_at_once(
+    product: Product, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = ("tensorboard", "wandb", "mlflow", "trackio")
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    asked = {"tensorboard_dir": tmp_path / "board", "wandb_project": "a", "mlflow_experiment": "b", "trackio_project": "c"}
+    assert main(product.command(**asked)) == 2
+    assert re.findall("got no package ([a-z]+)", capsys.readouterr().err) == [*packages]
+    assert main(product.command(**asked, dry_run=True)) == 0
+    assert re.findall("warning: --.*got no package ([a-z]+)", capsys.readouterr().out) == [*packages]

@@ -135,6 +135,7 @@ def test_waits_lie_in_what_waits(recorded: Recorded) -> None:
         assert len(around) == 1 or outside
 
 
+@pytest.mark.long
 def test_recording_changes_no_bit(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Everything in flight arrives before and behind the recorded steps, and the run goes on as if nobody had looked."""
     recording = {"record_timeline": tmp_path / "run.json", "profile_step_start": 1, "profile_step_end": 3}

@@ -26,7 +26,9 @@ PROMPT, NEW = "A statement is", 8
 TRAIN = {"seq_length": 16, "micro_batch_size": 2, "global_batch_size": 2, "train_iters": 1, "lr": 1e-3, "split": "50,50,0"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "smollm2" else pytest.mark.long) for name in LAYOUTS])
+@pytest.mark.long
+@pytest.mark.few(1, all=4)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_from_text_to_export(
     name: str, layouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import sentencepiece
 from megatron_llama.data.tokenizer.load import load_tokenizer
 from transformers import AutoTokenizer
 
-from tests.e2e.product import VOCAB_SIZE, Product, Refuse, words
+from tests.e2e.product import VOCAB_SIZE, Product, Refuse, copy_tokens, words
 
 ONE_STEP = {"train_iters": 1, "lr_decay_iters": 1, "split": "100,0,0"}
 
@@ -120,8 +120,7 @@ def test_a_tokenizer_that_no_checkpoint_can_keep(product: Product, refuse: Refus
     model = {"model_prefix": tmp_path / "tokenizer", "vocab_size": 300, "hard_vocab_limit": False, "user_defined_symbols": ["<x>"]}
     sentences = "\n".join(product.texts).split("\n")
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_type="bpe", minloglevel=2, **model)
-    for suffix in (".bin", ".idx"):
-        shutil.copy(f"{product.data}{suffix}", tmp_path / f"tokens{suffix}")
+    copy_tokens(product.data, tmp_path / "tokens")
     before = sorted(tmp_path.iterdir())
     options = {"data_path": tmp_path / "tokens", "tokenizer_model": tmp_path / "tokenizer.model", "vocab_size": VOCAB_SIZE}
     for dry_run in (None, "strict"):

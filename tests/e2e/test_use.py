@@ -23,7 +23,7 @@ from megatron_llama.train.commands import evaluate
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, TP2, Layout, Product, Refuse, column, log, state, words
+from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, SHAPELESS, TP2, Layout, Product, Refuse, column, log, state, words
 from tests.launcher import Finished
 
 PROMPT, NEW = "The statement is", 16
@@ -187,8 +187,7 @@ def test_tasks_need_an_extra_and_go_with_nothing_else(
 
 @pytest.mark.tries("init_from_hf")
 def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: Trained, tmp_path: Path) -> None:
-    shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-    product.train(TP2, init_from_hf=trained.hf, save=tmp_path, train_iters=2, eval_interval=2, eval_iters=0, **shape)
+    product.train(TP2, init_from_hf=trained.hf, save=tmp_path, train_iters=2, eval_interval=2, eval_iters=0, **SHAPELESS)
     assert log(tmp_path)[0]["validation_loss"] == pytest.approx(trained.validation, rel=1e-6)
     assert column(tmp_path, "lm_loss")[0] < log(tmp_path)[0]["validation_loss"] + 0.5, "from scratch it is 6.2"
 
@@ -234,8 +233,9 @@ def test_many_prompts_from_a_file_side_by_side(product: Product, trained: Traine
 
 
 def test_wrong_sampling_is_refused_all_at_once(refuse: Refuse) -> None:
-    said = refuse(["generate", "--load", "x", "--temperature", -1, "--top-p", 0, "--top-k", -1, "--max-new-tokens", 0], code=2)
-    assert [f"--{name}: got" in said for name in ("temperature", "top-p", "top-k", "max-new-tokens")] == [True] * 4
+    said = refuse(["generate", "--load", "x", "--temperature", -1, "--top-p", 0, "--top-k", -1, "--batch-size", 0, "--stop", ""], code=2)
+    assert [f"--{name}: got" in said for name in ("temperature", "top-p", "top-k", "batch-size", "stop")] == [True] * 5
+    assert "--max-new-tokens: got 0, expected 1 or more" in refuse(["generate", "--load", "x", "--max-new-tokens", 0], code=2)
 
 
 def test_transformers_computes_the_same_logits(trained: Trained, product: Product) -> None:
@@ -266,19 +266,6 @@ def test_export_says_what_it_wrote(product: Product, trained: Trained) -> None:
     assert {path.name for path in trained.hf.iterdir()} == files | {"SHA256SUMS"}
 
 
-def test_export_of_a_run_without_tokenizer(product: Product, tmp_path: Path) -> None:
-    """A dataset made elsewhere: tokens alone."""
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"tokens{suffix}").write_bytes(Path(f"{product.data}{suffix}").read_bytes())
-    product.train(data_path=tmp_path / "tokens", vocab_size=512, save=tmp_path / "run", train_iters=1)
-    exported = product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf").ok()
-    assert "warning: no tokenizer is known for this checkpoint" in exported.out
-    assert not list((tmp_path / "hf").glob("tokenizer*"))
-    tokenizer = Path(f"{product.data}-tokenizer")
-    product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf", "--tokenizer-model", tokenizer).ok()
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("a statement")["input_ids"][0] == 1
-
-
 @pytest.mark.tries("bf16")
 @pytest.mark.long
 def test_bf16(product: Product, tmp_path: Path) -> None:
@@ -296,6 +283,7 @@ def test_bf16(product: Product, tmp_path: Path) -> None:
     assert generated(product, "--init-from-hf", tmp_path / "hf", "--bf16", "--temperature", 0).startswith(PROMPT)
 
 
+@pytest.mark.long
 @pytest.mark.tries("fp64")
 def test_fp64_is_closer_to_the_truth_than_fp32(product: Product, tmp_path: Path) -> None:
     """Two layouts differ by rounding alone: 1e-6 in fp32, a millionth of that in fp64."""
@@ -305,6 +293,7 @@ def test_fp64_is_closer_to_the_truth_than_fp32(product: Product, tmp_path: Path)
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.tries("freeze")
 @pytest.mark.parametrize("bf16", [pytest.param(None, marks=pytest.mark.long), True], ids=["fp32", "bf16"])
 def test_frozen_weights_stay_and_the_others_learn(product: Product, tmp_path: Path, bf16: bool | None) -> None:

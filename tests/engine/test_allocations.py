@@ -18,10 +18,12 @@ from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.pieces import held_memory
 from megatron_llama.engine.plan import offload as plans
 from megatron_llama.engine.plan.memory import staging_bytes, state_bytes
 from megatron_llama.engine.plan.offload import offload_plan
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.engine.plan.zenflow import hot_column_count
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.launch import mesh as meshes
@@ -36,7 +38,6 @@ from megatron_llama.train.setup.resolve import resolve
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.engine.test_any_module import GROUPS, units
 from tests.engine.test_moments import MomentLayout
 from tests.engine.test_muon import MuonLayout
 from tests.engine.test_param_groups import GroupLayout
@@ -148,6 +149,7 @@ def layouts() -> Iterator[Layout]:
             yield Layout(dp=2, strategy="optim_grads_params", slots=slots, grad_slots=grad_slots, bf16=True, reduce_bf16=True)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("layout", list(layouts()), ids=lambda layout: f"{layout.name} {layout.bucket} {layout.clip:g}")
 def test_allocated_is_planned(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every rank of the pipeline, and of tp. What is pinned on the host too."""
@@ -257,6 +259,27 @@ def module_cases() -> Iterator[tuple[Config, int, bool]]:
             yield Config(parallel=parallel, training=TrainingConfig(bf16=True)), 4 if shard_size else 1, True
 
 
+SHAPES: dict[str, tuple[int, ...]] = {
+    "root.weight": (9, 4),
+    **{f"layers.{n}.{leaf}": shape for n in range(4) for leaf, shape in {"conv": (6, 5, 3, 3), "weight": (8, 11), "bias": (8,)}.items()},
+    "number": (),
+}
+GROUPS = (UpdateOptions(adam_beta2=0.95, weight_decay=0.1), UpdateOptions(adam_beta1=0.8, adam_eps=1e-5, weight_decay=0.3))
+
+
+def units() -> list[UnitSpec]:
+    """Layers with convolutions, which are the second group, between parts of the root."""
+
+    def spec(name: str) -> ParamSpec:
+        shape = SHAPES[name]
+        part = HFSlice(name, shape, 0, shape[0] if shape else 1)
+        return ParamSpec(name, shape, (part,), decay=len(shape) > 1, group=int("conv" in name), resident=len(shape) < 2)
+
+    layers = [UnitSpec(f"layers.{n}", tuple(spec(name) for name in SHAPES if name.startswith(f"layers.{n}."))) for n in range(4)]
+    ends = [UnitSpec(name, (spec(name),), is_root_part=True) for name in ("root.weight", "number")]
+    return [ends[0], *layers, ends[1]]
+
+
 @pytest.mark.parametrize(("config", "world", "find_unused"), list(module_cases()))
 def test_around_a_model_that_is_not_ours(config: Config, world: int, find_unused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = config.parallel
@@ -303,6 +326,7 @@ def zenflow_layouts() -> Iterator[tuple[Layout, ZenFlowConfig]]:
         yield layout, replace(OVERLAP, zenflow_update_interval="auto")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("layout", "zenflow"), list(zenflow_layouts()))
 def test_zenflow(layout: Layout, zenflow: ZenFlowConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte: on every rank before columns are selected, and with the selected ones where no rank has parts of rows."""

@@ -82,6 +82,7 @@ def test_what_a_hook_raises_ends_backward() -> None:
     assert x.grad is None
 
 
+@pytest.mark.long
 def test_backward_from_a_gradient() -> None:
     """As torch has it, but without importing what takes half a second."""
     x, grad = numbers(3, 4, seed=1), numbers(3, 4, seed=2).detach()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, trainer, whole_parameters
+from tests.torch_twin import adamw
 
 SINGLE = Place(0, 1, 0)
 Gradients = dict[str, Tensor]
@@ -66,10 +67,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_steps_equal_torch_adamw_with_clipping(clip: float, strategy: str) -> None:
     run = trainer(SINGLE, Layout(strategy=strategy))
     twins = {name: nn.Parameter(parameter.clone()) for name, parameter in whole_parameters(run)}
-    groups = [{"params": [p for p in twins.values() if (p.dim() > 1) is decay]} for decay in (True, False)]
-    groups[0]["weight_decay"], groups[1]["weight_decay"] = OPTIMIZER.weight_decay, 0.0
-    o = OPTIMIZER
-    adamw = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    optimizer = adamw(twins.values(), OPTIMIZER)
     for step, lr in enumerate((1e-3, 2e-3, 5e-4)):
         values = gradients(run, step, scale=0.1 * (step + 1))
         deliver(run, values)
@@ -77,9 +75,9 @@ def test_steps_equal_torch_adamw_with_clipping(clip: float, strategy: str) -> No
         for name, twin in twins.items():
             twin.grad = values[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(twins.values(), clip or float("inf"))
-        for group in adamw.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        adamw.step()
+        optimizer.step()
         assert float(result.skipped) == 0.0
         torch.testing.assert_close(result.grad_norm, norm, rtol=1e-6, atol=0.0)
         for name, parameter in whole_parameters(run):
@@ -111,6 +109,7 @@ def test_weight_decay_reaches_matrices_and_not_norms() -> None:
         torch.testing.assert_close(parameter, before[name] * factor, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])

@@ -153,6 +153,7 @@ def check_sums(place: Place, strategy: str, microbatches: int) -> None:
             assert torch.equal(found, expected), (step, name)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -193,6 +194,7 @@ def _in_rank_order(own: Tensor) -> Tensor:
     return total
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("strategy", "operation"), [(s, "all_reduce" if s == "no_shard" else "reduce_scatter") for s in STRATEGIES])
 def test_bf16_on_the_wire_halves_the_bytes_and_sums_in_fp32(cluster: Cluster, strategy: str, operation: str) -> None:
     for found in cluster.run(2, check_bf16_on_the_wire, strategy):

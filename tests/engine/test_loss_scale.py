@@ -69,6 +69,7 @@ def test_a_restored_scale_goes_on_where_it_was(cut: int) -> None:
     assert after(resumed, story[cut:]) == expected[cut:]
 
 
+@pytest.mark.long
 def test_every_state_is_resumed_exactly(tmp_path: Path) -> None:
     """Through a checkpoint, after each step of a story in which the scale falls to 1, with all counts at 0, and rises again."""
     scaling, story = replace(FP16, initial_loss_scale=4.0, min_loss_scale=0.5), "xxxx...x.xxxx......"
@@ -144,6 +145,7 @@ def overflow_then_train(place: Place, layout: Layout) -> Story:
     return Story(skipped, scales, untouched, losses)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [
@@ -206,6 +208,7 @@ def load_scaled(place: Place, layout: Layout, folder: Path) -> tuple[list[float]
     return loaded, run.optimizer.loss_scale.state(), run.step(2)[0].item()
 
 
+@pytest.mark.long
 def test_a_checkpoint_keeps_the_scale_and_the_overflows_so_far(cluster: Cluster, tmp_path: Path) -> None:
     layout = Layout(dp=2, fp16=True, loss_scale=2.0**17)
     saved = cluster.run(2, save_scaled, layout, tmp_path)

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from tests.engine.test_muon import STEPS, gradients, place_of
 from tests.harness import Cluster, WorkerError
-from tests.parallel.cases import OPTIMIZER, STRATEGIES, Layout, Trainer, trainer
+from tests.parallel.cases import OPTIMIZER, Layout, Trainer, trainer
+from tests.torch_twin import drawn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -159,8 +160,7 @@ def made(layout: MomentLayout, steps: list[dict[str, Tensor]]) -> dict[tuple[str
     o = OPTIMIZER
     for name, gradient in steps[0].items():
         shape = tuple(gradient.shape)
-        weight = torch.empty(shape)
-        layout.weights()(Rectangle(name, shape, (0,) * len(shape), shape, 0), weight)
+        weight = drawn(layout.weights(), name, shape)
         first, second = (Kept(state, shape, kept) for state, kept in zip(MOMENTS, layout.kept, strict=True))
         for number, step in enumerate(steps, 1):
             norm = torch.nn.utils.get_total_norm(step.values())
@@ -176,19 +176,16 @@ def made(layout: MomentLayout, steps: list[dict[str, Tensor]]) -> dict[tuple[str
 
 
 LAYOUTS = [
-    MomentLayout(),
     MomentLayout(kept=("fp32", "bf16")),
-    MomentLayout(pp=2, dp=2, tied=True, microbatches=2),
     MomentLayout(tp=2, dp=2, strategy="optim_grads_params", slots="2", kept=("bf16", "fp32")),
     MomentLayout(kept=("8bit", "8bit")),
     MomentLayout(tp=2, dp=2, strategy="optim_grads_params", slots="2", kept=("8bit", "8bit")),
-    *(pytest.param(MomentLayout(dp=2, strategy=strategy), marks=pytest.mark.long) for strategy in STRATEGIES),
-    *(pytest.param(MomentLayout(dp=2, strategy=strategy, kept=("8bit", "8bit")), marks=pytest.mark.long) for strategy in STRATEGIES),
-    pytest.param(MomentLayout(pp=2, dp=2, tied=True, microbatches=2, kept=("bf16", "8bit")), marks=pytest.mark.long),
-    pytest.param(MomentLayout(dp=4, shard_size=2, strategy="optim_grads"), marks=pytest.mark.long),
+    MomentLayout(pp=2, dp=2, strategy="no_shard", tied=True, microbatches=2, kept=("bf16", "8bit")),
+    MomentLayout(dp=4, shard_size=2, strategy="optim_grads"),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.tries("exp_avg_dtype", "exp_avg_sq_dtype")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{' '.join(layout.kept)} {layout.name}")
 def test_every_layout_rounds_what_it_keeps(cluster: Cluster, layout: MomentLayout) -> None:
@@ -243,6 +240,7 @@ def test_an_update_in_pieces_is_the_update_of_all(kept: str) -> None:
         assert torch.equal(tensor, same[name]) and torch.equal(tensor[tail:] if tensor.dim() else tensor, rest[name])
 
 
+@pytest.mark.long
 def test_checkpoints_go_on(cluster: Cluster, tmp_path: Path) -> None:
     """To the bit in the same layout; in another one with the same moments; and in another precision with the converted ones."""
     layout, folder = MomentLayout(dp=2), str(tmp_path)
@@ -260,6 +258,7 @@ def test_checkpoints_go_on(cluster: Cluster, tmp_path: Path) -> None:
         assert torch.equal(tensor, wide[name, state].to(tensor.dtype))
 
 
+@pytest.mark.long
 def test_eight_bits_in_checkpoints(cluster: Cluster, tmp_path: Path) -> None:
     """To the bit in the same layout, and the same bytes in any other; another precision is refused by name."""
     layout, folder = MomentLayout(dp=2, kept=("8bit", "8bit")), str(tmp_path / "bytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.launch.launcher import Place
@@ -69,6 +70,7 @@ def coordinates(place: Place, width: int, groups: tuple[str, ...]) -> dict[str, 
     return {name: (seen[name] - found[name]).abs().mean().item() for name in seen}
 
 
+@pytest.mark.long
 def test_updates_are_as_large_in_a_wide_model_as_in_a_narrow_one(cluster: Cluster) -> None:
     """Yang et al., 2022, appendix D.1: the coordinate check. Without the groups it grows with the width."""
     for groups, holds in ((mup, True), (lambda times: (), False)):

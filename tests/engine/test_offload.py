@@ -94,15 +94,13 @@ def ways(layout: Layout) -> list[Layout]:
     return [replace(offloaded, blocking=True), offloaded, replace(layout, offload=SPECULATIVE, early=True)]
 
 
+@pytest.mark.long
 @pytest.mark.tries("offload_speculative")
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout(dp=2, strategy="no_shard", bf16=True, layers=2), marks=pytest.mark.long),
-        pytest.param(Layout(dp=2, strategy="optim", layers=2), marks=pytest.mark.long),
-        Layout(dp=2, strategy="optim_grads", bf16=True, layers=2),
+        Layout(dp=2, strategy="no_shard", bf16=True, layers=2),
         Layout(dp=2, strategy="optim_grads_params", layers=2),
-        pytest.param(Layout(tp=2, pp=2, dp=2, sp=True, bf16=True, strategy="optim_grads", layers=3, split=(2, 1)), marks=pytest.mark.long),
     ],
     ids=lambda layout: layout.name,
 )
@@ -115,6 +113,7 @@ def test_fifty_steps_that_are_clipped_now_and_then(layout: Layout, cluster: Clus
     assert any(others[-1].kept > 0 < others[-1].redone for others in found), "both ends of speculation"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -158,6 +157,7 @@ def resharded(place: Place, layouts: list[Layout], folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_saved_resumed_and_resharded(cluster: Cluster, tmp_path: Path) -> None:
     chain = [Layout(dp=2), Layout(dp=2, strategy=PARAMS), Layout(tp=2, sp=True), Layout(pp=2)]
     chain = [replace(layout, bf16=True, early=True, layers=2) for layout in chain]
@@ -243,6 +243,7 @@ def reduced_while_the_host_is_busy(place: Place) -> tuple[list[str], list[str], 
     return before, [event for event in events[len(before) :] if event.startswith("gather")], waited
 
 
+@pytest.mark.long
 def test_nothing_else_stands_behind_an_update(cluster: Cluster) -> None:
     """All gradients are reduced while the host does other things; gathers follow in the order in which it then updates."""
     layout = rank_bucket_plan(Layout(dp=2).config(), dp=2)
@@ -314,6 +315,7 @@ def dies_on_the_last_rank(place: Place) -> None:
         run.step(index)
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_ends_all_ranks(cluster: Cluster) -> None:
     with pytest.raises(WorkerError, match=r"rank 1: (.*\n)*.*OffloadError: optimizer offload, bucket"):
         cluster.run(2, dies_on_the_last_rank)
@@ -359,6 +361,7 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
     return (rule.nbytes, sum(storages.values()), rule.to_host_bytes - before[0], rule.to_device_bytes - before[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.tries("speculation_bytes")
 @pytest.mark.parametrize(
     "layout",

@@ -17,11 +17,11 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.options import EngineOptions
 from megatron_llama.engine.plan.buckets import PlacedParam, strategy_named
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
-from megatron_llama.engine.shard.data_mesh import data_mesh
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounting
 from megatron_llama.launch.launcher import Place
 
+from tests.engine.shard.meshes import sharded_mesh
 from tests.harness import Cluster
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def order(events: Sequence[str]) -> list[str]:
 def check_recorded(place: Place, strategy: str, shard_size: int, program: Program) -> tuple[list[str], list[str]]:
     """An open step, then two as it was recorded: exact sums in all, and each bucket complete once."""
     shards = shard_size if strategy_named(strategy).sharded else 1
-    bench = Bench(data_mesh(None, shards, CPU) if place.world_size > 1 else Mesh.single(), strategy)
+    bench = Bench(sharded_mesh(None, shards, CPU) if place.world_size > 1 else Mesh.single(), strategy)
     trained = sorted(bench.plan.buckets, key=lambda bucket: bucket.index)
     open_events = bench.run(program, None)
     bench.check_sums()
@@ -205,6 +205,7 @@ def check_all(place: Place, shard_size: int) -> list[object]:
     return [check_recorded(place, strategy, shard_size, program) for strategy in STRATEGIES for program in programs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world_size", "shard_size"), [(2, 0), (4, 2)])
 def test_all_ranks_do_the_same(cluster: Cluster, world_size: int, shard_size: int) -> None:
     first, *others = cluster.run(world_size, check_all, shard_size)
@@ -303,7 +304,7 @@ def test_a_parameter_that_nobody_uses_is_named_before_anything_is_sent() -> None
 def check_find_unused(place: Place, strategy: str) -> list[str]:
     """Every rank leaves out other layers, in another order; one layer is left out by all of them, and in the second step by none."""
     shards = 0 if strategy_named(strategy).sharded else 1
-    bench = Bench(data_mesh(None, shards, CPU) if place.world_size > 1 else Mesh.single(), strategy, find_unused=True)
+    bench = Bench(sharded_mesh(None, shards, CPU) if place.world_size > 1 else Mesh.single(), strategy, find_unused=True)
     mine = [name for name in (NAMES if place.rank else BACKWARD) if name[0] not in ("1", str(2 + place.rank))]
     found: list[str] = []
     for program in ([mine, mine], [BACKWARD, mine], [[], mine], [mine, BACKWARD]):
@@ -316,6 +317,7 @@ def check_find_unused(place: Place, strategy: str) -> list[str]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_that_leave_out_different_parameters(cluster: Cluster, world_size: int, strategy: str) -> None:

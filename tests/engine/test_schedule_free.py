@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,22 +17,21 @@ from megatron_llama.launch.launcher import Place
 from megatron_llama.model.plan.run_params import param_groups
 from torch import Tensor
 
+from tests import torch_twin
 from tests.engine.test_moments import Found, whole
 from tests.engine.test_param_groups import GROUPS, options
 from tests.harness import Cluster, WorkerError
 from tests.parallel.cases import (
-    GLOBAL_BATCH_SIZE,
     LOSS_BOUND,
     NORM_BOUND,
     OPTIMIZER,
     STEPS,
-    STRATEGIES,
     Layout,
     deviation,
-    hf_model,
-    samples,
+    global_samples,
     trainer,
 )
+from tests.torch_twin import hf_model, next_token_loss
 
 BETAS = (0.9, 0.95)
 WARMUP = 5
@@ -110,49 +110,35 @@ def authors(layout: AveragedLayout) -> tuple[Curves, dict[str, Tensor]]:
     peaks = [group["lr"] for group in groups]
     optimizer = schedulefree.AdamWScheduleFree(groups, betas=BETAS, eps=OPTIMIZER.adam_eps)
     optimizer.train()
-    losses, norms, evaluations = [], [], []
+    evaluations = []
 
-    def loss_of(index: int) -> Tensor:
-        text = samples(range(index * GLOBAL_BATCH_SIZE, (index + 1) * GLOBAL_BATCH_SIZE))
-        return torch.nn.functional.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
-
-    for index in range(STEPS):
+    def losses_of(step: int) -> Iterator[Tensor]:
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * warm(index)
-        loss = loss_of(index)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), layout.clip or torch.inf).item())
-        optimizer.step()
-        losses.append(loss.item())
-        if index in EVALUATED:
+            group["lr"] = peak * warm(step)
+        yield next_token_loss(model, global_samples(step))
+
+    def evaluate_after(step: int) -> None:
+        if step in EVALUATED:
             optimizer.eval()
             with torch.no_grad():
-                evaluations.append(loss_of(STEPS).item())
+                evaluations.append(next_token_loss(model, global_samples(STEPS)).item())
             optimizer.train()
+
+    losses, norms = torch_twin.train(model, optimizer, losses_of, STEPS, layout.clip, evaluate_after)
     optimizer.eval()
     return Curves(losses, norms, evaluations, []), {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 LAYOUTS = [
-    AveragedLayout(),
     AveragedLayout(tp=2, dp=2, strategy="optim_grads_params", slots="2", microbatches=2),
-    AveragedLayout(pp=2, dp=2, tied=True, microbatches=2),
+    AveragedLayout(pp=2, dp=2, strategy="no_shard", tied=True, microbatches=2),
     AveragedLayout(clip=0.0, early=True, dp=2),
     AveragedLayout(dp=2, groups=GROUPS, strategy="optim_grads"),
-    *(
-        pytest.param(layout, marks=pytest.mark.long)
-        for layout in (
-            *(AveragedLayout(dp=2, strategy=strategy) for strategy in STRATEGIES),
-            AveragedLayout(cp=2, dp=2, shard_size=2, strategy="optim_grads"),
-            AveragedLayout(tp=4, kv_heads=2, strategy="optim_grads_params", slots="1", grad_slots=1),
-            AveragedLayout(pp=2, dp=2, schedule="zb-v", virtual=2, microbatches=4, strategy="optim_grads_params"),
-            AveragedLayout(fp64=True, dp=2),
-        )
-    ),
+    AveragedLayout(fp64=True, dp=4, shard_size=2),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{'groups ' * bool(layout.groups)}{layout.name}")
 def test_every_layout_is_the_authors_optimizer(cluster: Cluster, layout: AveragedLayout) -> None:
     """In training, in evaluations between steps, and in the weights that are left."""
@@ -171,6 +157,7 @@ def test_every_layout_is_the_authors_optimizer(cluster: Cluster, layout: Average
             assert far.float().mean() < 1e-3, name
 
 
+@pytest.mark.long
 def test_a_run_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """To the bit in the same layout, also from within a warm-up and after an evaluation; in another layout up to rounding."""
     layout, folder = AveragedLayout(dp=2), str(tmp_path / "one")

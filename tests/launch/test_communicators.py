@@ -153,6 +153,7 @@ def connect_and_run(place: Place, layout: Layout) -> tuple[list[Use], list[Use]]
     return start.uses, later.uses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [

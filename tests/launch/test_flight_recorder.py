@@ -116,6 +116,7 @@ read_within(0.1, 1.0)
 """
 
 
+@pytest.mark.long
 def test_a_recorder_that_keeps_the_interpreter_ends_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", HOLDS_THE_INTERPRETER], timeout=120, capture_output=True, text=True)
     assert ended.returncode == 1 and "Timeout (0:00:01)!" in ended.stderr and "in read_within" in ended.stderr

@@ -91,6 +91,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("pp", "dp", "cp", "tp"), GRIDS)
 def test_neighbours(pp: int, dp: int, cp: int, tp: int, cluster: Cluster) -> None:
     """Global rank = ((pipeline rank x dp + replica) x cp + part of the sequence) x tp + tensor rank: tensor ranks share a
@@ -117,6 +118,7 @@ def test_neighbours(pp: int, dp: int, cp: int, tp: int, cluster: Cluster) -> Non
         assert found.data == (replica, dp), "context-parallel ranks read the same samples"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "case",
     [

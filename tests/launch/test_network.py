@@ -146,6 +146,7 @@ def test_what_a_user_has_chosen_stays(tmp_path: Path) -> None:
     assert found_by_ranks(machines, tmp_path) == [[3.0, "net1", "ib"]] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [None, 2])
 def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks(slow: int | None, tmp_path: Path) -> None:
     """Also on a rank that still reads why when all others have."""

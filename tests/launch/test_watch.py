@@ -150,6 +150,7 @@ PATIENCE = 3.0
 """Seconds that a rank may wait; the backend would wait for ten minutes."""
 
 
+@pytest.mark.long
 def test_a_rank_that_is_alive_but_stuck_is_named_by_all(tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, HangsInAStep(Layout(pp=2, dp=2, microbatches=2, strategy="optim_grads"), 3), 3)
     assert codes == [1] * RANKS, said
@@ -159,6 +160,7 @@ def test_a_rank_that_is_alive_but_stuck_is_named_by_all(tmp_path: Path) -> None:
         assert "(--distributed-timeout-minutes)" in words and "Traceback" not in words, (rank, words)
 
 
+@pytest.mark.long
 def test_the_collective_that_a_stuck_rank_has_not_begun_is_named_by_all(tmp_path: Path) -> None:
     """By torch's flight recorder: of two that do not end the one first in which nobody is missing but the rank that stopped."""
     codes, said = last_words(tmp_path, HangsInAStep(Layout(tp=2, dp=2, microbatches=2), 3), 3)
@@ -170,6 +172,7 @@ def test_the_collective_that_a_stuck_rank_has_not_begun_is_named_by_all(tmp_path
         assert found is not None and int(found[1]) == int(found[2]) + 1, (rank, words)
 
 
+@pytest.mark.long
 def test_ranks_that_all_stop_in_a_launch_are_ended(tmp_path: Path) -> None:
     """As the hosts of GPUs that stand still do when the queue of launches is full: no rank says that it waits for anything."""
     work = HangsInAStep(Layout(dp=4, microbatches=2, strategy="optim_grads"), *range(RANKS))
@@ -204,6 +207,7 @@ class TakesItsTime:
             end.wait(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first_time", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_may_take_long_ends_no_rank(first_time: bool, tmp_path: Path) -> None:
     """Saves, exports, kernels that are compiled: one of the ranks says where they are, and none is ended."""
@@ -291,6 +295,7 @@ def test_ranks_that_end_together_destroy_the_group(ending: Ending, tmp_path: Pat
     assert said == [f"{'error: too warm' + chr(10) if error else ''}destroys\n"] * RANKS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ending", [Ending.USER, *(pytest.param(one, marks=pytest.mark.long) for one in (Ending.MEMORY, Ending.ABORT_HANGS, Ending.CONTROL_C))]
 )
@@ -318,6 +323,7 @@ def test_a_rank_that_leaves_alone_says_why_and_waits_for_nobody(ending: Ending, 
         assert (blamed in words or ended in words) and "Traceback" not in words, (rank, words)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_in_leaving_at_the_end_is_ended(tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, Leaves(Ending.DESTROY_HANGS), ALONE)
     assert codes == [int(rank == ALONE) for rank in range(RANKS)], said
@@ -353,6 +359,7 @@ class EndsBeforeAnother:
         dist.all_reduce(torch.zeros(1), group=group)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_has_come_to_its_end_is_not_missed(first: int, tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, EndsBeforeAnother(first), 3)
@@ -380,6 +387,7 @@ class DiesAtTheStart:
             build_mesh(Config(), rank=place.rank, world_size=place.world_size, device=device, recorder=world.recorder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_rank_that_dies_at_the_start_is_named_by_all_others(connected: bool, tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, DiesAtTheStart(connected), 2)
@@ -419,6 +427,7 @@ def fails(place: Place) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.long
 def test_an_error_of_one_rank_is_not_called_a_death(tmp_path: Path) -> None:
     """Nobody is missing: rank 2 says what happened, and those that were stuck say who failed."""
     codes, said = last_words(tmp_path, fails, 2)

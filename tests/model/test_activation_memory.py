@@ -170,6 +170,7 @@ def test_low_rank_additions_keep_their_inner_activations(cluster: Cluster, layou
     assert (found.block > predicted(plain, False).block) is (recompute != "full")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", GRANULARITIES)
@@ -193,6 +194,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS.keys())
@@ -204,6 +206,7 @@ def test_parts_of_other_families_keep_what_the_formula_says(
     assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", [Run(), Run(tp=2, sp=True), Run(cp=2)], ids=lambda layout: layout.name)
 def test_a_reward_model_keeps_no_logits(cluster: Cluster, layout: Run, precision: Literal["fp32", "bf16"]) -> None:
@@ -278,6 +281,7 @@ def ids_at_backward(place: Place, layout: Run) -> list[bool]:
     return held
 
 
+@pytest.mark.long
 def test_no_token_ids_are_kept_beside_those_that_autograd_keeps(cluster: Cluster) -> None:
     """With cp they are a copy of this rank's part, and with tp autograd keeps rows instead."""
     run = Run(cp=2, tp=2)
@@ -293,6 +297,7 @@ def peak_of_a_step(place: Place, layout: Run) -> tuple[int, int]:
     return live.peak, live.now
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize(
     "layout",

@@ -19,7 +19,8 @@ from megatron_llama.model.plan import params
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import LOSS_BOUND, MODEL, Layout, Record, deviation, hf_model, merged, samples, train, trainer
+from tests.parallel.cases import LOSS_BOUND, MODEL, Layout, Record, deviation, merged, samples, train, trainer
+from tests.torch_twin import hf_model, next_token_loss
 
 PAGE = (Path(__file__).parents[2] / "docs" / "change-the-model.md").read_text()
 STEPS = 5
@@ -55,6 +56,7 @@ def train_changed(place: Place, layout: Layout) -> Record:
         return train(place, layout, block)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [
@@ -92,7 +94,6 @@ def test_it_is_llama_with_a_norm_in_front_of_the_output_projection() -> None:
     with changed() as block:
         run = trainer(Place(0, 1, 0), Layout(), block=block)
         loss, _ = run.runtime.evaluate(run.batches(0))
-    text = samples(range(8))
     with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(twin(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
+        expected = next_token_loss(twin, samples(range(8)))
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)

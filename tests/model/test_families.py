@@ -18,6 +18,8 @@ from megatron_llama.model.presets import PRESETS
 from megatron_llama.model.windows import FULL, SLIDING, layer_windows
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from tests.over_cases import over_cases
+
 # Parameters of the published weights (tied heads counted once; of models that see pictures the text model).
 TOTALS = {
     "mistral-7b-v0.1": 7_241_732_096,
@@ -116,6 +118,7 @@ def test_transformers_makes_a_model_with_a_small_vocabulary_of_what_we_write(kin
     assert model_config_from_hf(written, where="ours") == model
 
 
+@over_cases
 @pytest.mark.parametrize("name", TOTALS)
 def test_transformers_computes_the_rotary_embedding_and_the_windows_of_the_preset(name: str) -> None:
     model = PRESETS[name]
@@ -258,6 +261,7 @@ def test_both_spellings_are_written() -> None:
 MIXED = [FULL, SLIDING, SLIDING]
 
 
+@over_cases
 @pytest.mark.parametrize(
     ("kind", "fields", "windows"),
     [
@@ -295,6 +299,7 @@ LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BOTH = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
 
 
+@over_cases
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
@@ -377,6 +382,7 @@ def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: di
     assert message in refusal(kind, **fields)
 
 
+@over_cases
 @pytest.mark.parametrize(
     ("model", "lost"),
     [
@@ -395,6 +401,9 @@ def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: di
         (replace(read("gemma3_text"), query_pre_attn_scalar=0.0), {"query_pre_attn_scalar": "a positive number"}),
         (replace(read("gemma3_text"), query_pre_attn_scalar=100.5), {"query_pre_attn_scalar": 100.0}),
         (replace(read("olmo2"), norm_position="both"), {"norm_position": "after"}),
+        # Its file would have an entry for each.
+        (replace(read("llama"), num_labels=10**12), {"num_labels": "at most 1"}),
+        (replace(read("qwen2"), num_hidden_layers=10**12), {"num_hidden_layers": "at most 2,048"}),
     ],
 )
 def test_what_a_family_cannot_hold(model: ModelConfig, lost: dict[str, Any]) -> None:

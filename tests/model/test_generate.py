@@ -60,6 +60,7 @@ def test_temperature_sharpens_and_flattens() -> None:
         torch.testing.assert_close(drawn(dataclasses.replace(FREE, temperature=temperature)), expected, rtol=0, atol=0.03)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("changes", "kept"),
     [

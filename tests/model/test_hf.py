@@ -10,6 +10,8 @@ from megatron_llama.model.hf import hf_config_from_model, model_config_from_hf, 
 from megatron_llama.model.presets import PRESETS
 from transformers import AutoConfig, LlamaConfig
 
+from tests.over_cases import over_cases
+
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -99,6 +101,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 4096}
 
 
+@over_cases
 @pytest.mark.parametrize(
     ("fields", "theta", "scaling"),
     [
@@ -128,6 +131,7 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
     assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
 
 
+@over_cases
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -137,6 +141,7 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 8, "hidden_size": None}, "model_type: got 'qwen3_moe', expected 'llama' or"),
         ({"model_type": "mistral", "num_key_value_heads": 4}, "architectures: got ['LlamaForCausalLM'], expected ['MistralForCausalLM']"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "num_labels: got 2 labels, expected 1 label"),
+        ({"architectures": ["LlamaForSequenceClassification"], "num_labels": 10**12}, "num_labels: got 1000000000000 labels, expected 1 label"),
         ({"attention_bias": "yes"}, "attention_bias: got 'yes', expected true or false"),
         ({"mlp_bias": 1}, "mlp_bias: got 1"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu' or 'swish' or 'gelu_pytorch_tanh'"),

@@ -21,7 +21,8 @@ from megatron_llama.model.nn.rotary import rope_frequencies
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import hf_model, token_ids
+from tests.parallel.cases import token_ids
+from tests.torch_twin import hf_model
 
 MHA = ModelConfig(
     vocab_size=300,
@@ -41,6 +42,7 @@ MODELS = {
     "one kv head": replace(MHA, num_key_value_heads=1),
     "tied": replace(MHA, tie_word_embeddings=True, num_key_value_heads=2),
     "llama3 scaling": replace(MHA, rope_scaling=LLAMA3, rope_theta=500000.0),
+    "llama3 scaling by 32": replace(MHA, rope_scaling=LLAMA3 | {"factor": 32.0}, rope_theta=500000.0),
     "linear scaling": replace(MHA, rope_scaling={"rope_type": "linear", "factor": 4.0}),
     "wide heads": replace(MHA, head_dim=32, num_key_value_heads=2),
 }

@@ -10,18 +10,13 @@ import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
+from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights, WithAdapters
+from megatron_llama.model.plan.lora import LORA_A, LORA_B
 from megatron_llama.model.plan.params import hf_shapes
-from torch import Tensor
 
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, Layout, Record, initial_weights, merged, train
-
-
-def whole(source: InitialWeights, name: str, shape: tuple[int, ...]) -> Tensor:
-    out = torch.full(shape, float("nan"))
-    source(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
-    return out
+from tests.torch_twin import drawn
 
 
 def fresh(place: Place, layout: Layout) -> Record:
@@ -51,7 +46,19 @@ def test_all_layouts_start_from_the_same_weights(cluster: Cluster, layout: Layou
     shapes = hf_shapes(layout.config().model)
     assert found.keys() == shapes.keys()
     for name, shape in shapes.items():
-        assert torch.equal(found[name], whole(initial_weights(), name, shape)), name
+        assert torch.equal(found[name], drawn(initial_weights(), name, shape)), name
+
+
+def test_low_rank_additions_of_a_shard_are_a_cut_of_the_whole() -> None:
+    source = WithAdapters(InitialWeights(1, 0.02), seed=7)
+    half_a, half_b = (f"model.layers.0.mlp.down_proj.{half}.weight" for half in (LORA_A, LORA_B))
+    whole = drawn(source, half_a, (4, 160))
+    for first, count in ((0, 80), (80, 80), (33, 1)):
+        out = torch.empty(4, count)
+        source(Rectangle(half_a, (4, 160), (0, first), (4, count), 0), out)
+        assert torch.equal(out, whole[:, first : first + count])
+    assert whole.any() and not drawn(source, half_b, (64, 4)).any()
+    assert torch.equal(drawn(source, "w", (8, 8)), drawn(InitialWeights(1, 0.02), "w", (8, 8)))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -59,8 +66,8 @@ def test_any_rectangle_is_a_cut_of_the_whole(device: str) -> None:
     """Also across the blocks in which the numbers are drawn, the last of which is short. The CPU draws where nothing else is named."""
     source, columns = InitialWeights(7, 0.02, torch.device(device)), 3000
     rows = 2 * (BLOCK_ELEMENTS // columns) + 11
-    full = whole(source, "w", (rows, columns))
-    assert torch.equal(full, whole(InitialWeights(7, 0.02), "w", (rows, columns))) is (device == "cpu")
+    full = drawn(source, "w", (rows, columns))
+    assert torch.equal(full, drawn(InitialWeights(7, 0.02), "w", (rows, columns))) is (device == "cpu")
     edge = BLOCK_ELEMENTS // columns
     for offset, size in (((0, 0), (1, 5)), ((edge - 1, 17), (2, 900)), ((edge, 0), (edge + 11, columns)), ((3, 2999), (rows - 3, 1))):
         out = torch.empty(size)
@@ -69,7 +76,7 @@ def test_any_rectangle_is_a_cut_of_the_whole(device: str) -> None:
 
 
 def test_distribution() -> None:
-    full = whole(InitialWeights(7, 0.02), "w", (1100, 1000))
+    full = drawn(InitialWeights(7, 0.02), "w", (1100, 1000))
     assert abs(float(full.std()) / 0.02 - 1) < 5e-3
     assert abs(float(full.mean())) < 4 * 0.02 / math.sqrt(full.numel())
     assert float(full.abs().max()) > 4 * 0.02  # not truncated
@@ -79,19 +86,19 @@ def test_distribution() -> None:
 
 
 def test_seed_name_and_norms() -> None:
-    one = whole(InitialWeights(1, 0.02), "a", (8, 8))
-    assert torch.equal(one, whole(InitialWeights(1, 0.02), "a", (8, 8)))
-    assert not torch.equal(one, whole(InitialWeights(2, 0.02), "a", (8, 8)))
-    assert not torch.equal(one, whole(InitialWeights(1, 0.02), "b", (8, 8)))
+    one = drawn(InitialWeights(1, 0.02), "a", (8, 8))
+    assert torch.equal(one, drawn(InitialWeights(1, 0.02), "a", (8, 8)))
+    assert not torch.equal(one, drawn(InitialWeights(2, 0.02), "a", (8, 8)))
+    assert not torch.equal(one, drawn(InitialWeights(1, 0.02), "b", (8, 8)))
     ones = torch.ones(MODEL.hidden_size)
-    assert torch.equal(whole(InitialWeights(1, 0.02), "norm.weight", (MODEL.hidden_size,)), ones)
-    assert torch.equal(whole(InitialWeights(1, 0.02), "q_proj.bias", (MODEL.hidden_size,)), 0 * ones)
+    assert torch.equal(drawn(InitialWeights(1, 0.02), "norm.weight", (MODEL.hidden_size,)), ones)
+    assert torch.equal(drawn(InitialWeights(1, 0.02), "q_proj.bias", (MODEL.hidden_size,)), 0 * ones)
     one_plus = InitialWeights.of(Config(model=replace(MODEL, apply_layernorm_1p=True)))
-    assert torch.equal(whole(one_plus, "norm.weight", (MODEL.hidden_size,)), 0 * ones)
-    assert torch.equal(whole(InitialWeights.of(Config(model=MODEL)), "norm.weight", (MODEL.hidden_size,)), ones)
+    assert torch.equal(drawn(one_plus, "norm.weight", (MODEL.hidden_size,)), 0 * ones)
+    assert torch.equal(drawn(InitialWeights.of(Config(model=MODEL)), "norm.weight", (MODEL.hidden_size,)), ones)
 
 
 def test_wider_targets_hold_the_fp32_values() -> None:
     wide = torch.empty(8, 8, dtype=torch.float64)
     InitialWeights(1, 0.02)(Rectangle("a", (8, 8), (0, 0), (8, 8), 0), wide)
-    assert torch.equal(wide, whole(InitialWeights(1, 0.02), "a", (8, 8)).double())
+    assert torch.equal(wide, drawn(InitialWeights(1, 0.02), "a", (8, 8)).double())

@@ -23,7 +23,8 @@ from megatron_llama.model.nn.attention import ScoreRule
 from megatron_llama.model.rope import longest_sequence
 from torch import Tensor
 
-from tests.parallel.cases import hf_model, token_ids
+from tests.parallel.cases import token_ids
+from tests.torch_twin import hf_model
 
 CONTEXT, LONGEST = 64, 96
 MODEL = ModelConfig(
@@ -148,6 +149,7 @@ def plain(model: ModelConfig) -> ModelConfig:
     return replace(model, rope_scaling=None, partial_rotary_factor=1.0, sliding_window=0, layer_types=())
 
 
+@pytest.mark.long
 @pytest.mark.tries("sliding_window", "layer_types", "partial_rotary_factor")
 @cases
 def test_logits_and_text_are_huggingfaces(name: str) -> None:
@@ -182,6 +184,7 @@ def test_logits_and_text_are_huggingfaces(name: str) -> None:
         assert furthest < 2e-4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "windows", "windows in some layers", "windows and longrope"])
 def test_a_batch_gives_every_prompt_its_own_text(name: str) -> None:
     """Prompts of different lengths, which cross the limits at different times."""

@@ -27,6 +27,8 @@ from megatron_llama.model.plan.params import (
 from megatron_llama.model.plan.run_params import rank_units, trained_units
 from torch import Tensor
 
+from tests.over_cases import over_cases
+
 GQA = ModelConfig(
     vocab_size=301,
     hidden_size=24,
@@ -156,6 +158,7 @@ def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1), (8, 1)])
 @families
 def test_tensors_of_every_family(model: ModelConfig, tp: int, pp: int) -> None:
@@ -175,6 +178,7 @@ def test_tensors_of_every_family(model: ModelConfig, tp: int, pp: int) -> None:
     assert seen - {-1} == set(range(parameter_count(model)))
 
 
+@over_cases
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 4, 8])
 @families
@@ -402,6 +406,7 @@ def test_tied_embedding_is_one_parameter_on_one_rank_and_two_copies_on_several()
 SHAPES = [(), (1,), (7,), (3, 5), (1, 1), (4, 1, 3), (2, 3, 4), (5, 4, 3, 3), (2, 1, 2, 1, 3), (0,), (3, 0, 2)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rectangles_of_any_rank_are_contiguous_ranges(shape: tuple[int, ...]) -> None:
     """Every range of the elements, as torch sees the blocks: in order, without a gap, and few of them."""

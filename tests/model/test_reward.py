@@ -1,4 +1,4 @@
-"""A reward model: its scores and gradients are HuggingFace's, in every layout."""
+"""A reward model: its scores and gradients are HuggingFace's."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.hf import hf_config_from_model
 from megatron_llama.model.llama import Stage
 from megatron_llama.model.load import load_stages
-from megatron_llama.model.plan.params import hf_shapes, stage_units, whole_model
+from megatron_llama.model.plan.params import stage_units, whole_model
 from megatron_llama.prove.materials import DrawnWeights
 from torch import Tensor
 
 from tests.harness import Cluster
 from tests.model.families.twins import TWINS
 from tests.model.test_params import paper_stage, specs_of
-from tests.parallel.cases import LOSS_BOUND, MODEL, NORM_BOUND, STRATEGIES, Layout, Record, deviation, merged, token_ids
-from tests.tune.preference.cases import CASES, align, align_twin, layout_for
+from tests.parallel.cases import LOSS_BOUND, MODEL, NORM_BOUND, Layout, Record, deviation, merged, token_ids
+from tests.torch_twin import filled
+from tests.tune.preference.cases import CASES, align, layout_for
 
 CPU = torch.device("cpu")
 
@@ -40,16 +39,9 @@ def hf_reward_model(model: ModelConfig, weights_of: WeightSource | None = None) 
     """transformers' class of the model with the same weights."""
     import transformers
 
-    draw = weights_of or DrawnWeights(model)
     written = hf_config_from_model(model, dtype="float32")
     config = transformers.AutoConfig.for_model(**written, attn_implementation="eager")
-    twin: torch.nn.Module = getattr(transformers, written["architectures"][0])(config)
-    weights = {}
-    for name, shape in hf_shapes(model).items():
-        weights[name] = torch.empty(shape)
-        draw(Rectangle(name, shape, (0,) * len(shape), shape, 0), weights[name])
-    twin.load_state_dict(weights)
-    return twin
+    return filled(getattr(transformers, written["architectures"][0])(config), model, weights_of or DrawnWeights(model))
 
 
 @pytest.mark.tries("num_labels")
@@ -76,33 +68,18 @@ def test_scores_and_gradients_are_huggingfaces(family: str) -> None:
         torch.testing.assert_close(ours, wanted[name], rtol=1e-3, atol=1e-4 * float(wanted[name].abs().max()))
 
 
-STEPS = 4
-EVERYTHING = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2)
-GRID = (
-    *(replace(EVERYTHING, strategy=strategy, tied=strategy == "optim") for strategy in STRATEGIES),
-    Layout(tp=2),
-    Layout(tp=2, cp=2, sp=True, cp_comm="ring"),
-    Layout(tp=2, sp=True, dp=2, strategy="optim_grads_params", recompute="selective", lora=4),
-    Layout(pp=2, microbatches=4, schedule="zb-h1"),
-    Layout(pp=2, microbatches=4, schedule="zb-v", virtual=2, tied=True),
-    Layout(dp=2, offload=OffloadConfig(optimizer_offload="exact")),
-)
-DRAWN = (
-    Layout(tp=2, sp=True, lora=4),
-    Layout(pp=2, microbatches=2, tied=True),
-    Layout(cp=2),
-    *(Layout(dp=2, strategy=strategy) for strategy in STRATEGIES[2:]),
-)
+ADAPTED = Layout(tp=2, sp=True, dp=2, strategy="optim_grads_params", recompute="selective", lora=4, steps=4)
 
 
 def trained(cluster: Cluster, layout: Layout) -> list[Record]:
-    run = layout_for(replace(layout, steps=STEPS), CASES["reward"])
+    run = layout_for(layout, CASES["reward"])
     return [record for record, _ in cluster.run(run.world_size, align, run, CASES["reward"])]
 
 
-def assert_same_training(cluster: Cluster, layout: Layout) -> None:
-    """Losses, gradient norms and every weight, the score's among them; every copy has the same bits."""
-    ranks, [alone] = trained(cluster, layout), trained(cluster, layout.reference)
+@pytest.mark.long
+def test_additions_and_the_score_train_as_in_one_process(cluster: Cluster) -> None:
+    """Losses, gradient norms and every weight; every copy has the same bits. Without additions: tests/tune/preference/test_parity.py."""
+    ranks, [alone] = trained(cluster, ADAPTED), trained(cluster, ADAPTED.reference)
     for rank in ranks:
         assert deviation(rank.losses, alone.losses) < LOSS_BOUND
         assert deviation(rank.norms, alone.norms) < NORM_BOUND
@@ -111,21 +88,3 @@ def assert_same_training(cluster: Cluster, layout: Layout) -> None:
     for name, weight in expected.items():
         # An element whose gradient is rounding alone moves by the learning rate in either direction.
         assert float((found[name] - weight).norm()) < 1e-4 * float(weight.norm()) + 1e-4, name
-
-
-@pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
-def test_a_layout_trains_the_reward_model_of_one_process(cluster: Cluster, layout: Layout) -> None:
-    assert_same_training(cluster, layout)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", GRID, ids=lambda layout: layout.name)
-def test_every_layout_trains_the_reward_model_of_one_process(cluster: Cluster, layout: Layout) -> None:
-    assert_same_training(cluster, layout)
-
-
-def test_one_process_trains_as_plain_torch_does(cluster: Cluster) -> None:
-    [alone] = trained(cluster, Layout())
-    twin, _ = align_twin(layout_for(Layout(steps=STEPS), CASES["reward"]), CASES["reward"])
-    assert deviation(alone.losses, twin.losses) < LOSS_BOUND
-    assert deviation(alone.norms, twin.norms) < NORM_BOUND

@@ -239,6 +239,7 @@ def attention_peak(length: int) -> int:
     return most_allocated(run)[0]
 
 
+@pytest.mark.long
 def test_long_samples_of_documents_need_no_square() -> None:
     """Up to 4096 tokens they are one mask of s * s bytes, and numbers four times as large; beyond, blocks of 256 queries."""
     assert attention_peak(4096) > 5 * 4096**2

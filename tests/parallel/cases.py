@@ -11,7 +11,7 @@ import pydoc_data.topics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -28,13 +28,14 @@ from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Block, Stage, build_stages
-from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.model.plan.run_params import param_groups, rank_units
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from torch import Tensor
 
+from tests import torch_twin
 from tests.harness import Cluster
+from tests.torch_twin import adamw, hf_model, next_token_loss
 
 MODEL = ModelConfig(
     vocab_size=300,
@@ -330,6 +331,11 @@ def samples(positions: range) -> Tensor:
     return torch.stack([ids[p * SEQ_LENGTH : (p + 1) * SEQ_LENGTH + 1] for p in positions])
 
 
+def global_samples(index: int) -> Tensor:
+    """All samples of a step."""
+    return samples(range(index * GLOBAL_BATCH_SIZE, (index + 1) * GLOBAL_BATCH_SIZE))
+
+
 def batch(positions: range, *, documents: bool = False) -> Batch:
     """One microbatch, sequence first."""
     text = samples(positions)
@@ -343,49 +349,17 @@ def batch(positions: range, *, documents: bool = False) -> Batch:
     return Batch(tokens, labels, (~ends).float(), place - starts, ids.to(torch.int32))
 
 
-def hf_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """transformers' LlamaForCausalLM with the initial weights; of a reward model its LlamaForSequenceClassification."""
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    names += ["head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "pad_token_id"]
-    options: dict[str, Any] = {name: getattr(model, name) for name in names}
-    options["rope_parameters"] = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta}
-    options["attn_implementation"] = "sdpa"
-    if model.num_labels:
-        options |= {"num_labels": model.num_labels}
-    twin: torch.nn.Module = (LlamaForSequenceClassification if model.num_labels else LlamaForCausalLM)(LlamaConfig(**options))
-    twin = twin.to(dtype)
-    source, weights = InitialWeights(1234, model.initializer_range), {}
-    for name, shape in hf_shapes(model).items():
-        weights[name] = torch.empty(shape, dtype=dtype)
-        source(Rectangle(name, shape, (0,) * len(shape), shape, 0), weights[name])
-    missing, unexpected = twin.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"} and model.tie_word_embeddings >= bool(missing), (missing, unexpected)
-    return twin
-
-
 def train_hf(layout: Layout) -> Record:
-    """The same steps with transformers, torch.optim.AdamW and clip_grad_norm_."""
+    """The same steps with transformers and torch's optimizer."""
     return train_twin(hf_model(layout.config().model, torch.float64 if layout.fp64 else torch.float32), layout)
 
 
 def train_twin(model: torch.nn.Module, layout: Layout) -> Record:
-    """The steps of a layout with a model of transformers."""
-    groups = [[p for p in model.parameters() if (p.dim() > 1) is decay] for decay in (True, False)]
-    o = OPTIMIZER
-    options = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (o.weight_decay, 0.0), strict=True)]
-    optimizer = torch.optim.AdamW(options, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    losses, norms = [], []
-    for index in range(layout.steps):
-        text = samples(range(index * GLOBAL_BATCH_SIZE, (index + 1) * GLOBAL_BATCH_SIZE))
-        logits = model(text[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), layout.clip).item())
-        optimizer.step()
-        losses.append(loss.item())
+    """The steps of a layout with a model of transformers, of which everything is trained that wants gradients."""
+    optimizer = adamw(model.parameters(), OPTIMIZER)
+    losses, norms = torch_twin.train(
+        model, optimizer, lambda index: [next_token_loss(model, global_samples(index))], layout.steps, layout.clip
+    )
     return Record(tuple(losses), tuple(norms))
 
 
@@ -486,50 +460,37 @@ def reference(cluster: Cluster, layout: Layout) -> Reference:
     return Reference(single, exact, None if layout.documents else train_hf(alone))
 
 
-def _grid() -> list[Layout]:
-    """Every kind of parallelism, alone and together."""
-    full = Layout(tp=2, pp=2, dp=2, sp=True)
-    plain = [
-        Layout(microbatches=4),
-        Layout(tp=2),
-        Layout(tp=2, sp=True),
-        Layout(pp=2, microbatches=4),
-        Layout(pp=2, microbatches=4, schedule="gpipe"),
-        Layout(pp=4, microbatches=1),
-        Layout(pp=4, microbatches=8),
-        Layout(tp=2, pp=2, sp=True, microbatches=4),
-    ]
-    data = [Layout(dp=2, strategy=s, microbatches=m) for s in STRATEGIES for m in (1, 4)]
-    data += [replace(full, strategy=s, microbatches=m) for s in STRATEGIES for m in (1, 4)]
-    data += [Layout(dp=4), replace(full, schedule="gpipe", microbatches=4), Layout(tp=2, dp=2, microbatches=2)]
-    tied = [Layout(tied=True, microbatches=4), Layout(tp=2, tied=True), Layout(pp=2, tied=True, microbatches=4)]
-    tied += [replace(full, tied=True, strategy=s, microbatches=2) for s in STRATEGIES]
-    documents = [Layout(dp=2, microbatches=4), Layout(tp=2, sp=True), replace(full, microbatches=2)]
-    context = [Layout(cp=2), Layout(cp=4, cp_comm="ring"), Layout(cp=2, dp=2, strategy="optim_grads", microbatches=2)]
-    context += [
-        Layout(tp=2, cp=2, pp=2, sp=True, microbatches=4),
-        Layout(cp=2, documents=True),
-        Layout(cp=2, cp_comm="ring", documents=True),
-    ]
-    shared = [
-        Layout(tp=4),
-        Layout(tp=4, sp=True, dp=2, strategy="optim_grads"),
-        Layout(tp=4, kv_heads=1, sp=True),
-        Layout(tp=2, kv_heads=1),
-        Layout(tp=2, kv_heads=1, sp=True, pp=2, microbatches=2, schedule="zb-h1", recompute="selective"),
-        Layout(tp=2, kv_heads=1, sp=True, cp=2, recompute="full"),
-    ]
-    chunks = [
-        Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
-        Layout(pp=2, virtual=3, layers=6, dp=2, microbatches=2, schedule="interleaved", tied=True, strategy="optim_grads"),
-        Layout(pp=4, microbatches=8, schedule="zb-h1"),
-        Layout(tp=2, sp=True, pp=2, dp=2, microbatches=4, schedule="zb-h1", tied=True, strategy="optim_grads"),
-        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
-        Layout(pp=2, virtual=2, dp=2, microbatches=4, schedule="zb-v", tied=True, strategy="optim_grads"),
-        Layout(pp=2, split=(3, 1), microbatches=2),
-        Layout(pp=3, layers=5, split=(1, 3, 1), microbatches=4, tied=True),
-    ]
-    return plain + data + tied + [replace(layout, documents=True) for layout in documents] + context + shared + chunks
-
-
-LAYOUTS = tuple(_grid())
+FULL = Layout(tp=2, pp=2, dp=2, sp=True)
+LAYOUTS = (
+    Layout(microbatches=4),
+    Layout(tied=True, microbatches=4),
+    Layout(tp=2, sp=True),
+    Layout(tp=2, tied=True),
+    Layout(tp=4, sp=True, dp=2, strategy="optim_grads"),
+    Layout(tp=4, kv_heads=1, sp=True),
+    Layout(tp=2, kv_heads=1, sp=True, pp=2, microbatches=2, schedule="zb-h1", recompute="selective"),
+    Layout(tp=2, kv_heads=1, sp=True, cp=2, recompute="full"),
+    *(Layout(dp=2, strategy=strategy, microbatches=4) for strategy in STRATEGIES),
+    Layout(dp=2, microbatches=4, documents=True),
+    Layout(cp=4, cp_comm="ring"),
+    Layout(cp=2, dp=2, strategy="optim_grads", microbatches=2),
+    Layout(cp=2, documents=True),
+    Layout(cp=2, cp_comm="ring", documents=True),
+    Layout(tp=2, cp=2, pp=2, sp=True, microbatches=4),
+    replace(FULL, strategy="no_shard"),
+    replace(FULL, strategy="optim", microbatches=4, schedule="gpipe"),
+    replace(FULL, strategy="optim_grads_params", microbatches=4),
+    replace(FULL, strategy="optim_grads", microbatches=2, tied=True),
+    replace(FULL, microbatches=2, documents=True),
+    replace(FULL, strategy="optim_grads", microbatches=4, schedule="zb-h1", tied=True),
+    Layout(pp=4, microbatches=8),
+    Layout(pp=4, microbatches=8, schedule="zb-h1"),
+    Layout(pp=2, microbatches=4, tied=True),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+    Layout(pp=2, virtual=3, layers=6, dp=2, microbatches=2, schedule="interleaved", tied=True, strategy="optim_grads"),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
+    Layout(pp=2, virtual=2, dp=2, microbatches=4, schedule="zb-v", tied=True, strategy="optim_grads"),
+    Layout(pp=3, layers=5, split=(1, 3, 1), microbatches=4, tied=True),
+)
+"""The parity table, and what test_parity.py trains, counts and traces: every axis, schedule, way to shard and kind of model, alone and
+together."""

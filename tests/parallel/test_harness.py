@@ -110,6 +110,7 @@ def test_workers_that_could_not_join_a_dead_one_serve_again(cluster: Cluster) ->
     assert cluster.run(3, total, 1, timeout=30.0)[0][1] == 3.0
 
 
+@pytest.mark.long
 def test_hanging_worker_is_named_and_replaced(cluster: Cluster) -> None:
     with pytest.raises(WorkerError, match=r"one_hangs failed on 1 of 2.*\n--- rank 0: did not come back in time"):
         cluster.run(2, one_hangs, timeout=3.0)

@@ -56,6 +56,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("layout", ALONE, ids=lambda layout: layout.name)
 def test_one_process(layout: Layout, chunk: int) -> None:
@@ -74,14 +75,13 @@ def test_bf16() -> None:
 
 RANKS = [
     (Layout(tp=2, sp=True, microbatches=2), True),
-    (Layout(tp=2, tied=True), True),
     (Layout(pp=2, microbatches=4, tied=True, dp=2, strategy="optim_grads"), True),
     (Layout(cp=2, documents=True), True),
-    (Layout(pp=2, microbatches=4, schedule="gpipe"), False),
     (Layout(pp=2, microbatches=4, schedule="zb-h1"), False),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "may"), RANKS, ids=lambda case: case.name if isinstance(case, Layout) else "")
 def test_several_processes(cluster: Cluster, layout: Layout, may: bool) -> None:
     """``may``: whether the schedule lets gradients be made in the forward pass. An evaluation makes none."""
@@ -134,7 +134,7 @@ def test_products_have_the_rows_of_the_plan() -> None:
 
     class Products(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is torch.nn.functional.linear:
+            if function is torch.mm and (kwargs or {}).get("out") is None:
                 shapes.append(args[0].shape[0])
             return function(*args, **(kwargs or {}))
 

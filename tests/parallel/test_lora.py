@@ -6,41 +6,31 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn.lora import additions_off
 from megatron_llama.model.plan.lora import adapter_shapes, is_adapter
 from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
-from torch import Tensor
 
 from tests.harness import Cluster
 from tests.parallel.cases import (
-    GLOBAL_BATCH_SIZE,
     LOSS_BOUND,
     NORM_BOUND,
-    OPTIMIZER,
     AdaptedWeights,
     Layout,
     Record,
     deviation,
-    hf_model,
     merged,
-    samples,
     train,
+    train_twin,
     trainer,
 )
 from tests.parallel.test_traffic import count
+from tests.torch_twin import drawn, hf_model
 
 ONE = Layout(lora=4, steps=6)
 FEWER = replace(ONE, freeze=("model.layers.[02].*",))
 SOME = replace(ONE, targets=("q_proj", "v_proj", "down_proj"))
-
-
-def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-    out = torch.empty(shape)
-    AdaptedWeights()(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
-    return out
 
 
 def train_peft(layout: Layout, twin: torch.nn.Module | None = None) -> Record:
@@ -56,20 +46,8 @@ def train_peft(layout: Layout, twin: torch.nn.Module | None = None) -> Record:
     assert own.keys() == ours.keys()
     with torch.no_grad():
         for name, parameter in own.items():
-            shape = shapes[ours[name]]
-            layout.weights()(Rectangle(ours[name], shape, (0,) * len(shape), shape, 0), parameter)
-    o = OPTIMIZER
-    optimizer = torch.optim.AdamW(own.values(), lr=o.lr, weight_decay=o.weight_decay, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    losses, norms = [], []
-    for index in range(layout.steps):
-        text = samples(range(index * GLOBAL_BATCH_SIZE, (index + 1) * GLOBAL_BATCH_SIZE))
-        loss = torch.nn.functional.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norms.append(torch.nn.utils.clip_grad_norm_(own.values(), layout.clip).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return Record(tuple(losses), tuple(norms))
+            parameter.copy_(drawn(layout.weights(), ours[name], shapes[ours[name]]))
+    return train_twin(model, layout)
 
 
 @pytest.fixture(scope="module")
@@ -90,47 +68,31 @@ def test_nothing_but_the_additions_changes(single: dict[Layout, Record]) -> None
     config = SOME.config()
     assert after.keys() == hf_shapes(config.model).keys() | adapter_shapes(config.model, config.lora).keys()
     for name, weight in after.items():
-        assert torch.equal(weight, drawn(name, tuple(weight.shape))) is not is_adapter(name), name
+        assert torch.equal(weight, drawn(AdaptedWeights(), name, tuple(weight.shape))) is not is_adapter(name), name
 
 
 def test_frozen_additions_stay(single: dict[Layout, Record]) -> None:
-    changed = {
-        name.split(".")[2] for name, weight in merged([single[FEWER]]).items() if not torch.equal(weight, drawn(name, tuple(weight.shape)))
-    }
+    after, start = merged([single[FEWER]]), AdaptedWeights()
+    changed = {name.split(".")[2] for name, weight in after.items() if not torch.equal(weight, drawn(start, name, tuple(weight.shape)))}
     assert changed == {"1", "3"}
 
 
 LAYOUTS = [
-    Layout(tp=2),
     Layout(tp=2, sp=True, recompute="selective"),
-    Layout(tp=4, sp=True),
     Layout(tp=2, kv_heads=1),
     Layout(cp=2),
     Layout(tp=2, dp=2, strategy="optim_grads_params", freeze=FEWER.freeze),
-    Layout(pp=2, microbatches=4, recompute="full"),
     Layout(pp=2, microbatches=4, schedule="zb-h1", tp=2, sp=True),
     Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
-    Layout(pp=2, dp=2, microbatches=2, tied=True),
-    Layout(dp=2, strategy="no_shard"),
-    Layout(dp=2, microbatches=2, bucket=1),
-    Layout(dp=2, strategy="optim_grads", microbatches=2),
-    Layout(dp=2, strategy="optim_grads_params", microbatches=2, slots="1", grad_slots=1),
-    Layout(dp=2, strategy="optim_grads_params", tp=2, recompute="full", slots="1", grad_slots=1),
+    Layout(dp=2, pp=2, microbatches=2, tied=True),
+    Layout(dp=2, strategy="optim_grads_params", microbatches=2, recompute="full", slots="1", grad_slots=1),
     Layout(dp=4, strategy="optim_grads_params", shard_size=2),
+    Layout(tp=2, sp=True, targets=SOME.targets),
 ]
 
 
-ONLY_WITH_ALL = (*LAYOUTS[2:4], LAYOUTS[6], *LAYOUTS[10:13], LAYOUTS[14])
-"""Layouts whose axes, ways to shard and recomputation others here have too."""
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(one, id=one.name, marks=[pytest.mark.long] if one in ONLY_WITH_ALL else [])
-        for one in (*LAYOUTS, Layout(tp=2, sp=True, targets=SOME.targets))
-    ],
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_layout_trains_the_same(cluster: Cluster, single: dict[Layout, Record], layout: Layout) -> None:
     layout = replace(layout, lora=ONE.lora, steps=ONE.steps)
     records, expected = cluster.run(layout.world_size, train, layout), single[layout.reference]
@@ -145,7 +107,8 @@ def test_every_layout_trains_the_same(cluster: Cluster, single: dict[Layout, Rec
         )
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
 def test_a_step_sends_gradients_of_the_additions_alone(cluster: Cluster, strategy: str) -> None:
     layout = replace(ONE, dp=2, strategy=strategy, microbatches=2)  # type: ignore[arg-type]
     buckets = rank_bucket_plan(layout.config(), dp=2).buckets
@@ -153,11 +116,11 @@ def test_a_step_sends_gradients_of_the_additions_alone(cluster: Cluster, strateg
     shapes = adapter_shapes(layout.config().model, layout.config().lora)
     real = sum(rows * columns for rows, columns in shapes.values())
     assert real <= sum(bucket.numel for bucket in trained) < 1.1 * real < 0.2 * sum(bucket.numel for bucket in buckets)
-    rounds = 2 if strategy.startswith("optim_grads") else 1
+    rounds = 2 if strategy == "optim_grads" else 1
     for rank in cluster.run(2, count, layout):
         sent = rank.traffic["dp", "all_reduce" if strategy == "no_shard" else "reduce_scatter"]
         assert sent == (len(trained) * rounds, 4 * rounds * sum(bucket.numel for bucket in trained))
-        if strategy in ("optim", "optim_grads"):
+        if strategy == "optim_grads":
             assert rank.traffic["dp_gather", "all_gather"] == (len(trained), 4 * sum(bucket.numel for bucket in trained))
 
 
@@ -201,13 +164,12 @@ def evaluate_without_additions(place: Place, layout: Layout) -> tuple[float, flo
     return alone, off, run.runtime.evaluate(run.batches(0))[0].item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(),
         Layout(tp=2, sp=True),
-        pytest.param(Layout(dp=2, strategy="optim_grads_params", slots="1", microbatches=2), marks=pytest.mark.long),
-        pytest.param(Layout(pp=2, microbatches=2), marks=pytest.mark.long),
+        Layout(dp=2, strategy="optim_grads_params", slots="1", microbatches=2),
     ],
     ids=lambda layout: layout.name,
 )

@@ -1,4 +1,4 @@
-"""Every layout of the parity table trains by NCCL's rules (``tests/nccl_transport.py``), and orders that would hang on NCCL are named."""
+"""Layouts of all kinds train by NCCL's rules (``tests/nccl_transport.py``), and orders that would hang on NCCL are named."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from megatron_llama.launch.mesh import build_mesh
 
 from tests.harness import Cluster, WorkerError
 from tests.nccl_transport import installed
-from tests.parallel.cases import LAYOUTS, Layout, Record, Reference, merged, record, trainer
+from tests.parallel.cases import Layout, Record, Reference, merged, record, trainer
 
-SPREAD = [layout for layout in LAYOUTS if layout.world_size > 1][::3]
-SHORT = [
+TRAINED = [
     Layout(pp=2, schedule="zb-v"),
     Layout(pp=4, schedule="1f1b"),
     Layout(cp=2, dp=2, cp_comm="ring", strategy="optim_grads"),
     Layout(tp=2, pp=2, virtual=2, schedule="interleaved", sp=True, tied=True, microbatches=2),
     Layout(dp=4, strategy="optim_grads_params", shard_size=2, microbatches=2),
+    Layout(tp=2, pp=2, dp=2, sp=True, microbatches=4, schedule="zb-h1", tied=True, strategy="optim_grads"),
+    Layout(tp=2, cp=2, pp=2, sp=True, microbatches=4, schedule="gpipe"),
+    Layout(tp=4, kv_heads=1, sp=True),
 ]
+"""Each axis and schedule, and what they send among themselves together."""
 STEPS = 4
 
 
@@ -38,13 +41,8 @@ def train(place: Place, layout: Layout) -> tuple[Record, float]:
         return record(run, [run.step(index) for index in range(layout.steps)]), evaluated
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, id=layout.name, marks=[] if layout in SHORT else [pytest.mark.long])
-        for layout in dict.fromkeys((*SHORT, *SPREAD))
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", TRAINED, ids=lambda layout: layout.name)
 def test_a_layout_trains_by_the_rules_of_nccl(references: Callable[[Layout], Reference], cluster: Cluster, layout: Layout) -> None:
     found = cluster.run(layout.world_size, train, replace(layout, steps=STEPS))
     records = [trained for trained, _ in found]
@@ -67,6 +65,7 @@ def evaluate_unconnected(place: Place, layout: Layout) -> float:
         return run.runtime.evaluate(run.batches(0))[0].item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "zb-h1"))])
 def test_one_microbatch_hangs_without_the_connections_of_the_start(cluster: Cluster, schedule: str) -> None:
     """As the proof says: rank 0 posts the receive of a gradient first, rank 1 that of an activation."""
@@ -77,6 +76,7 @@ def test_one_microbatch_hangs_without_the_connections_of_the_start(cluster: Clus
     assert f"rank 1 waits for the first use of pp of ranks 0, 1, in receive {message} from 0 to 1" in str(error.value)
 
 
+@pytest.mark.long
 def test_an_evaluation_with_virtual_stages_hangs_without_the_connections_of_the_start(cluster: Cluster) -> None:
     with pytest.raises(WorkerError) as error:
         cluster.run(2, evaluate_unconnected, Layout(pp=2, virtual=2, schedule="interleaved"))

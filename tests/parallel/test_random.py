@@ -1,33 +1,22 @@
-"""Layouts drawn at random train what one process trains, and a wrong one would be seen."""
+"""Layouts drawn at random train what one process trains."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.engine.plan.buckets import BucketKind
-from megatron_llama.launch.launcher import Place
-from megatron_llama.model.llama import Stage
-from megatron_llama.model.nn.context import local_sequence
-from megatron_llama.model.positions import Positions
 from megatron_llama.prove.draw import DOUBLINGS, EACH_SCHEDULE, SCHEDULES, THREE_AXES
-from tools.parity import markdown_of_drawn, rows
 
 from tests.harness import Cluster
-from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES, Layout, Record, Reference, Trainer, merged, train, trainer
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES, Layout, Record, Reference, merged, train
 from tests.parallel.draw import COUNT, SEED, STEPS, alone, axes, draw
+from tools import parity
 
 DRAWN = draw()
-FEWER = 12
-"""Layouts of a run without --all."""
-TWICE = [max((layout for layout in DRAWN if layout.pp > 1 and layout.schedule == schedule), key=axes) for schedule in SCHEDULES]
-"""Of each schedule the one with most axes, which is run again."""
+TRAINED = 16
+"""Layouts that --all trains. All of them: --soak, and ``tools/parity.py --random``."""
 References = Callable[[Layout], Reference]
 Runs = Callable[[Layout], list[Record]]
 
@@ -93,21 +82,15 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("field", CHOICES)
-def test_the_draw_meets_every_choice(field: str) -> None:
-    assert {getattr(layout, field) for layout in DRAWN} == set(CHOICES[field])
-
-
-def test_the_draw_meets_what_needs_two_choices() -> None:
-    assert {layout.cp_comm for layout in DRAWN if layout.cp > 1} == {"all_gather", "ring"}
-    assert any(layout.tp > layout.kv_heads for layout in DRAWN)
-    assert any(len(set(layout.split)) > 1 for layout in DRAWN)
-
-
 def choices(layout: Layout) -> set[tuple[str, object]]:
-    """What is drawn of it, the pairs of schedule and virtual stages and of each axis with the kind of messages among it."""
+    """What is drawn of it, the schedule, how keys are passed on, and what two choices make together."""
     chosen = {(field, getattr(layout, field)) for field in CHOICES}
-    return chosen | {("schedule", layout.schedule if layout.pp > 1 else ""), ("cp_comm", layout.cp_comm if layout.cp > 1 else "")}
+    if layout.pp > 1:
+        chosen |= {("schedule", layout.schedule), ("tied ends", layout.tied), ("uneven", len(set(layout.split)) > 1)}
+        chosen |= {("recomputed stages", layout.recompute), ("ways of stages", layout.strategy)}
+    if layout.cp > 1:
+        chosen |= {("keys", (layout.cp_comm, layout.documents))}
+    return chosen | {("shared heads", layout.tp > layout.kv_heads), ("rounds", (layout.strategy, layout.microbatches > 1))}
 
 
 def most_choices(layouts: Sequence[Layout], count: int) -> list[Layout]:
@@ -123,20 +106,19 @@ def most_choices(layouts: Sequence[Layout], count: int) -> list[Layout]:
     return taken
 
 
-SHORT = most_choices(DRAWN, FEWER)
+CHOSEN = most_choices(DRAWN, TRAINED)
+TWICE = [max((layout for layout in CHOSEN if layout.pp > 1 and layout.schedule == schedule), key=axes) for schedule in SCHEDULES]
+"""Of each schedule the one with most axes, which is run again."""
 
 
-@pytest.mark.parametrize("field", CHOICES)
-def test_a_run_without_all_meets_every_choice_too(field: str) -> None:
-    assert {getattr(layout, field) for layout in SHORT} == set(CHOICES[field])
+def test_what_is_trained_meets_every_choice_and_all_that_two_make_together() -> None:
+    for field, options in CHOICES.items():
+        assert {getattr(layout, field) for layout in CHOSEN} == set(options), field
+    assert set().union(*map(choices, CHOSEN)) == set().union(*map(choices, DRAWN))
 
 
-def test_a_run_without_all_meets_every_schedule_and_both_ways_to_pass_keys() -> None:
-    assert {layout.schedule for layout in SHORT if layout.pp > 1} == set(SCHEDULES)
-    assert {layout.cp_comm for layout in SHORT if layout.cp > 1} == {"all_gather", "ring"}
-
-
-@pytest.mark.parametrize("layout", [pytest.param(one, id=one.name, marks=[] if one in SHORT else [pytest.mark.long]) for one in DRAWN])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [pytest.param(one, id=one.name, marks=[] if one in CHOSEN else [pytest.mark.soak]) for one in DRAWN])
 def test_drawn_layout_equals_one_process(references: References, runs: Runs, layout: Layout) -> None:
     records, reference = runs(layout), references(layout)
     assert len(records[0].losses) == STEPS
@@ -166,103 +148,10 @@ def _bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, .
     return [(record.losses, record.norms, record.parameters) for record in records]
 
 
-def positions_in_rank_order(run: Trainer) -> None:
-    """Rotary positions as if each rank held one consecutive part of the sequence."""
-    for stage in run.stages.values():
-        stage.positions = _consecutive(stage)  # type: ignore[method-assign]
-
-
-def _consecutive(stage: Stage) -> Callable[..., Positions]:
-    correct, cp = stage.positions, stage.mesh.cp
-
-    def positions(length: int, device: torch.device, *ids: torch.Tensor | None) -> Positions:
-        own = local_sequence(torch.arange(length), cp)
-        wrong = torch.zeros(length, 1, dtype=torch.int64)
-        wrong[own, 0] = torch.arange(len(own)) + cp.rank * len(own)
-        return correct(length, device, wrong, *ids[1:])
-
-    return positions
-
-
-def documents_forgotten(run: Trainer) -> None:
-    """Attention crosses documents."""
-    for stage in run.stages.values():
-        stage.positions = _without_documents(stage)  # type: ignore[method-assign]
-
-
-def _without_documents(stage: Stage) -> Callable[..., Positions]:
-    correct = stage.positions
-    return lambda length, device, position_ids, document_ids, documents: correct(length, device, position_ids)
-
-
-def _mistake(run: Trainer, change: Callable[[BucketKind], BucketKind]) -> None:
-    buckets = (replace(bucket, kind=change(bucket.kind)) for bucket in run.optimizer.bucket_plan.buckets)
-    run.optimizer.bucket_plan = replace(run.optimizer.bucket_plan, buckets=tuple(buckets))
-
-
-def shared_heads_not_summed(run: Trainer) -> None:
-    """Each copy of a key/value head keeps the gradient through its own queries."""
-    _mistake(run, lambda kind: replace(kind, partial_grad=kind.partial_grad and not kind.decay))
-
-
-def norms_not_summed(run: Trainer) -> None:
-    """Each rank keeps the gradient of norms through its part of the sequence."""
-    _mistake(run, lambda kind: replace(kind, partial_grad=kind.partial_grad and kind.decay))
-
-
-def tied_ends_not_summed(run: Trainer) -> None:
-    """Embedding and head each keep their own gradient."""
-    _mistake(run, lambda kind: replace(kind, tied=False))
-
-
-def nothing_wrong(run: Trainer) -> None:
-    """The control of the control."""
-
-
-def train_with(place: Place, layout: Layout, mistake: Callable[[Trainer], None]) -> Record:
-    """Like ``train``, with a mistake built in."""
-    run = trainer(place, layout)
-    mistake(run)
-    steps = [run.step(index) for index in range(layout.steps)]
-    return Record(tuple(loss.item() for loss, _ in steps), tuple(norm.item() for _, norm in steps))
-
-
-MISTAKES: list[tuple[Layout, Callable[[Trainer], None]]] = [
-    (Layout(cp=2), positions_in_rank_order),
-    (Layout(cp=4, cp_comm="ring"), positions_in_rank_order),
-    (Layout(cp=2, cp_comm="ring", documents=True), documents_forgotten),
-    (Layout(tp=2, kv_heads=1), shared_heads_not_summed),
-    (Layout(tp=4, kv_heads=2, sp=True), shared_heads_not_summed),
-    (Layout(tp=2, sp=True), norms_not_summed),
-    (Layout(pp=2, tied=True), tied_ends_not_summed),
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda value: getattr(value, "__name__", None) or value.name)
-def test_a_mistake_exceeds_the_bounds(references: References, cluster: Cluster, layout: Layout, mistake: Callable[[Trainer], None]) -> None:
-    layout = replace(layout, steps=STEPS)
-    right, wrong = (
-        references(layout).row(layout.name, cluster.run(layout.world_size, train_with, layout, how)[0]) for how in (nothing_wrong, mistake)
-    )
-    assert right.holds, right
-    # By far: a smaller mistake of the same kind would be seen too.
-    assert max(wrong.loss / wrong.loss_bound, wrong.norm / wrong.norm_bound) > 10, wrong
-
-
-@pytest.mark.long
-def test_the_tool_prints_the_drawn_table(cluster: Cluster) -> None:
-    assert_table(markdown_of_drawn(rows(cluster, draw(5, 2), alone)))
-
-
-@pytest.mark.long
-def test_the_tool_prints_the_drawn_table_by_itself() -> None:
-    tool = Path(__file__).parents[2] / "tools" / "parity.py"
-    command = [sys.executable, tool, "--random", "--seed", "5", "--count", "2"]
-    assert_table(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def assert_table(text: str) -> None:
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+def test_the_tool_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["parity.py", "--random", "--seed", "5", "--count", "2"])
+    assert parity.main() == 0
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines[2:]] == [*(layout.name for layout in draw(5, 2)), "**largest of 2**"]
     assert all(float(line[1]) < LOSS_BOUND and float(line[2]) < NORM_BOUND for line in lines[2:4])

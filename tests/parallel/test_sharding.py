@@ -39,17 +39,15 @@ def bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ..
     return [(record.losses, record.norms, record.parameters) for record in records]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(Layout(dp=8), marks=pytest.mark.long),
         Layout(dp=2, tied=True, recompute="full", documents=True),
-        pytest.param(Layout(dp=2, bf16=True), marks=pytest.mark.long),
-        pytest.param(Layout(dp=2, reduce_bf16=True), marks=pytest.mark.long),
-        pytest.param(Layout(tp=2, sp=True, dp=2), marks=pytest.mark.long),
+        Layout(dp=2, bf16=True),
+        Layout(dp=2, reduce_bf16=True),
         Layout(tp=4, kv_heads=2, sp=True, dp=2),
-        pytest.param(Layout(cp=2, dp=2), marks=pytest.mark.long),
-        pytest.param(Layout(dp=2, clip=0.0), marks=pytest.mark.long),
+        Layout(cp=2, dp=2),
     ],
     ids=lambda layout: layout.name,
 )
@@ -130,6 +128,7 @@ def held(place: Place, layout: Layout) -> tuple[int, int, int]:
     return (sum(slot.numel() for slot in slots), sum(slot.numel() for slot in gradients), sum(storages.values()))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -205,6 +204,7 @@ EMBEDDING = 384 * 64 * 4
 """Bytes of its gradient: a sum over rows, whose place is zeroed first, once a round."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(dp=2, microbatches=4), Layout(dp=4, strategy="no_shard")], ids=lambda layout: layout.name)
 def test_no_byte_is_copied_to_or_from_a_message(cluster: Cluster, layout: Layout) -> None:
     for found in cluster.run(layout.world_size, copied, layout):
@@ -236,6 +236,7 @@ def copied_by_step(place: Place, layout: Layout) -> dict[str, int]:
     return mode.moved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_step_copies_no_weights_in_the_callers_thread(cluster: Cluster, clip: float) -> None:
     """Also not those that were updated during backward and are gathered only now."""
@@ -291,6 +292,7 @@ def chunks_of(place: Place, chunk_bytes: int) -> int:
     return len(messages)
 
 
+@pytest.mark.long
 @pytest.mark.tries("exchange_chunk_bytes")
 def test_messages_go_in_chunks_of_the_option(cluster: Cluster) -> None:
     buckets = rank_bucket_plan(Layout(dp=2).config(), dp=2).buckets
@@ -313,6 +315,7 @@ def least_chunk(place: Place, layout: Layout, least: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "itemsize"),
     [
@@ -442,6 +445,7 @@ def _wire(layout: Layout) -> torch.dtype | None:
     return torch.bfloat16 if layout.reduce_bf16 else None
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.harness import Cluster
 from tests.model.test_activation_memory import Live, Run, Saved, storage
 from tests.oracle.messages import Messages, step_messages
-from tests.parallel.cases import STEPS, STRATEGIES, Layout, Trainer, trainer
+from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
 
 
 @dataclass(frozen=True)
@@ -92,65 +92,29 @@ NARROW = [Layout(dp=2, strategy=s, microbatches=2, reduce_bf16=True) for s in ST
 FULL = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, tied=True, strategy="optim_grads")
 INTERLEAVED = Layout(pp=2, virtual=2, dp=2, microbatches=2, schedule="interleaved", tied=True, strategy="optim_grads")
 SPLIT_PASSES = Layout(tp=2, sp=True, pp=2, dp=2, microbatches=4, schedule="zb-h1", strategy="optim_grads")
-TRACED = (
-    Layout(tp=2, microbatches=4),
-    Layout(tp=2, sp=True),
-    Layout(pp=2, microbatches=4),
-    Layout(pp=4, microbatches=4, schedule="gpipe"),
-    Layout(pp=2, microbatches=2, tied=True),
-    *(Layout(dp=2, strategy=s, microbatches=4) for s in STRATEGIES),
-    *(replace(FULL, strategy=s) for s in STRATEGIES[1:]),
-    Layout(cp=4, cp_comm="ring", microbatches=2),
-    Layout(cp=2, dp=2, documents=True),
-    Layout(tp=2, cp=2, sp=True),
-    Layout(tp=4, sp=True, dp=2),
-    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
-    Layout(pp=4, microbatches=4, schedule="zb-h1"),
-    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", tied=True),
-    INTERLEAVED,
-    SPLIT_PASSES,
-    SLOTS[1],
-    Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2),
-)
-"""Of these also a trace is taken: all axes, ways to shard and schedules."""
-COUNTED = (
-    Layout(tp=2, sp=True, microbatches=4),
-    Layout(dp=2, documents=True),
-    Layout(tp=4, microbatches=2),
-    *(Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATEGIES[1:]),
-    *(Layout(dp=2, shard_size=1, strategy=s, microbatches=2) for s in STRATEGIES[1:]),
-    *(layout for layout in TRACED if layout != SLOTS[1]),
-)
-"""What test_parity.py counts, beside the layouts of its table."""
+HYBRID = [Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATEGIES[1:]]
 
 
-def test_every_axis_is_used_somewhere(cluster: Cluster) -> None:
-    """So that no count is an empty promise."""
-    layouts = (Layout(tp=4, sp=True, dp=2), FULL, Layout(cp=4, cp_comm="ring", microbatches=2), INTERLEAVED)
-    used = {axis for layout in layouts for rank in cluster.run(layout.world_size, count, layout) for axis, _ in rank.traffic}
-    assert used == {"world", "tp", "kv", "cp", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding"}
-
-
-@pytest.mark.parametrize("layout", SLOTS + NARROW, ids=lambda layout: layout.name)
+@pytest.mark.few(1, all=9)
+@pytest.mark.parametrize("layout", HYBRID + SLOTS + NARROW, ids=lambda layout: layout.name)
 def test_step_sends_and_holds_exactly_what_is_planned_and_traced(cluster: Cluster, layout: Layout) -> None:
     """Where parity says nothing. Of all other layouts: test_parity.py."""
     assert_as_planned(layout, cluster.run(layout.world_size, count, layout))
 
 
 def assert_as_planned(layout: Layout, ranks: Sequence[Counted]) -> None:
-    """Messages and bytes of each rank, to the byte: counted on the way, planned, and for TRACED traced in one process. What autograd
-    holds: within a hundredth."""
+    """Messages and bytes of each rank, to the byte: counted on the way, planned, and traced in one process. What autograd holds: within a
+    hundredth."""
     config, world = layout.sized(), layout.world_size
-    plan, trace = MemoryPlan(config, world), trace_run(config, world) if replace(layout, steps=STEPS) in TRACED else None
+    plan, trace = MemoryPlan(config, world), trace_run(config, world)
     for rank, counted in enumerate(ranks):
         assert counted.traffic == step_messages(config, world, counted.pp_rank), f"rank {rank}"
-        if trace is not None:
-            stage = trace.stage_of(counted.pp_rank)
-            assert counted.traffic == trace.traffic(stage), f"rank {rank}"
+        assert counted.traffic == trace.traffic(trace.stage_of(counted.pp_rank)), f"rank {rank}"
         if not layout.documents:  # masks and positions of samples are not planned
             assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01), f"rank {rank}"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -184,6 +148,7 @@ def _order(layout: Layout, buckets: BucketPlan, stage: int) -> list[str]:
     return [f"{what} {bucket.index}" for _ in range(rounds) for bucket in own for what in ("complete", "reduce")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(dp=2, bucket=1), Layout(dp=2, bucket=10**9)], ids=lambda layout: layout.name)
 def test_reduction_starts_as_soon_as_its_bucket_is_complete(cluster: Cluster, layout: Layout) -> None:
     """With a bucket for each parameter and with one for all. Of other layouts: test_parity.py."""
@@ -222,6 +187,7 @@ def ordered(place: Place, layout: Layout) -> list[str]:
     return run.mesh.recorder.events
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", [INTERLEAVED, SPLIT_PASSES, FULL], ids=lambda layout: layout.name)
 def test_all_ranks_of_a_reduction_issue_the_same_sequence(cluster: Cluster, layout: Layout) -> None:
     """That is the argument against deadlock, also when stages and halves of passes interleave."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from tests.checkpoint.cases import copies, merged, same, state_at
 from tests.harness import Cluster
 from tests.model.families.twins import FamilyLayout
-from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, train, trainer
+from tests.parallel.cases import MODEL, OPTIMIZER, Layout, Trainer, train, trainer
 from tests.parallel.cases import merged as trained
 
 SINGLE = Place(0, 1, 0)
@@ -73,22 +73,17 @@ def rule_of(run: Trainer) -> ZenFlow:
 
 FULL = Layout(tp=2, pp=2, dp=2, sp=True, tied=True, microbatches=2, strategy="optim_grads", steps=4, layers=2)
 SPREAD = (
-    Layout(steps=4, layers=2),
-    *(Layout(dp=2, strategy=strategy, steps=4, layers=2) for strategy in STRATEGIES),
+    Layout(dp=2, strategy="no_shard", steps=4, layers=2),
     Layout(dp=4, shard_size=2, strategy="optim_grads_params", steps=4, layers=2),
-    Layout(tp=4, sp=True, steps=4, layers=2),
     Layout(dp=2, clip=0.0, early=True, steps=4, layers=2),
     FULL,
 )
-ONLY_WITH_ALL = (SPREAD[2], SPREAD[3], SPREAD[6])
-"""Sharding of the optimizer alone and of gradients, which are buckets like others here, and four tensor-parallel ranks."""
 EVERY = ZenFlowConfig(zenflow_topk_ratio=1.0, zenflow_update_interval="4", zenflow_overlap_step=True)
 AT_ONCE = replace(FOUR, zenflow_update_interval="1", zenflow_select_interval="2")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(one, id=one.name, marks=[pytest.mark.long] if one in ONLY_WITH_ALL else []) for one in SPREAD]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: layout.name)
 def test_it_is_adamw_with_every_column_hot_or_with_windows_of_one_step(cluster: Cluster, layout: Layout) -> None:
     """To the bit: the same fused kernel, and no element in a tail."""
     plain = cluster.run(layout.world_size, train, layout)
@@ -99,6 +94,7 @@ def test_it_is_adamw_with_every_column_hot_or_with_windows_of_one_step(cluster: 
         assert all(torch.equal(weights[name], tensor) for name, tensor in trained(plain).items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [Layout(dp=2, bf16=True, steps=4, layers=2), Layout(tp=2, fp16=True, steps=4, layers=2)], ids=lambda layout: layout.name
 )
@@ -110,6 +106,7 @@ def test_so_it_is_where_gradients_cross_as_they_are(cluster: Cluster, layout: La
         assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
 
 
+@pytest.mark.long
 def test_otherwise_it_is_not(cluster: Cluster) -> None:
     layout = Layout(dp=2, steps=6, layers=2)
     plain = trained(cluster.run(2, train, layout))
@@ -155,6 +152,7 @@ def alone() -> dict[bool, dict[str, tuple[list[int], list[int]]]]:
     return {tied: whole([chosen(SINGLE, zen(Layout(tied=tied, steps=10, layers=2)))]) for tied in (False, True)}
 
 
+@pytest.mark.long
 @pytest.mark.tries("zenflow_topk_ratio")
 @pytest.mark.parametrize(
     "layout",
@@ -209,6 +207,7 @@ def crossing(place: Place, layout: Zen) -> tuple[int, int, int]:
     return after[0] - before[0], after[1] - before[1], elements
 
 
+@pytest.mark.long
 @pytest.mark.tries("zenflow_update_interval", "zenflow_overlap_step")
 @pytest.mark.parametrize("zenflow", [FOUR, OVERLAP], ids=["inline", "overlap"])
 def test_what_crosses_is_what_is_cold(cluster: Cluster, zenflow: ZenFlowConfig) -> None:
@@ -271,6 +270,7 @@ def everything(run: Trainer) -> list[native.Region]:
     return [*copies(run.optimizer), *(replace(part, tensor=part.tensor.double()) for part in parts)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("zenflow", "steps"),
     [pytest.param(FOUR, 1, marks=pytest.mark.long), (FOUR, 7), pytest.param(OVERLAP, 9, marks=pytest.mark.long), (OVERLAP, 11)],
@@ -288,6 +288,7 @@ def test_a_run_that_is_killed_goes_on_as_the_one_that_saved(tmp_path: Path, clus
         assert any(key.startswith("optimizer.updates.") for key in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -42,6 +42,7 @@ def goes_back(place: Place, layout: Zen, folder: Path, bad: int) -> tuple[list[l
     return losses, all(torch.equal(one.tensor, two.tensor) for one, two in zip(*ends, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("zenflow", "bad"), [(FOUR, 1), (OVERLAP, 3), (OVERLAP, 5), (AUTO_INTERVAL, 2)], ids=["first", "middle", "overlap", "auto"]
 )
@@ -81,6 +82,7 @@ def complaint(run: Trainer, iteration: int) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zenflow", [FOUR, OVERLAP], ids=["inline", "overlap"])
 def test_replicas_are_compared_with_nothing_pending(cluster: Cluster, zenflow: ZenFlowConfig) -> None:
     """Hot columns are on the device: what the comparison sees of them on the host is what they are."""
@@ -112,6 +114,7 @@ def rounded(place: Place, layout: Zen) -> dict[str, Tensor]:
     return rule._norms.totals()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [Layout(dp=4, strategy="optim_grads", shard_size=2, layers=1), Layout(dp=2, strategy="no_shard", layers=1), Layout(tp=2, layers=1)],

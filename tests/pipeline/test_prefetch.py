@@ -18,6 +18,7 @@ from megatron_llama.pipeline.plan.stage_accesses import unit_weight_accesses, we
 from megatron_llama.pipeline.plan.traffic import count_gathers
 from megatron_llama.schedule import Op, placement_of, schedule_named
 
+from tests.over_cases import over_cases
 from tests.pipeline.test_weight_access import MODEL
 
 NAMES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
@@ -84,6 +85,7 @@ def test_steps_repeat_from_the_second(steps: int) -> None:
     assert count_gathers(blocks(5, 2), plain(5, 3), steps=steps) == count_gathers(blocks(5, 2), plain(5, 3))
 
 
+@over_cases
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -117,6 +119,7 @@ def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[Prefet
     return prefetch, weight_accesses_of(actions, *unit_weight_accesses(units, partition, rank=rank))
 
 
+@over_cases
 @pytest.mark.parametrize("slots", [1, 2, 3, 12])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize(("name", "virtual"), NAMES)

@@ -312,11 +312,16 @@ def run(seed: int, kinds: tuple[type[PrefetchPlan], ...] = (PrefetchPlan,), *, r
     return case
 
 
-def test_no_stale_read_and_no_deadlock() -> None:
-    for seed in range(SEQUENCES):
+@pytest.mark.long
+@pytest.mark.few(1)
+@pytest.mark.parametrize("first", range(0, SEQUENCES, 500))
+def test_no_stale_read_and_no_deadlock(first: int) -> None:
+    """Of the broken plans below the rarest shows in one of fifty programs."""
+    for seed in range(first, first + 500):
         run(seed)
 
 
+@pytest.mark.long
 def test_accesses_in_no_list_disturb_nothing() -> None:
     for seed in range(SEQUENCES):
         run(seed, unplanned=True)

@@ -24,7 +24,8 @@ from megatron_llama.pipeline.scoring import score_tokens
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, Layout, Trainer, batch, hf_model, initial_weights, trainer
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, Layout, Trainer, batch, initial_weights, trainer
+from tests.torch_twin import hf_model
 
 SINGLE = Place(0, 1, 0)
 SPREAD = [
@@ -52,6 +53,7 @@ def evaluate_and_train(place: Place, layout: Layout) -> list[tuple[float, float]
     return pairs
 
 
+@pytest.mark.long
 @spread
 def test_evaluation_sees_the_newest_weights_and_changes_nothing(cluster: Cluster, layout: Layout) -> None:
     """The loss of a batch is the same evaluated right after an update and in the training step that follows."""
@@ -77,7 +79,16 @@ def evaluate_fixed(place: Place, layout: Layout) -> float:
     return runtime.evaluate(trainer(place, layout).batches(0))[0].item()
 
 
-@spread
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sp=True),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
+        Layout(cp=2, dp=2, strategy="optim_grads_params"),
+    ],
+    ids=lambda layout: layout.name,
+)
 def test_a_model_without_optimizer_evaluates_alike(cluster: Cluster, layout: Layout) -> None:
     assert cluster.run(layout.world_size, evaluate_fixed, layout) == pytest.approx(
         [evaluate_and_train(SINGLE, layout.reference)[0][0]] * layout.world_size, rel=1e-6
@@ -95,6 +106,7 @@ def scored(place: Place, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor, T
     return [(batch.tokens, batch.labels, losses, likeliest) for batch, (losses, likeliest) in zip(batches, found, strict=True)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -131,6 +143,9 @@ class Uneven:
     """Counted tokens of each of the 8 samples, from the front."""
 
 
+COUNTED = (1, 32, 0, 7, 30, 2, 0, 0)
+
+
 def uneven_loss(place: Place, case: Uneven) -> tuple[float, float]:
     run = trainer(place, case.layout)
     size = 8 // (case.layout.dp * case.layout.microbatches)
@@ -144,6 +159,7 @@ def uneven_loss(place: Place, case: Uneven) -> tuple[float, float]:
     return loss.item(), run.optimizer.step(1e-3, clip=1.0).grad_norm.item()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -157,16 +173,16 @@ def uneven_loss(place: Place, case: Uneven) -> tuple[float, float]:
     ids=lambda layout: layout.name,
 )
 def test_loss_is_the_mean_over_tokens_not_a_mean_of_means(cluster: Cluster, layout: Layout) -> None:
-    weights = (1, 32, 0, 7, 30, 2, 0, 0)
-    found = cluster.run(layout.world_size, uneven_loss, Uneven(layout, weights))
-    expected = uneven_loss(SINGLE, Uneven(Layout(), weights))
-    for loss, norm in found:
+    expected = uneven_loss(SINGLE, Uneven(Layout(), COUNTED))
+    for loss, norm in cluster.run(layout.world_size, uneven_loss, Uneven(layout, COUNTED)):
         assert loss == pytest.approx(expected[0], rel=1e-6)
         assert norm == pytest.approx(expected[1], rel=2e-5)
-    # By hand, from the losses of single samples.
-    whole = [uneven_loss(SINGLE, Uneven(Layout(), tuple(n if i == s else 0 for i, n in enumerate(weights))))[0] for s in range(8)]
-    mean = sum(loss * count for loss, count in zip(whole, weights, strict=True)) / sum(weights)
-    assert expected[0] == pytest.approx(mean, rel=1e-6)
+
+
+def test_loss_is_the_mean_of_single_samples_by_their_tokens() -> None:
+    whole = [uneven_loss(SINGLE, Uneven(Layout(), tuple(n if i == s else 0 for i, n in enumerate(COUNTED))))[0] for s in range(8)]
+    mean = sum(loss * count for loss, count in zip(whole, COUNTED, strict=True)) / sum(COUNTED)
+    assert uneven_loss(SINGLE, Uneven(Layout(), COUNTED))[0] == pytest.approx(mean, rel=1e-6)
 
 
 def test_a_batch_without_targets_has_no_loss_and_no_gradient() -> None:
@@ -226,6 +242,8 @@ class Recording(FixedWeights):
 
 
 Gradients = dict[tuple[int, str], Tensor | None]
+FROZEN = (("model.embed_tokens.*", "model.layers.0.*"), ("model.embed_tokens.*", "model.layers.[01].*"), ("model.layers.1.*attn*",))
+"""The first block, two blocks, an attention."""
 
 
 def announced(place: Place, layout: Layout) -> Gradients:
@@ -265,23 +283,20 @@ def announced(place: Place, layout: Layout) -> Gradients:
     ],
     ids=lambda layout: layout.name,
 )
-@pytest.mark.parametrize(
-    "freeze",
-    [("model.embed_tokens.*", "model.layers.0.*"), ("model.embed_tokens.*", "model.layers.[01].*"), ("model.layers.1.*attn*",)],
-    ids=["first block", "two blocks", "an attention"],
-)
-def test_the_engine_knows_every_use_in_advance(cluster: Cluster, layout: Layout, freeze: tuple[str, ...]) -> None:
+def test_the_engine_knows_every_use_in_advance(cluster: Cluster, layout: Layout) -> None:
     """What is frozen changes no other gradient, also when the first stage has nothing to train."""
-    whole, found = (cluster.run(layout.world_size, announced, replace(layout, freeze=patterns)) for patterns in ((), freeze))
-    for expected, gradients in zip(whole, found, strict=True):
-        for (rank, name), gradient in gradients.items():
-            source = (
-                "model.embed_tokens.weight"
-                if layout.tied and name == "lm_head.weight"
-                else name.replace("qkv_proj", "q_proj").replace("gate_up", "gate")
-            )
-            assert (gradient is None) is is_frozen(source, freeze), name
-            assert gradient is None or torch.equal(gradient, expected[rank, name])
+    whole = cluster.run(layout.world_size, announced, layout)
+    for freeze in FROZEN:
+        found = cluster.run(layout.world_size, announced, replace(layout, freeze=freeze))
+        for expected, gradients in zip(whole, found, strict=True):
+            for (rank, name), gradient in gradients.items():
+                source = (
+                    "model.embed_tokens.weight"
+                    if layout.tied and name == "lm_head.weight"
+                    else name.replace("qkv_proj", "q_proj").replace("gate_up", "gate")
+                )
+                assert (gradient is None) is is_frozen(source, freeze), (freeze, name)
+                assert gradient is None or torch.equal(gradient, expected[rank, name])
 
 
 def leftovers(place: Place, layout: Layout) -> list[int]:
@@ -296,6 +311,7 @@ def leftovers(place: Place, layout: Layout) -> list[int]:
     return sizes
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "layout",
     [

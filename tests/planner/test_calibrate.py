@@ -18,36 +18,10 @@ from megatron_llama.planner.measurements import MeasuredDevice, Point, coefficie
 from megatron_llama.planner.steps import estimate
 from megatron_llama.planner.training_job import Matmul
 
-SMALL = [
-    "--hidden-size",
-    "64",
-    "--intermediate-size",
-    "128",
-    "--num-hidden-layers",
-    "2",
-    "--num-attention-heads",
-    "4",
-    "--vocab-size",
-    "512",
-    "--seq-length",
-    "64",
-    "--global-batch-size",
-    "8",
-]
-RUN = [
-    "pretrain",
-    *SMALL,
-    "--train-iters",
-    "1",
-    "--dry-run",
-    "--world-size",
-    "4",
-    "--micro-batch-size",
-    "1",
-    "--pipeline-model-parallel-size",
-    "1",
-    "--auto-parallel",
-]
+SHAPE = ["--hidden-size", "64", "--intermediate-size", "128", "--num-hidden-layers", "2", "--num-attention-heads", "4"]
+SMALL = [*SHAPE, "--vocab-size", "512", "--seq-length", "64", "--global-batch-size", "8"]
+RUN = ["pretrain", *SMALL, "--train-iters", "1", "--dry-run", "--world-size", "4", "--auto-parallel"]
+FIXED = ["--micro-batch-size", "1", "--pipeline-model-parallel-size", "1"]
 
 
 def written(path: Path, calibration: Calibration) -> str:
@@ -62,7 +36,7 @@ def test_a_run_is_planned_with_what_was_measured(tmp_path: Path, capsys: pytest.
     assert read_calibration(Path(file)) == replace(measured, notes=(f"times are those of {file}, measured on a desk",))
     seconds = []
     for more in ([], ["--coefficients", file]):
-        assert main([*RUN, *more]) == 0
+        assert main([*RUN, *FIXED, *more]) == 0
         out = capsys.readouterr().out
         seconds.append(float(re.findall(r"planned: (\S+) s a step", out)[0]))
     assert seconds[1] > 10 * seconds[0] and "on 4 x desk" in out and "measured on a desk" in out

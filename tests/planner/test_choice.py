@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from megatron_llama.cli import main
@@ -20,27 +19,12 @@ from megatron_llama.planner.steps import estimate
 from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.train.setup.resolve import problems, resolve
 
+from tests.planner.test_calibrate import RUN as UNMEASURED
 from tests.planner.test_plan import config, machine
 
 PIPE = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "micro_batch_size": 1}
-RUN = [
-    "pretrain",
-    "--model",
-    "llama2-7b",
-    "--global-batch-size",
-    "64",
-    "--seq-length",
-    "4096",
-    "--train-iters",
-    "1",
-    "--bf16",
-    "--dry-run",
-    "--pipeline-model-parallel-size",
-    "1",
-    "--recompute-granularity",
-    "none",
-    "--auto-parallel",
-]
+MODEL = ["--model", "llama2-7b", "--global-batch-size", "64", "--seq-length", "4096", "--train-iters", "1", "--bf16"]
+RUN = ["pretrain", *MODEL, "--dry-run", "--pipeline-model-parallel-size", "1", "--recompute-granularity", "none", "--auto-parallel"]
 
 
 def test_the_fastest_layout_with_little_risk_is_chosen() -> None:
@@ -121,7 +105,7 @@ def test_a_dry_run_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None
         and "valid for 16 processes" in out
     )
     tp = re.findall(r"--auto-parallel: --tensor-model-parallel-size (\d)", out)[0]
-    assert f"16 = tp {tp} x cp 1 x pp 1 x dp {16 // int(tp)}" in out
+    assert f"16 processes = tp {tp} x cp 1 x pp 1 x dp {16 // int(tp)}" in out
     assert planned("--gpu", "a100", "--gpus-per-node", "8", "--micro-batch-size", "1")[0] > 1.5 * usual
     assert planned("--gpu", "h100", "--gpus-per-node", "8", "--micro-batch-size", "1", "--nic-gbit", "5")[0] > 1.2 * usual
 
@@ -141,24 +125,7 @@ def test_what_cannot_be_chosen(words: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
-def test_on_a_host_nobody_has_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    small = [
-        "--hidden-size",
-        "64",
-        "--intermediate-size",
-        "128",
-        "--num-hidden-layers",
-        "2",
-        "--num-attention-heads",
-        "4",
-        "--vocab-size",
-        "512",
-        "--seq-length",
-        "64",
-    ]
-    assert (
-        main(["pretrain", *small, "--global-batch-size", "8", "--train-iters", "1", "--dry-run", "--world-size", "4", "--auto-parallel"])
-        == 0
-    )
+def test_on_a_host_nobody_has_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(UNMEASURED) == 0
     out = capsys.readouterr().out
     assert "on 4 x cpu, 4 in a node" in out and "plan calibrate measures this machine" in out

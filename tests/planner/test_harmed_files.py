@@ -103,6 +103,7 @@ def test_each_field_of_a_log_line(tmp_path: Path) -> None:
             raise AssertionError(f"{where}: {error!r}") from error
 
 
+@pytest.mark.long
 def test_each_field_of_an_event(tmp_path: Path) -> None:
     config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=2048, bf16=True))
     whole = start(config, data=[{"name": "a", "weight": 1, "samples": 10, "is": {"documents": 3}}])

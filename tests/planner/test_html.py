@@ -118,11 +118,13 @@ def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
     found, layouts = alone(texts[0]), json.loads((tmp_path / "plan.json").read_text())["layouts"]
-    assert found.count("tr") == 1 + 3 and found.count("svg") == 3
+    assert found.count("tr") == (1 + 3) + (1 + 4) and found.count("svg") == 3
     for layout in layouts:
         assert layout["layout"] in found.texts and f"{layout['step_seconds']:.2f}" in found.texts
     shown = capsys.readouterr().out
     assert all(line.strip() in shown for line in found.texts[-3].splitlines())
+    for subject, words in re.findall(r"^  (model|layout|precision|batch) +(.*)$", shown, re.M):
+        assert {subject, words} <= set(found.texts), "what it is, in the words of the terminal"
     tips = [text for text in found.texts if text.startswith("forward ")]
     assert len(tips) % 8 == 0 and all(re.fullmatch(r"forward \d+, stage \d+: [\d.]+ ms", tip) for tip in tips)
     assert {f"pp rank {rank}" for rank in range(4)} <= set(found.texts) and "usable of a h100" in found.texts

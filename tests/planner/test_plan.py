@@ -45,6 +45,11 @@ def config(model: str, batch: int, micro: int = 1, seq: int = 4096, **parallel: 
     return replace(whole, parallel=replace(whole.parallel, **parallel), training=training)  # type: ignore[arg-type]
 
 
+def plan_command(model: str, gpus: int, batch: int, seq: int) -> list[str]:
+    """The command for the same."""
+    return ["plan", "--model", model, "--gpus", f"{gpus}", "--global-batch-size", f"{batch}", "--seq-length", f"{seq}"]
+
+
 LAYOUTS = {
     "1f1b": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
     "interleaved": {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
@@ -150,20 +155,7 @@ def test_embedding_and_head_count_where_blocks_cannot_be_shared_out(capsys: pyte
         for one in candidates(config("llama3.1-405b", 128), machine(128), {"tensor_model_parallel_size": 8})
     }
     assert (16, True) in shapes and (2, False) in shapes and (4, True) in shapes and (16, False) not in shapes
-    words = [
-        "plan",
-        "--model",
-        "llama3.1-405b",
-        "--gpus",
-        "128",
-        "--global-batch-size",
-        "32",
-        "--seq-length",
-        "8192",
-        "--explain",
-        "tp8/pp16/1f1b/recompute-full",
-    ]
-    assert main(words) == 0
+    assert main([*plan_command("llama3.1-405b", 128, 32, 8192), "--explain", "tp8/pp16/1f1b/recompute-full"]) == 0
     assert "--account-for-loss-in-pipeline-split" in capsys.readouterr().out
 
 
@@ -196,19 +188,7 @@ def test_gpus_by_other_names() -> None:
         gpu_named("h200x")
 
 
-SMALL = [
-    "plan",
-    "--model",
-    "llama2-7b",
-    "--gpus",
-    "8",
-    "--global-batch-size",
-    "64",
-    "--seq-length",
-    "4096",
-    "--pipeline-model-parallel-size",
-    "1",
-]
+SMALL = [*plan_command("llama2-7b", 8, 64, 4096), "--pipeline-model-parallel-size", "1"]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -247,20 +227,8 @@ def test_the_shortest_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 def test_kind_and_wires_of_the_gpus_matter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def seconds(*more: str) -> float:
-        words = [
-            "plan",
-            "--model",
-            "llama2-7b",
-            "--gpus",
-            "16",
-            "--global-batch-size",
-            "16",
-            "--seq-length",
-            "4096",
-            "--explain",
-            "tp1/pp1/optim",
-        ]
-        assert main([*words, "--json", str(tmp_path / "one.json"), *more]) == 0
+        words = [*plan_command("llama2-7b", 16, 16, 4096), "--explain", "tp1/pp1/optim", "--json", str(tmp_path / "one.json")]
+        assert main([*words, *more]) == 0
         return float(json.loads((tmp_path / "one.json").read_text())["layouts"][0]["step_seconds"])
 
     usual = seconds()
@@ -275,7 +243,7 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
     plan = planned("interleaved")
     words = command(plan).split(" pretrain ")[1].replace("--train-iters N", "--train-iters 1").split()
     assert main(["pretrain", *words, "--dry-run", "--world-size", "16"]) == 0
-    assert "16 = tp 1 x cp 1 x pp 4 x dp 4" in capsys.readouterr().out
+    assert "16 processes = tp 1 x cp 1 x pp 4 x dp 4" in capsys.readouterr().out
     assert label(plan) == "tp1/pp4/cp1/dp4/mbs1/interleaved/v2/optim/recompute-none"
 
 
@@ -288,26 +256,12 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*SMALL, "--gpu", "h300"], "--gpu: got h300"),
         ([*SMALL[:-2], "--explain", "tp3/pp1"], "cannot run on 8 GPUs"),
         ([*SMALL[:-2], "--explain", "tp2/sideways"], "--explain: got sideways"),
-        ([*SMALL, "--top", "0"], "--top: got nothing, expected 1 or more"),
+        ([*SMALL, "--top", "0"], "--top: got 0, expected 1 or more"),
+        (["plan", "--gpus", "-1", "--nic-gbit", "-3"], "--gpus: got -1, expected 1 to 262,144; correct it\n  - --nic-gbit: got -3.0, expected 0, or"),
         ([*SMALL, "--optimizer-offload", "all"], "--optimizer-offload: got all"),
         ([*SMALL, "--gpus-per-node", "3"], "--gpus: got 8, expected a multiple of 3"),
         ([*SMALL, "--head-dim", "7"], "This model cannot be trained"),
-        (
-            [
-                "plan",
-                "--model",
-                "llama2-13b",
-                "--gpus",
-                "1",
-                "--global-batch-size",
-                "8",
-                "--seq-length",
-                "2048",
-                "--optimizer-offload",
-                "none",
-            ],
-            "--gpus 4 would do",
-        ),
+        ([*plan_command("llama2-13b", 1, 8, 2048), "--optimizer-offload", "none"], "--gpus 4 would do"),
     ],
 )
 def test_input_that_makes_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

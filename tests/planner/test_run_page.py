@@ -19,6 +19,7 @@ from megatron_llama.planner.run.folder import read_run
 from megatron_llama.planner.run.incidents import Incidents, text, without_secrets
 from megatron_llama.planner.run.page import BYTES, report_page
 from megatron_llama.planner.run.summary import Summary, summary_of
+from megatron_llama.train.setup.description import describe_config
 
 from tests.metrics.test_metric_log import RECORD
 from tests.planner.test_html import alone
@@ -50,6 +51,7 @@ def long_run(folder: Path, steps: int, spike: int) -> None:
             file.write(json.dumps({**begin, "iteration": step, "lm_loss": loss, "time": time}) + "\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [50_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_a_long_run_is_a_small_page_and_keeps_its_spike(steps: int, tmp_path: Path) -> None:
     long_run(tmp_path / "run", steps, steps // 3)
@@ -64,6 +66,7 @@ def test_a_long_run_is_a_small_page_and_keeps_its_spike(steps: int, tmp_path: Pa
     assert "highest 9" in loss and len(points) <= 4 * COLUMNS + 4
 
 
+@pytest.mark.long
 def test_many_runs_with_many_restarts_stay_below_a_megabyte(tmp_path: Path) -> None:
     config = Config(model=MODEL, training=TrainingConfig(train_iters=2000, global_batch_size=8, seq_length=2048, bf16=True))
     for name in "abcdef":
@@ -144,6 +147,7 @@ def test_a_gpu_has_a_plan_of_time_and_memory(tmp_path: Path) -> None:
     assert found["peak memory of rank 0"].measured == RECORD.peak_memory_bytes
     page = alone(report_page([summary]))
     assert "Memory of rank 0" in page.texts and "measured" in page.texts
+    assert describe_config(config, 8).items() <= summary.described().items() and set(summary.described().values()) <= set(page.texts)
     # A device that nobody knows has no times, but the same memory and bytes.
     (tmp_path / "run" / "events.jsonl").unlink()
     EventFile(tmp_path / "run").append(START, **start(config, device="AMD Instinct"))
@@ -266,6 +270,7 @@ def test_a_plan_is_compared_with_steps_of_its_own_layout(tmp_path: Path) -> None
 LEFT_OUT = {"iteration": 3, "first_sample": 16, "last_sample": 23, "reason": "loss spike", "value": 9.0}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("file", "changes", "says"),
     [

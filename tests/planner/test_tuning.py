@@ -21,7 +21,7 @@ from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import problems, resolve
 
 from tests.oracle.flops import planned_flops
-from tests.planner.test_plan import H100, config, machine
+from tests.planner.test_plan import H100, config, machine, plan_command
 
 LORA = LoraConfig(lora_rank=16)
 EXACT, ZENFLOW = (OffloadConfig(optimizer_offload="exact"), OffloadConfig(optimizer_offload="zenflow"))
@@ -94,21 +94,7 @@ def test_the_bounds_of_offload() -> None:
 
 
 def test_offload_is_tried_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "plan",
-        "--model",
-        "llama2-13b",
-        "--gpus",
-        "1",
-        "--global-batch-size",
-        "8",
-        "--seq-length",
-        "2048",
-        "--top",
-        "1",
-        "--recompute-granularity",
-        "full",
-    ]
+    words = [*plan_command("llama2-13b", 1, 8, 2048), "--top", "1", "--recompute-granularity", "full"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "likelier than not to fit, with --optimizer-offload exact" in out and "--optimizer-offload exact --data-path" in out

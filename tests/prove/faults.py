@@ -326,7 +326,8 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
     correct = ParameterBuckets._wait
 
     def wait(self: ParameterBuckets, slot: Any) -> None:
-        bucket, _ = self._in_flight[slot]
+        slots = self.bucket_plan.parameter_slots
+        [bucket] = [b for b in range(len(slots)) if slots[b] == slot and self.holds(b)]
         correct(self, slot)
         if bucket != self.bucket_plan.forward_order[-1]:
             return

@@ -49,6 +49,7 @@ def test_every_option_is_drawn_or_cannot_change_what_is_computed() -> None:
     assert proposed(case) <= known | {module.WORLD_SIZE}
 
 
+@pytest.mark.long
 def test_a_draw_depends_on_the_seed_alone(drawn: tuple[Case, ...]) -> None:
     assert draw(1, COUNT) == drawn
     assert draw(2, 2) == draw(2, 2) != draw(3, 2)

@@ -47,6 +47,7 @@ def printed(folder: Path, numbers: Sequence[tuple[float, float]]) -> Path:
     return write(folder, [megatron(i, f"{loss:.6E}", norm=f"{norm:.3f}") for i, (loss, norm) in enumerate(numbers, 1)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_real_runs(tmp_path: Path, dtype: Dtype) -> None:
     """Summing the gradients of four microbatches is rounding; reading one of them twice is not, and the step is named."""

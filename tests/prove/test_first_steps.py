@@ -63,6 +63,7 @@ def parsed(options: Mapping[str, object], **more: object) -> Parsed:
     return read_options(options, more, SECTIONS)
 
 
+@pytest.mark.long
 def test_one_process_trains_what_the_log_says(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
     options, log = mine
     found = first_steps(cluster, parsed(options), 2, log, seconds=60)
@@ -77,6 +78,7 @@ def test_a_run_that_trained_something_else_is_seen_where_it_parts(cluster: Clust
     assert found.verdict == "drift" and found.rises[0].iteration == 2, found
 
 
+@pytest.mark.long
 def test_weights_that_were_drawn_elsewhere_are_not_called_a_drift(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
     options, log = mine
     drawn = {name: value for name, value in options.items() if name != "init_from_hf"}
@@ -90,6 +92,7 @@ def lines_of(log: RunLog, steps: Iterable[int]) -> RunLog:
     return replace(log, steps=MappingProxyType({step: log.steps[step] for step in steps}))
 
 
+@pytest.mark.long
 def test_a_run_that_would_go_on_from_its_own_folder_began_without_it(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
     """What its folder has now is of later steps than those of the log."""
     options, log = mine
@@ -115,6 +118,7 @@ def test_options_of_checkpoints_that_do_not_save_say_how_a_run_starts() -> None:
     assert {field.name for field in fields(CheckpointConfig)} & LEFT_OUT == saves
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("more", "seconds", "reason"),
     [

@@ -359,6 +359,7 @@ def test_the_step_before_all_others_and_numbers_that_are_none(tmp_path: Path) ->
     assert list(steps) == [0] and steps[0].loss is not None and math.isnan(steps[0].loss.value)
 
 
+@pytest.mark.long
 def test_a_packed_file_that_is_larger_than_any_log(tmp_path: Path) -> None:
     path = tmp_path / "run.log.gz"
     path.write_bytes(gzip.compress((b" " * 999 + b"\n") * 500_000, 9))

@@ -49,6 +49,7 @@ SPREAD: dict[str, object] = {
 }
 
 
+@pytest.mark.long
 def test_a_right_case_holds_in_every_check_with_room(cluster: Cluster, tmp_path: Path) -> None:
     proof = prove_case(cluster, Case("as given", SMALL | SPREAD, 4), tmp_path, 600.0, steps=3)
     assert proof.holds and proof.location is None, proof.location
@@ -87,6 +88,7 @@ class Failing(WorkerPool):
         return super().run(world_size, function, *args, timeout=timeout, output=output)
 
 
+@pytest.mark.long
 def test_a_run_that_ends_with_an_error_is_a_finding(tmp_path: Path) -> None:
     case = Case("as given", SMALL | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2)
     with Failing() as pool:
@@ -139,6 +141,7 @@ def is_refused(ranks: list[RankRecord], folder: Path) -> None:
     raise WorkerError("a run failed", {0: "Traceback\nmegatron_llama.errors.ConfigError: --fp64: got True"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "option", "said"),
     [

@@ -127,6 +127,7 @@ def test_conversations_of_a_built_in_template_are_known_from_transformers(templa
     assert {max(talk.answers) for talk in written.talks} == {1, 2}, "answers are numbered"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "sft"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ def of(case: Case) -> Config:
     return check(config, case.world_size).config
 
 
+@cache
 def large(name: str) -> tuple[Config, tuple[Case, ...]]:
     """Your resolved configuration, and its cases."""
     world, options = LARGE[name]
@@ -212,6 +214,7 @@ def structure(config: Config, world: World) -> dict[str, object]:
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LARGE)
 def test_the_structure_stays(name: str) -> None:
     options = dict(LARGE[name][1])
@@ -237,6 +240,7 @@ def test_the_structure_stays(name: str) -> None:
     assert {relation for relation, value in expected.items() if found[0][relation] != value} <= OF_MORE_RANKS
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LARGE)
 def test_what_is_kept_is_kept_and_what_is_left_out_is_left_out(name: str) -> None:
     yours, cases = large(name)
@@ -279,6 +283,7 @@ def test_a_run_of_passes_stays_one(given: float, here: float | None) -> None:
     assert case.options.get("epochs") == here
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LARGE)
 def test_shrinking_twice_is_shrinking_once(name: str) -> None:
     _, cases = large(name)

@@ -23,6 +23,8 @@ from megatron_llama.schedule import (
     validate,
 )
 
+from tests.over_cases import over_cases
+
 NAMES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 
 
@@ -57,6 +59,7 @@ def test_schedules_are_valid(name: str, virtual: int, ranks: int) -> None:
             assert all(placement[a.stage] == rank for rank, actions in enumerate(evaluated.ranks) for a in actions)
 
 
+@over_cases
 @pytest.mark.parametrize("microbatches", [1, 3, 5, 8, 9])
 @pytest.mark.parametrize("placement", [(0, 0), (0, 1, 2, 0, 1, 2), (0, 1, 2, 3) * 3, (0, 1, 1, 0), (1, 0), (0, 0, 1, 1)])
 def test_evaluation_needs_no_multiple(placement: tuple[int, ...], microbatches: int) -> None:

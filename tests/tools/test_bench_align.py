@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from megatron_llama.data.corpus import docstring_pairs
 from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import read_pairs
@@ -16,12 +18,16 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 from tools.bench_align import SIDES, TEMPLATE, BenchConfig, Turn, ratios, report, write_materials
 
 from tests.launcher import ROOT
+from tools import bench_align
 
 SMALL = {"rounds": 2, "steps": 1, "warmup": 1, "pairs": 2, "seq_length": 256, "hidden_size": 128, "num_layers": 1, "vocab_size": 1000}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("even", [False, True])
-def test_every_pair_fits_and_even_ones_fill_their_samples(even: bool, tmp_path: Path) -> None:
+def test_every_pair_fits_and_even_ones_fill_their_samples(even: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All of the standard library takes seconds to read.
+    monkeypatch.setattr(bench_align, "docstring_pairs", lambda: islice(docstring_pairs(), 300))
     options = BenchConfig(**SMALL, even=even)
     write_materials(options, tmp_path)
     tokenizer = ChatTokenizer(load_tokenizer(tmp_path / "hf"), TEMPLATE)

@@ -246,6 +246,7 @@ def test_the_bench_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.
     assert blocking["idle"] * blocking["step_ms"] > 20, "what copies and updates take, less what waits make up for"
 
 
+@pytest.mark.long
 def test_who_stops_the_bench_gets_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second round, in which one contender has had its turn: only the first counts."""
     path, turn, turns = tmp_path / "rows.json", Bench._turn, iter(range(10))

@@ -38,6 +38,7 @@ def test_ours_is_what_the_engine_allocates(strategy: str, slots: int, monkeypatc
     assert len(row.parts) == len(COLUMNS)
 
 
+@pytest.mark.long
 def test_fsdp2_holds_what_its_groups_need() -> None:
     """Of two layers. Vectors of 4096 elements are the difference to whole numbers of matrices."""
     elements = 2 * VOCABULARY + 2 * LAYER + 4096

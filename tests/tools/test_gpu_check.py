@@ -51,6 +51,7 @@ def script(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_without_a_gpu_there_is_one_error(tmp_path: Path) -> None:
     """Of the script itself, before anything is written."""
     done = script("--out", str(tmp_path / "reports"))
@@ -181,6 +182,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.long
 def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One fails behind its rows, one before them, one takes too long and leaves a process, one cannot run, and the last one passes."""
     folder, left = tmp_path / "reports", tmp_path / "left"

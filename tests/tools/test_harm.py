@@ -80,6 +80,7 @@ def wait_for_ever() -> Values:
     return {}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("task", "end"),
     [
@@ -116,6 +117,7 @@ def test_a_verdict_on_every_difference() -> None:
     assert verdict("", carried_version="5") == "silent"
 
 
+@pytest.mark.long
 def test_native_checkpoints_and_a_reader_that_ignores_a_flip(shop: Workshop, tmp_path: Path) -> None:
     """Our reader refuses a changed weight. One that reads the bytes and checks nothing is found. By an export: what a run refuses here is
     rehearsed as a dry run, which reads no weights."""
@@ -134,6 +136,7 @@ def test_native_checkpoints_and_a_reader_that_ignores_a_flip(shop: Workshop, tmp
         assert blind.result(case).verdict == "silent"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["options-file", "trainer-logs", "tokenizer/ranks"])
 def test_formats_are_read_unharmed_and_harmed(name: str, shop: Workshop, tmp_path: Path) -> None:
     corruptor = Corruptor(FORMATS[name], shop, tmp_path / "scratch", SEED)

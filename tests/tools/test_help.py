@@ -63,6 +63,7 @@ def test_a_real_process_finds_its_own_checkout(tmp_path: Path) -> None:
 SHELL = [str(path.relative_to(ROOT)) for folder in ("tools", "checkpoints_conversion") for path in (ROOT / folder).glob("*.sh")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(SHELL) - {"checkpoints_conversion/common.sh"}))
 def test_scripts_of_the_shell_help(name: str, tmp_path: Path) -> None:
     """From any folder; all but one without torch, and whatever they would install or write."""
@@ -79,6 +80,7 @@ def test_an_environment_is_made_for_extras_that_exist(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "error: tools/venv.sh: got tests, expected an extra of pyproject.toml; give hf or test\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bench_preprocess.py", "compare_trl.py"])
 def test_a_wrong_option_is_one_message(name: str) -> None:
     done = subprocess.run([sys.executable, str(TOOLS / name), "--stepz", "3"], capture_output=True, text=True)

@@ -235,6 +235,7 @@ def test_the_score_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["score", str(tmp_path / "none.csv")]) == 2
 
 
+@pytest.mark.long
 def test_the_fit_finds_a_coefficient_and_leaves_sources_out() -> None:
     truth = replace(Coefficients(), matmul_a100=0.6, nvlink=0.5)
     rows = [

@@ -52,6 +52,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(v: int, p: int) -> None:
         assert found.peak_in_flight == pytest.approx([float(value) for value in held])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("p", RANKS)
 def test_zb_h1_has_a_third_of_the_bubble_in_the_memory_of_1f1b(p: int) -> None:
     for m in range(1, 3 * p + 3):
@@ -63,6 +64,7 @@ def test_zb_h1_has_a_third_of_the_bubble_in_the_memory_of_1f1b(p: int) -> None:
         assert max(found.peak_in_flight) <= max(report("1f1b", p, m).peak_in_flight)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("p", RANKS)
 def test_zb_v_never_waits_once_begun_in_the_memory_of_1f1b(p: int) -> None:
     for m in range(1, 4 * p + 3):

@@ -129,6 +129,7 @@ def test_what_cannot_be_read_is_refused_and_forgotten(model: Trained) -> None:
     assert "".join(talk.answer("hi")) == expected(model, [{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.long
 def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: Path) -> None:
     """A folder of HuggingFace, its tokenizer, a template file."""
     from megatron_llama.checkpoint.model_folders.hf.writer import export_hf

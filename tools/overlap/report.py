@@ -28,6 +28,7 @@ from tools.overlap.catalogue import (
     strategy_minimum,
 )
 from tools.overlap.job import Job, Sample, bits_per_second
+from tools.processor import processor
 
 Samples = dict[str, list[Sample]]
 
@@ -102,6 +103,7 @@ def title(job: Job) -> list[str]:
     least = minimum_bytes(job.hosts) * 8 / bits_per_second(job.rate)
     return [
         "",
+        processor(),
         f"{job.hosts} hosts, {job.rate}, {parameters() / 1e6:.2f} M parameters, "
         f"{job.rounds} rounds of {STEPS} steps"
         + "".join(f", {condition}" for condition in job.conditions),

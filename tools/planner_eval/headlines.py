@@ -11,8 +11,9 @@ from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import GBIT, gpu_named
 from megatron_llama.planner.steps import estimate
-from megatron_llama.planner.training_job import Machine, TrainerTraits
+from megatron_llama.planner.training_job import Machine
 from megatron_llama.train.setup.resolve import resolve
+from tools.planner_eval.published import OTHERS
 
 A100 = gpu_named("a100")
 LAYERS = (
@@ -92,8 +93,7 @@ def layer_sharding() -> None:
             chosen, machine, replace(FITTED, family_torchtitan=FITTED.family("yafsdp"))
         ).seconds
         job = replace(
-            Candidate(chosen, machine, FITTED).job,
-            traits=TrainerTraits(family="fsdp1", attention="flash"),
+            Candidate(chosen, machine, FITTED).job, traits=replace(OTHERS, family="fsdp1")
         )
         theirs = estimate(job, FITTED).seconds
         gains = f"{1 - ours / theirs:>5.0%}   {yandex:.2f}, {fsdp:.2f}, {1 - yandex / fsdp:.0%}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from megatron_llama.planner.training_job import TrainingJob
 from tools.planner_eval.published import PublishedRun
 
 CLOSE = 0.1
@@ -96,8 +97,16 @@ def sweeps(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
     return [
         group
         for group in groups.values()
-        if len(group) >= FEWEST and len({prediction.run.job.layout for prediction in group}) > 2
+        if len(group) >= FEWEST and len({_layout(prediction.run.job) for prediction in group}) > 2
     ]
+
+
+def _layout(job: TrainingJob) -> tuple[object, ...]:
+    """What a user chooses, without the model and the machine."""
+    return (
+        *(job.tp, job.pp, job.vpp, job.cp, job.dp, job.micro_batch),
+        *(job.recomputed, job.sequence_parallel, job.sharding),
+    )
 
 
 def sweep_figures(predictions: Iterable[Prediction]) -> Figures:

@@ -342,6 +342,10 @@ FAMILIES = (
 """Families of trainers by words of the column ``framework``; the first match counts."""
 
 
+OTHERS = TrainerTraits(reduces_every_microbatch=False, wide_context_gradients=False)
+"""What all other trainers have in common."""
+
+
 def traits_of_row(cells: Cells) -> TrainerTraits:
     """Return what the named trainer is known to do."""
     name = cells.get("framework", "").lower()
@@ -366,7 +370,8 @@ def traits_of_row(cells: Cells) -> TrainerTraits:
     elif "v1" in words:
         attention = "flash1"
     compiled = "compile" in name and "no compile" not in name
-    traits = TrainerTraits(
+    traits = replace(
+        OTHERS,
         family=family,
         attention=attention,
         fused_norms=not (family == "aleph" and "RMS" not in words),

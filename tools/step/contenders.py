@@ -37,6 +37,13 @@ class Entry:
         """For people."""
         return f"{self.name} {self.dtype}"
 
+    @property
+    def leaves_bf16_to_torch(self) -> bool:
+        """Whether its products are torch's loops over bf16, on a host that has no instructions for
+        it."""
+        theirs = self.dtype == "bf16" and not self.name.startswith("ours")
+        return theirs and devices.is_host(devices.accelerator(0)) and not devices.multiplies_bf16()
+
 
 class Contender(Protocol):
     """A model with its optimizer, and the batch that it is trained with."""

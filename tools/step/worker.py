@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import cast
 
 from megatron_llama.config.schema import Config
 from tools.step.contenders import Entry
+
+BUILT = 0
+"""Instead of a number of steps: only an answer, as soon as there can be one."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,10 @@ class Failed(Exception):
     """A contender's process ended with an error; its last line is the message."""
 
 
+class TooSlow(Exception):
+    """A contender did not end its steps in time."""
+
+
 class Worker:
     """A process that holds one contender."""
 
@@ -51,24 +59,44 @@ class Worker:
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(task, theirs), daemon=True)
         self._process.start()
+        self._built = False
         theirs.close()
 
-    def steps(self, count: int) -> Sample:
-        """Train so many steps. Raises Failed."""
+    def wait_built(self) -> None:
+        """Wait until the contender is built: its steps are timed from then on. Raises Failed."""
+        if not self._built:
+            self._built = True
+            self._ask(BUILT, None)
+
+    def steps(self, count: int, patience: float | None = None) -> Sample:
+        """Train so many steps. Raises Failed, or TooSlow if they take longer than ``patience``
+        seconds."""
+        answer = self._ask(count, patience)
+        assert answer is not None
+        return answer
+
+    def _ask(self, count: int, patience: float | None) -> Sample | None:
         try:
             self._pipe.send(count)
+            if not self._pipe.poll(patience):
+                raise TooSlow(f"a step takes more than {patience:g} s without bf16 instructions")
             answer = self._pipe.recv()
         except (EOFError, BrokenPipeError):
             self._process.join()
             raise Failed(f"the process ended with {self._process.exitcode}") from None
-        if isinstance(answer, Sample):
-            return answer
-        raise Failed(answer)
+        if isinstance(answer, str):
+            raise Failed(answer)
+        return cast(Sample | None, answer)
 
     def close(self) -> None:
         """End the process."""
         self._pipe.close()
         self._process.join()
+
+    def kill(self) -> None:
+        """End the process in the middle of a step."""
+        self._process.kill()
+        self.close()
 
 
 def _serve(task: Task, pipe: Connection) -> None:
@@ -79,7 +107,8 @@ def _serve(task: Task, pipe: Connection) -> None:
     try:
         measure = _measure(task)
         while True:
-            pipe.send(measure(pipe.recv()))
+            count = pipe.recv()
+            pipe.send(None if count == BUILT else measure(count))
     except EOFError:
         return
     except Exception as error:

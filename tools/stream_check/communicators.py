@@ -208,10 +208,10 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> RecordedGroup:
         return RecordedGroup(recording, name[0], rank, size)
 
-    def naming(build: Callable[..., Any]) -> Callable[..., Any]:
-        def build_named(self: Any, axis: str, *arguments: Any) -> Any:
-            name[0] = axis
-            return build(self, axis, *arguments)
+    def naming(build: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def build_named(*arguments: Any) -> Any:
+            name[0] = arguments[position]
+            return build(*arguments)
 
         return build_named
 
@@ -250,8 +250,8 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
     try:
         with (
-            patch.object(meshes._AxisBuilder, "build", naming(meshes._AxisBuilder.build)),
-            patch.object(data_meshes._Builder, "build", naming(data_meshes._Builder.build)),
+            patch.object(meshes._AxisBuilder, "build", naming(meshes._AxisBuilder.build, 1)),
+            patch.object(data_meshes, "_axis", naming(data_meshes._axis, 0)),
             patch.object(meshes._AxisBuilder, "_options", lambda self, axis: None),
             patch.object(devices, "axis_backend", lambda device: BACKEND),
             patch.object(devices, "backend", lambda device: BACKEND),

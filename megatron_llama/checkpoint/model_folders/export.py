@@ -98,8 +98,8 @@ def export_adapter(
 
 
 class FinalExport:
-    """Writes the model of a run into --export-hf when the run has come to its end. That it can work
-    has been found at the start of the run, not after days (``train/setup/inputs.py``)."""
+    """Writes the model of a run into --export-hf at the end of the run. That this is possible was
+    checked at the start, not after days (``train/setup/inputs.py``)."""
 
     def __init__(
         self,
@@ -118,9 +118,8 @@ class FinalExport:
         self._carried = carried
 
     def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> Path:
-        """Export ``checkpoint``, or, where the run has saved none, what the engine holds, and
-        return the folder. Called when the run has come to its end. Collective. Raises
-        CheckpointError on every rank."""
+        """Export ``checkpoint``, or the engine's weights if the run has saved none, and return the
+        folder. Called at the end of the run. Collective. Raises CheckpointError on every rank."""
         beside = self._target.with_name(self._target.name + WEIGHTS)
         try:
             if checkpoint is None:

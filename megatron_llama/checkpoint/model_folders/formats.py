@@ -1,5 +1,5 @@
-"""Model folders of every format behind two interfaces: ``open_model`` finds out which format a
-folder has and reads its weights as HuggingFace tensors; a ``ModelWriter`` writes them."""
+"""Model folders of every format behind two interfaces: ``open_model`` detects the format of a
+folder and reads its weights as HuggingFace tensors; a ``ModelWriter`` writes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta", "torch_dist")
 
 
 class ModelReader(Protocol):
-    """An opened model folder: a WeightSource of its weights, and what is known of them."""
+    """An opened model folder: a WeightSource of its weights, and its other properties."""
 
     @property
     def format(self) -> str:
@@ -42,7 +42,7 @@ class ModelReader(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where the weights lie; in a folder of checkpoints, the checkpoint that was chosen."""
+        """Folder of the weights; in a folder of checkpoints, the checkpoint that was chosen."""
         ...
 
     @property
@@ -53,23 +53,23 @@ class ModelReader(Protocol):
     @property
     def dtype(self) -> str:
         """``float32``, ``bfloat16`` or ``float16``: the dtype of the stored weights. For a native
-        checkpoint, whose masters are always fp32, it is what the run computed in."""
+        checkpoint, whose masters are always fp32, the dtype in which the run computed."""
         ...
 
     @property
     def tokenizer_files(self) -> Sequence[Path]:
-        """The files that go with the model: tokenizer, chat template, generation config."""
+        """Files that go with the model: tokenizer, chat template, generation config."""
         ...
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """The ``config.json`` that the model came with, of which a written one keeps what is no
-        number of the model; empty if there is none."""
+        """The ``config.json`` that the model came with; empty if there is none. A written one keeps
+        its fields that are no numbers of the model."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What the user should know, such as optimizer state that is there and is not read."""
+        """Notes for the user, such as on optimizer state that is there and is not read."""
         ...
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
@@ -97,7 +97,7 @@ class SavedRun(Protocol):
         ...
 
     def sample_lines(self, consumed: int, config: Config) -> Iterator[str]:
-        """Say which sample it would have read next, and which one the run here reads."""
+        """Yield lines that tell the next sample of that run, and that of the run here."""
         ...
 
 
@@ -105,7 +105,7 @@ class ModelWriter(Protocol):
     """A format to write, with its choices made."""
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield the reasons why the model cannot be written so."""
+        """Yield the reasons why the model cannot be written in this format."""
         ...
 
     def tasks(
@@ -122,7 +122,7 @@ class ModelWriter(Protocol):
 
 
 class Reading(NamedTuple):
-    """How a folder is to be read; the arguments of ``open_model``."""
+    """The arguments of ``open_model`` about how a folder is read."""
 
     config: str | Path | None
     vocab_size: int
@@ -142,7 +142,7 @@ OWN: Registry[OpenFolder] = Registry(
         "native": "checkpoint.model_folders.native.reader:open_folder",
     }
 )
-"""Open folders of the formats that runs write themselves."""
+"""Functions that open the formats which runs write themselves."""
 
 
 def open_model(
@@ -156,12 +156,12 @@ def open_model(
 ) -> ModelReader:
     """Open a model folder of any format.
 
-    ``format`` is one of FORMATS, by default found from the content. ``config`` names a HuggingFace
-    ``config.json`` that says what the folder does not. ``vocab_size`` is the number of token ids,
-    for a format that stores only a padded vocabulary; where neither it nor the folder says, the
-    ``tokens`` of the tokenizer that belongs to the weights count. Unknown fields of ``config.json``
-    whose names are ``ignored`` are not refused. Raises CheckpointError with all that is wrong, or
-    with what to pass when the folder leaves something open.
+    ``format`` is one of FORMATS, by default detected from the content. ``config`` names a
+    HuggingFace ``config.json`` with what the folder leaves open. ``vocab_size`` is the number of
+    token ids, for a format that stores only a padded vocabulary; if neither it nor the folder gives
+    the number, the ``tokens`` of the weights' tokenizer count. Unknown fields of ``config.json``
+    whose names are ``ignored`` are not refused. Raises CheckpointError with all problems, or with
+    the options to pass when the folder leaves something open.
     """
     folder = Path(path)
     if format is not None and format not in FORMATS:
@@ -174,30 +174,30 @@ def open_model(
 
 
 def hf_weights(folder: str | Path, *, ignored: Collection[str]) -> HFWeights:
-    """Open the weights of a HuggingFace folder, of whose ``config.json`` the ``ignored`` fields are
+    """Open the weights of a HuggingFace folder. The ``ignored`` fields of its ``config.json`` are
     not refused. Raises CheckpointError."""
-    # The reader, and those of safetensors and torch's files, are loaded by a run that begins there.
+    # Only a run that begins there loads the readers of HuggingFace, safetensors and torch's files.
     from megatron_llama.checkpoint.model_folders.hf.reader import HFWeights
 
     return HFWeights(folder, ignored=ignored)
 
 
 def detect(folder: Path) -> str:
-    """Return the format of a folder, one of FORMATS. Raises CheckpointError when it has none of
-    them, or several."""
+    """Return the format of a folder, one of FORMATS. Raises CheckpointError when it has no known
+    format, or several."""
     if not folder.is_dir():
         got = "a file" if folder.exists() else "no such folder"
         raise CheckpointError(folder, got=got, expected="a model folder", do="check the path")
-    found = list(candidates(folder))
-    if len(found) > 1:
+    kinds = list(candidates(folder))
+    if len(kinds) > 1:
         do = "say which one is meant (--from)"
         raise CheckpointError(
             folder,
-            got=f"weights of {len(found)} formats: {', '.join(found)}",
+            got=f"weights of {len(kinds)} formats: {', '.join(kinds)}",
             expected="one",
             do=do,
         )
-    if not found:
+    if not kinds:
         expected = (
             "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/,"
             " a torch_dist or a native checkpoint in it"
@@ -205,7 +205,7 @@ def detect(folder: Path) -> str:
         raise CheckpointError(
             folder, got="a folder without weights", expected=expected, do="check the path"
         )
-    kind = found[0]
+    kind = kinds[0]
     if kind in formats() and (named := formats()[kind].kind):
         kind = imported(named)(folder)
     return kind
@@ -214,37 +214,37 @@ def detect(folder: Path) -> str:
 def saved_run(folder: Path) -> SavedRun | None:
     """Return the run of another program that a folder holds; None if it holds weights alone. Raises
     CheckpointError."""
-    found = list(candidates(folder))
-    if len(found) != 1 or found[0] not in formats() or not (run := formats()[found[0]].run):
+    kinds = list(candidates(folder))
+    if len(kinds) != 1 or kinds[0] not in formats() or not (run := formats()[kinds[0]].run):
         return None
     opened: SavedRun | None = imported(run)(folder)
     return opened
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files from which the weights of a folder are read that ``open_model`` takes, or
-    ``HFWeights``; there is more in many a download. A native checkpoint has none: it is compared
-    where it is read. Raises CheckpointError."""
-    found = list(candidates(folder))
-    if "hf" in found:  # alone, or named as such
+    """Return the files from which ``open_model`` or ``HFWeights`` reads the weights of a folder;
+    many downloads have more. A native checkpoint has none: it is compared where it is read. Raises
+    CheckpointError."""
+    kinds = list(candidates(folder))
+    if "hf" in kinds:  # alone, or named as such
         return files_named_by(present_weight_files(folder)[0])
-    foreign = [kind for kind in found if kind in formats()]
+    foreign = [kind for kind in kinds if kind in formats()]
     files: list[Path] = imported(formats()[foreign[0]].files)(folder) if foreign else []
     return files
 
 
 def candidates(folder: Path) -> Iterator[str]:
-    """Yield the formats whose files lie there. ``megatron`` stands for both families, which only
-    their content tells apart."""
-    written = (each for each in sorted(folder.glob("iter_*")) if not each.name.endswith(INCOMPLETE))
+    """Yield the formats whose files are in the folder. ``megatron`` stands for both families, which
+    only their content tells apart."""
+    written = (path for path in sorted(folder.glob("iter_*")) if not path.name.endswith(INCOMPLETE))
     inner = [folder, *written, folder / "release"]
     if any((folder / name).is_file() for name in WEIGHT_FILES):
         yield "hf"
-    if any((each / "meta.json").is_file() and (each / ".metadata").is_file() for each in inner):
+    if any((path / "meta.json").is_file() and (path / ".metadata").is_file() for path in inner):
         yield "native"
-    if any(next(each.glob("mp_rank_*"), None) is not None for each in inner):
+    if any(next(path.glob("mp_rank_*"), None) is not None for path in inner):
         yield "megatron"
-    if any(is_torch_dist(each) for each in inner):
+    if any(is_torch_dist(path) for path in inner):
         yield "torch_dist"
     if next(folder.glob("consolidated.*.pth"), None) is not None:
         yield "meta"

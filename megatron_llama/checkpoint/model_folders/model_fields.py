@@ -35,7 +35,7 @@ LLAMA_KIND: Mapping[str, Any] = MappingProxyType(
         "num_labels": 0,
     }
 )
-"""What makes a model a plain LLaMA, whatever its family."""
+"""Fields that make a model a plain LLaMA, whatever its family."""
 GIVE_CONFIG = "give the model's HuggingFace config.json (--hf-config)"
 MATCHING_FILES = "take the files, args and config that belong together"
 OPTIMIZER_LEFT_OUT = "the optimizer state of the source is left out: it does not cross formats"
@@ -43,14 +43,14 @@ PLAIN_MODELS = "only plain LLaMA models can be converted"
 
 
 def is_llama31_scaling(scaling: Mapping[str, Any]) -> bool:
-    """Return whether a rotary scaling is LLaMA 3.1's, whatever its factor."""
+    """Whether a rotary scaling is LLaMA 3.1's, whatever its factor."""
     return scaling.get("rope_type") == "llama3" and all(
         scaling[name] == value for name, value in LLAMA31_SCALING.items()
     )
 
 
 def kind_problems(where: str, model: ModelConfig, held: Collection[str] = ()) -> Iterator[str]:
-    """Yield what a format of plain LLaMA models cannot hold, apart from the fields ``held``."""
+    """Yield the fields that a format of plain LLaMA models cannot hold, the ``held`` apart."""
     for name, value in LLAMA_KIND.items():
         if name not in held and getattr(model, name) != value:
             do = "take another format: hf and native hold every model"
@@ -62,7 +62,7 @@ def read_config(
     path: str | Path | None, own: Mapping[str, Any] | None = None, *, ignored: Collection[str] = ()
 ) -> tuple[ModelConfig | None, dict[str, Any]]:
     """Return the model and the fields of the user's ``config.json`` at ``path``, or else of
-    ``own``, the one within a file; (None, {}) without either. Unknown fields whose names are
+    ``own``, which comes from a file; (None, {}) without either. Unknown fields whose names are
     ``ignored`` are not refused. Raises CheckpointError."""
     if path is None and own is None:
         return None, {}
@@ -84,10 +84,10 @@ def true_vocab_size(
 ) -> int:
     """Return the number of token ids of a model that stores ``stored`` rows, padding included.
 
-    ``given`` is the user's word, ``known`` the file's, ``tokens`` the tokenizer's, ``least`` the
-    same without tokens that were added behind its vocabulary, for which a model need not have rows;
-    0 stands for "not known". The tokenizer's counts where nothing else is known and ``exact`` says
-    that padding it gives ``stored``. Raises CheckpointError rather than take padding for tokens."""
+    ``given`` is the user's number, ``known`` the file's, ``tokens`` the tokenizer's. ``least`` is
+    the tokenizer's without tokens added behind its vocabulary, for which a model need not have
+    rows. 0 stands for "not known". The tokenizer's number counts if no other is known and ``exact``
+    says that padding it gives ``stored``. Raises CheckpointError rather than guess the padding."""
     size = given or known or (tokens if exact else 0)
     do = "give the number of token ids: --vocab-size"
     if size == 0:

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor: the library's own writer wants the whole file in
+"""Writes a safetensors file tensor by tensor: the library's own writer needs the whole file in
 memory."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _header(
 
 
 def is_exported(path: Path) -> bool:
-    """Return whether an export wrote this file."""
+    """Whether an export wrote this file."""
     try:
         with cast(Any, safe_open(path, framework="pt")) as file:
             return EXPORTED.items() <= (file.metadata() or {}).items()

@@ -37,25 +37,25 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 TEMPLATES = (TEMPLATE_FILE, TEMPLATE_FOLDER)
-"""What holds the chat templates of a tokenizer."""
+"""File and folder with the chat templates of a tokenizer."""
 
 
 def tokenizer_files_of(*folders: Path) -> tuple[Path, ...]:
-    """Return the files that the first of the folders with any of them holds."""
+    """Return the files of the first folder that holds any of them."""
     for folder in folders:
         try:
             names = [*TOKENIZER_FILES, *template_files(folder)]
         except DataError as error:
             raise CheckpointError(str(error)) from error
-        found = tuple(folder / name for name in names if is_there(folder / name))
-        if found:
-            return found
+        present = tuple(folder / name for name in names if is_there(folder / name))
+        if present:
+            return present
     return ()
 
 
 def copy_tokenizer_files(files: Sequence[Path], folder: Path) -> None:
     """Copy the files into the folder and sync them. Raises CheckpointError, also for a file that
-    ``read_model_file`` does not open: what is copied may be published."""
+    ``read_model_file`` does not open, since the copies may be published."""
     for path in files:
         content = read_model_file(path, limit=LARGEST_TOKENIZER_FILE)
         named = path.parent.name == TEMPLATE_FOLDER
@@ -88,9 +88,9 @@ def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
 def with_end_tokens(
     model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> ModelConfig:
-    """Return the model with the begin and end tokens of its tokenizer where it names none: weights
-    of Megatron and Meta do not say them, and a text without an end token never ends. A model with a
-    ``hf_config`` that names none has none."""
+    """Return the model with the begin and end tokens of its tokenizer if it names none: weights of
+    Megatron and Meta do not name them, and a text without an end token never ends. A model whose
+    ``hf_config`` names none has none."""
     if hf_config:
         return model
     bos = tokenizer.bos_id if model.bos_token_id is None else model.bos_token_id
@@ -101,8 +101,8 @@ def with_end_tokens(
 def unknown_tokens(
     model: ModelConfig, extra: Mapping[str, Any], files: Sequence[Path]
 ) -> Iterator[str]:
-    """Yield a line for each special token of a model's own files that the model has no row for.
-    ``extra`` has the fields of its config.json, or none, ``files`` go with it. Raises
+    """Yield a line for each special token in a model's own files for which the model has no row.
+    ``extra`` has the fields of its config.json, or none; ``files`` go with it. Raises
     CheckpointError for a generation_config.json that cannot be read."""
     named: dict[str, Mapping[str, Any]] = {
         "config.json": {name: extra.get(name, getattr(model, name)) for name in TOKEN_IDS}
@@ -126,8 +126,8 @@ def unknown_tokens(
 
 
 def misfits(model: ModelConfig, extra: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield what does not go together in a model and the tokenizer beside it. ``extra`` has the
-    fields of a config.json that say more than ``model``."""
+    """Yield the contradictions between a model and the tokenizer beside it. ``extra`` has the
+    fields of a config.json, which say more than ``model``."""
     size = model.vocab_size
     if tokenizer.vocab_size > size:
         yield (

@@ -1,8 +1,8 @@
-"""Files of ``torch.save``: written tensor by tensor, and those that hold tensors by name, behind
-the interface of an opened safetensors file.
+"""Files of ``torch.save``: writes them tensor by tensor, and shows those with tensors by name
+behind the interface of an opened safetensors file.
 
 A written file is a zip archive of one pickle and one entry for each tensor, into which the values
-are streamed: ``torch.save`` wants all of them in memory.
+are streamed: ``torch.save`` needs all of them in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STORAGES = MappingProxyType(
     }
 )
 ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes, as torch has it: memory-mapped values are read in
+"""Tensors begin at multiples of so many bytes, as torch does it: memory-mapped values are read in
 place."""
 
 
@@ -43,7 +43,7 @@ class TorchWeights:
     """A file with plain named tensors, behind the interface of an opened safetensors file."""
 
     def __init__(self, file: TorchFile) -> None:
-        """Take the file's content. Raises CheckpointError when it is something else."""
+        """Take the file's content. Raises CheckpointError when it is of another kind."""
         content = file.content
         if not isinstance(content, dict) or not all(
             isinstance(name, str) and isinstance(t, Tensor) for name, t in content.items()
@@ -60,7 +60,7 @@ class TorchWeights:
         return self.tensors.keys()
 
     def get_slice(self, name: str) -> TorchSlice:
-        """Return a tensor of which nothing is read yet."""
+        """Return a tensor whose values are not read yet."""
         return TorchSlice(self.file, self.tensors[name])
 
 
@@ -76,12 +76,12 @@ class TorchSlice:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype by its name in safetensors, where it has one there."""
+        """Return the name of the dtype in safetensors, or torch's if it has none there."""
         return DTYPES.get(self._tensor.dtype, str(self._tensor.dtype))
 
     def __getitem__(self, window: tuple[slice, ...]) -> Tensor:
-        """Return the values of a window after a comparison with the file's checksum. Raises
-        CheckpointError."""
+        """Return the values of a window, after a comparison of the tensor with the file's checksum.
+        Raises CheckpointError."""
         self._file.verify(self._tensor)
         return self._tensor[window]
 
@@ -157,8 +157,8 @@ def write_torch_file(path: Path, content: object, dtype: torch.dtype) -> None:
 
 
 def _aligned(name: str, start: int) -> zipfile.ZipInfo:
-    """Return an entry whose data begin at a multiple of ALIGNMENT if it is written at ``start``: a
-    field of padding, which readers skip, stands before them."""
+    """Return an entry whose data begin at a multiple of ALIGNMENT if it is written at ``start``. In
+    front of them stands a field of padding, which readers skip."""
     entry = zipfile.ZipInfo(name)
     header = 30 + len(name) + 20  # local header, name, sizes of 64 bits
     room = -(start + header + 4) % ALIGNMENT
@@ -167,8 +167,8 @@ def _aligned(name: str, start: int) -> zipfile.ZipInfo:
 
 
 def require_finite(path: Path, values: Tensor) -> None:
-    """Raise CheckpointError when some value is infinite or not a number: it was too large for the
-    target's dtype, or is damaged."""
+    """Raise CheckpointError when some value is infinite or NaN: it was too large for the target's
+    dtype, or is damaged."""
     if not is_finite(values):
         do = (
             "convert to bfloat16 or float32"

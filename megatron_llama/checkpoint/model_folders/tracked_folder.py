@@ -1,4 +1,4 @@
-"""Which folder of a run's checkpoints is meant: the one that its tracker names."""
+"""Finds the folder in a run's checkpoints that is meant: the one that its tracker names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def find_folder(
     path: Path, holds: Sequence[str] = ("mp_rank_*",), what: str = "an mp_rank_* folder"
 ) -> Path:
     """Return the folder of a checkpoint, ``release`` or ``iter_NNNNNNN``: ``path`` itself, or the
-    one that the tracker in it names. It holds a file of one of the names ``holds``, which errors
-    call ``what``. Raises CheckpointError."""
+    one that the tracker in it names. It holds a file of one of the names ``holds``; errors call
+    that ``what``. Raises CheckpointError."""
 
     def has(folder: Path) -> bool:
         return any(next(folder.glob(name), None) is not None for name in holds)

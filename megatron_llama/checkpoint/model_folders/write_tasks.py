@@ -19,18 +19,18 @@ from megatron_llama.engine.plan.specs import Rectangle
 
 @dataclass(frozen=True)
 class WriteTask:
-    """One file to write, or what is left to do when all files are there."""
+    """One file to write, or work that is left when all files are there."""
 
     elements: int
-    """Values that it asks of the source."""
+    """Number of values that it asks of the source."""
     run: Callable[[], None]
     last: bool = False
-    """It runs alone, after all others."""
+    """Whether it runs alone, after all others."""
 
 
 class ProgressSource:
-    """A WeightSource that counts the bytes that are asked of it, and shows them with the remaining
-    time in a bar, on a terminal only."""
+    """A WeightSource that counts the bytes that it is asked for. On a terminal it shows them with
+    the remaining time in a bar."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -39,7 +39,7 @@ class ProgressSource:
         self._bar: Any = None
 
     def show(self, total: int) -> None:
-        """Start the bar; ``total`` is the number of bytes in the whole."""
+        """Start the bar; ``total`` is the number of all bytes."""
         self._bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class ProgressSource:
         self._count(out)
 
     def beside(self, source: WeightSource) -> WeightSource:
-        """Return another source, whose bytes are counted here too."""
+        """Return a wrapper of another source, whose bytes are counted here too."""
 
         def counted(rectangle: Rectangle, out: Tensor) -> None:
             source(rectangle, out)
@@ -68,14 +68,14 @@ class ProgressSource:
 
 
 def run_write_tasks(tasks: Sequence[WriteTask], workers: int) -> None:
-    """Run all tasks, ``workers`` at a time. The first error stops those that have not begun, and is
-    raised when the others have ended."""
+    """Run all tasks, ``workers`` at a time. The first error stops the tasks that have not begun,
+    and is raised when the others have ended."""
     with thread_pool(workers) as pool:
         waiting = [pool.submit(task.run) for task in tasks if not task.last]
         done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
         pool.shutdown(cancel_futures=True)
-    for each in done:
-        each.result()
+    for written in done:
+        written.result()
     for task in tasks:
         if task.last:
             task.run()

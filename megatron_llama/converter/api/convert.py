@@ -1,4 +1,4 @@
-"""A model folder in another format."""
+"""Writes a model folder in another format."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LAYOUTS = ("transformer_engine", "local", "legacy")
 
 @dataclass(frozen=True)
 class Converted:
-    """What ``convert`` has written."""
+    """Result of ``convert``."""
 
     source: Path
     """The folder that was read; of a folder of checkpoints, the checkpoint that was chosen."""
@@ -59,8 +59,8 @@ class Converted:
     bytes: int
     """Bytes of the written weights."""
     notes: tuple[str, ...]
-    """What the user should know: what was not read, what does not fit, and what the target's own
-    program will not use."""
+    """Notes for the user: files that were not read, contradictions, and fields that the target's
+    own program will not use."""
 
 
 def convert(
@@ -148,7 +148,7 @@ def convert(
         problems.append(
             describe("--vocab-size", got=vocab_size, expected="0 or more", do="correct it")
         )
-    # A command line has been refused by its parser if it has another word for one of these.
+    # On a command line the parser has refused any other word for one of these.
     problems += [
         describe(flag(name), got=value, expected=f"one of {', '.join(known)}", do="correct it")
         for name, value, known in (
@@ -232,26 +232,26 @@ def convert(
     left_out += changed_fields(source.extra, carried, "config.json")
     if isinstance(source, HFReader) and (files := source.files_left_out()):
         left_out.append(f"left out, as no files of a model: {', '.join(files)}")
-    told = (note for note in source.notes if state is None or note != OPTIMIZER_LEFT_OUT)
-    notes = (*told, *left_out, *misfit, *losses)
+    source_notes = (note for note in source.notes if state is None or note != OPTIMIZER_LEFT_OUT)
+    notes = (*source_notes, *left_out, *misfit, *losses)
     return Converted(source.folder, source.format, target_folder, written, size, notes)
 
 
 def _native_state(source: NativeReader) -> tuple[OptimizerState | None, list[str]]:
-    """Return the optimizer's state of a checkpoint of ours, or why Megatron cannot go on with
-    it."""
+    """Return the optimizer's state of a native checkpoint, or the reasons why Megatron cannot go on
+    with it."""
     meta = source.weights.meta
     if not meta.optimizer_step:
         return None, []
     reasons = list(native_optimizer.optimizer_problems(meta))
     if reasons:
-        return None, [f"Megatron-LM has no optimizer for this state: {each}" for each in reasons]
+        return None, [f"Megatron-LM has no optimizer for this state: {why}" for why in reasons]
     return native_optimizer.open_optimizer(source), []
 
 
 def _split(pp: int, given: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Blocks of each pipeline stage. Raises ConfigError unless they are all the blocks there
-    are."""
+    """Return the blocks of each pipeline stage. Raises ConfigError unless they add up to all
+    blocks."""
     where = "--pipeline-layer-split"
     do = f"give {pp} numbers whose sum is {layers}"
     if given:

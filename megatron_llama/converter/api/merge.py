@@ -25,12 +25,12 @@ from megatron_llama.train.api.common.trained import tokenizer_folder
 
 @dataclass(frozen=True)
 class Merged:
-    """What ``merge`` has written."""
+    """Result of ``merge``."""
 
     source: Path
     """The folder that was read; of a folder of checkpoints, the checkpoint that was chosen."""
     additions: str
-    """Where the additions came from, and their rank, in words."""
+    """Source of the additions and their rank, in words."""
     target: Path
     dtype: str
     """``float32``, ``bfloat16`` or ``float16``: the dtype of the written weights."""

@@ -1,4 +1,4 @@
-"""Whether two model folders hold the same model."""
+"""Compares two model folders: whether they hold the same model."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from megatron_llama.model.plan.params import hf_shapes, parameter_count
 
 Say = Callable[[str], None]
 LISTED = 10
-"""Differing weights that are listed one by one."""
+"""Number of differing weights that are listed one by one."""
 CHECKSUM_WORKERS = 2
 RANDOM_SEED = 1234
 RANDOM_STD = 0.1
-"""Weights of std 0.02 make attention so flat that a dropped rotary scaling changes logits by less
-than rounding does."""
+"""With weights of std 0.02 attention is so flat that a dropped rotary scaling would change logits
+by less than rounding does."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What ``verify`` has found."""
+    """Result of ``verify``."""
 
     different: tuple[str, ...]
-    """What differs: ``weights``, ``config NAME`` for each field that changes what is computed,
-    ``logits``."""
+    """Names of differences: ``weights``, ``config NAME`` for each field that changes the
+    computation, ``logits``."""
     lines: tuple[str, ...]
-    """What was compared and every difference, a line each; the verdict is the last one."""
+    """The comparisons and every difference, a line each; the verdict is the last one."""
 
     @property
     def equal(self) -> bool:
@@ -91,8 +91,8 @@ def verify(
     ```python
     import megatron_llama as ml
 
-    found = ml.verify("runs/small", "runs/megatron", prompt_tokens=16)
-    assert found.equal, found.lines
+    result = ml.verify("runs/small", "runs/megatron", prompt_tokens=16)
+    assert result.equal, result.lines
     ```
 
     Raises ConfigError for arguments that cannot be used, and CheckpointError for a folder that
@@ -173,7 +173,7 @@ def _compare_logits(first: ModelReader, second: ModelReader, asked: int, say: Sa
             "note: a wrong rotary scaling or window may stay unseen: the prompt is no longer than "
             f"{context:,}, up to where they change nothing"
         )
-    # Both are run and printed, whatever the first one finds.
+    # Both comparisons run and print, whatever the result of the first one.
     same = _compare_with_each_other(first, second, prompt, say)
     return _compare_with_transformers(first, second, prompt, say) and same
 
@@ -188,7 +188,7 @@ def _compare_with_each_other(
         RoundedSource(first, common),
         RoundedSource(second, common),
     )
-    found = []
+    agreements = []
     for name, (ours, theirs) in (
         (f"random weights (std {RANDOM_STD})", (drawn, drawn)),
         ("these weights", own),
@@ -197,10 +197,10 @@ def _compare_with_each_other(
             StreamedModel(first.model, ours, prompt.tokens),
             StreamedModel(second.model, theirs, prompt.tokens),
         )
-        found.append(
+        agreements.append(
             _report(f"logits on {name}", logit_deviation(*outputs, outputs_of(first.model)), say)
         )
-    return all(found)
+    return all(agreements)
 
 
 def _compare_with_transformers(
@@ -208,7 +208,7 @@ def _compare_with_transformers(
 ) -> bool:
     """Whether HuggingFace's own implementation computes the same logits for each side that it can
     read."""
-    found = []
+    agreements = []
     drawn = InitialWeights(RANDOM_SEED, RANDOM_STD)
     for side, source in zip("AB", (first, second), strict=True):
         if source.format != "hf":
@@ -218,18 +218,18 @@ def _compare_with_transformers(
             say(f"{where}: not compared, {reason}")
             continue
         reference = TransformersModel(source.folder, source.model)
-        both: tuple[tuple[str, WeightSource], ...] = (
+        weight_sets: tuple[tuple[str, WeightSource], ...] = (
             ("these weights", source),
             (f"random weights (std {RANDOM_STD})", drawn),
         )
-        for name, weights in both:
+        for name, weights in weight_sets:
             if weights is drawn:
                 reference.fill(drawn)
             reference.run(prompt.tokens)
             ours = StreamedModel(source.model, weights, prompt.tokens)
             deviation = logit_deviation(ours, reference, outputs_of(source.model))
-            found.append(_report(f"{where} on {name}", deviation, say))
-    return all(found)
+            agreements.append(_report(f"{where} on {name}", deviation, say))
+    return all(agreements)
 
 
 def _report(what: str, deviation: LogitDeviation, say: Say) -> bool:

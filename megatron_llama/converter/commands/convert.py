@@ -9,13 +9,13 @@ from megatron_llama.engine.plan.memory import sized
 
 
 def convert(parsed: Parsed) -> None:
-    """Convert and say what was written, and what the target's own program will not use."""
+    """Convert and print the result, and the fields that the target's own program will not use."""
     from megatron_llama.converter.api.convert import convert as write
     from megatron_llama.converter.configs import ConvertConfig
 
     options = parsed.get(ConvertConfig)
     start = time.perf_counter()
-    # What was not given is left to the function: some formats refuse what they do not know.
+    # The function has the defaults: some formats refuse options that they do not know.
     done = write(**{name: getattr(options, name) for name in parsed.explicit})
     for note in done.notes:
         print(f"note: {note}")

@@ -8,7 +8,7 @@ from megatron_llama.engine.plan.memory import sized
 
 
 def merge(parsed: Parsed) -> None:
-    """Merge, and say what was written."""
+    """Merge and print the result."""
     from megatron_llama.converter.api.merge import merge as write
 
     options = parsed.get(MergeConfig)

@@ -9,9 +9,9 @@ from megatron_llama.converter.configs import VerifyConfig
 
 
 def verify(parsed: Parsed) -> int:
-    """Print what was compared, every difference, and one verdict. Return the exit status: 0 if the
+    """Print the comparisons, every difference and one verdict. Return the exit status: 0 if the
     models are equal, 1 if they differ."""
     from megatron_llama.converter.api.verify import verify as compare
 
-    found = compare(**vars(parsed.get(VerifyConfig)), report=partial(print, flush=True))
-    return 0 if found.equal else 1
+    verified = compare(**vars(parsed.get(VerifyConfig)), report=partial(print, flush=True))
+    return 0 if verified.equal else 1

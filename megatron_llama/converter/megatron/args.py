@@ -1,8 +1,7 @@
 """The ``args`` in checkpoints of Megatron-LM and Megatron-LLaMA, and the model that they describe.
 
-Fields that these programs have no argument for travel in an extra one, ``hf_config``, which their
-loaders ignore.
-"""
+Fields without an argument in these programs are kept in an extra one, ``hf_config``, which their
+loaders ignore."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from megatron_llama.checkpoint.model_folders.model_fields import (
 )
 from megatron_llama.checkpoint.model_folders.tokenizer_files import tokenizer_in
 from megatron_llama.config.fields import read_fields, shown
-from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
+from megatron_llama.config.limits import LARGEST_LAYERS, LARGEST_REAL, SMALLEST_REAL
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.megatron.names import LEGACY
 from megatron_llama.errors import CheckpointError, describe, listing
@@ -40,7 +39,7 @@ HELD = (
     "layer_types",
     "partial_rotary_factor",
 )
-"""Fields that LLaMA does not have and Megatron-LM has arguments for."""
+"""Fields that LLaMA does not have, and that Megatron-LM has arguments for."""
 SIZES: Mapping[str, str] = MappingProxyType(
     {
         "num_layers": "num_hidden_layers",
@@ -79,9 +78,9 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "spec": (None,),
     }
 )
-"""Arguments that change what is computed, with the values that every model here has. A checkpoint
-holds some hundred arguments, most of them of the run and other ones in each version, so these are
-named rather than those that are harmless."""
+"""Arguments that change the computation, with the values that every model here has. A checkpoint
+holds some hundred arguments, most of them of the run and different in each version, so this names
+the harmful ones and not the harmless ones."""
 COUNTS = (
     *SIZES,
     "num_query_groups",
@@ -159,7 +158,7 @@ def read_args(
 
 
 def require_kinds(args: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for arguments of a model that are no numbers, or none that a model can
+    """Raise CheckpointError for arguments of a model that are no numbers, or that no model can
     have."""
     with read_fields(args, where, do=GIVE_CONFIG) as fields:
         for name in COUNTS:
@@ -196,9 +195,9 @@ def stored_vocab_size(
     """Return the number of token ids of a model that stores ``stored`` rows, padding included,
     saved with ``tp`` tensor ranks.
 
-    ``given`` is the user's word, ``user`` the configuration that the user or the file gives,
-    ``believed`` the size of the tokenizer that belongs to the weights, 0 if it has to be looked for
-    among ``files``. Raises CheckpointError rather than take padding for tokens."""
+    ``given`` is the user's number, ``user`` the configuration of the user or the file, ``believed``
+    the size of the tokenizer that belongs to the weights, or 0 to look for it among ``files``.
+    Raises CheckpointError rather than take padding for tokens."""
     tokenizer = None if believed else tokenizer_in(files)
     tokens = tokenizer.vocab_size if tokenizer is not None else believed
     known = args.get("orig_vocab_size") or (
@@ -207,8 +206,8 @@ def stored_vocab_size(
     known = (user.vocab_size if user else 0) or known or 0
     multiple = args.get("make_vocab_size_divisible_by")
     padded = multiple and tokens and -(-tokens // (multiple * tp)) * multiple * tp
-    # A tokenizer with fewer tokens than the model would cost rows: where the file says how it was
-    # padded, that has to fit.
+    # A tokenizer with fewer tokens than the model would cost rows. If the file has the multiple of
+    # its padding, the tokenizer has to fit that.
     exact = padded == stored if multiple else believed > 0
     return true_vocab_size(
         where,
@@ -222,8 +221,8 @@ def stored_vocab_size(
 
 
 def kind_args(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron-LM's arguments for what LLaMA does not have, windows as the number of
-    positions before a query's own, and which layers have one."""
+    """Return Megatron-LM's arguments for features that LLaMA does not have. A window is the number
+    of positions before a query's own, with a list of the layers that have one."""
     windows = layer_windows(model)
     return {
         "add_bias_linear": model.attention_bias and model.mlp_bias,
@@ -236,7 +235,7 @@ def kind_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _given_kind(args: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return what a file says of these arguments, in the form of ``kind_args``."""
+    """Return the values of these arguments in a file, in the form of ``kind_args``."""
     given = {name: args[name] for name in kind_args(ModelConfig()) if name in args}
     window = tuple(given.get("window_size") or (-1, -1))
     slides = window != (-1, -1)
@@ -251,21 +250,23 @@ def _given_kind(args: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _family_fields(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json that say what LLaMA does not have, of the family that has
-    it. Where none has all of it, ``read_args`` sees the difference."""
-    given = _given_kind(args, int(args.get("num_layers") or 0))
+    """Return the fields of a config.json for features that LLaMA does not have, of the family that
+    has them. If no family has all of them, ``read_args`` sees the difference."""
+    # A window is listed for each layer; more layers than the limit are refused later.
+    layer_count = min(int(args.get("num_layers") or 0), LARGEST_LAYERS)
+    given = _given_kind(args, layer_count)
     window = given.get("window_size")
     size = None if window is None else int(window[0]) + 1
     types = given.get("window_attn_skip_freq")
-    layers = {} if types is None else {"layer_types": [SLIDING if one else FULL for one in types]}
+    layers = {} if types is None else {"layer_types": [SLIDING if on else FULL for on in types]}
     qwen = {"use_sliding_window": size is not None, "sliding_window": size, "max_window_layers": 0}
     if given.get("qk_layernorm"):
         return {"model_type": "qwen3", **qwen, **layers}
     if given.get("add_qkv_bias"):
         return {"model_type": "qwen2", **qwen, **layers}
     if given.get("rotary_percent", 1.0) != 1.0:
-        part = given["rotary_percent"]
-        return {"model_type": "phi3", "partial_rotary_factor": part, "sliding_window": size}
+        share = given["rotary_percent"]
+        return {"model_type": "phi3", "partial_rotary_factor": share, "sliding_window": size}
     if size is not None:
         return {"model_type": "mistral", "sliding_window": size}
     biases = bool(given.get("add_bias_linear"))
@@ -290,14 +291,14 @@ def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], 
     """Return a config.json made of the arguments of a training run, and the names of the arguments
     that are missing."""
     eps = args.get("norm_epsilon", args.get("layernorm_epsilon"))
-    # Before there was an argument for it, the base was fixed; a converter's args, without this one,
-    # leave it open.
+    # Before there was an argument for the base, it was fixed; a converter's args, which lack this
+    # argument, leave it open.
     theta = args.get("rotary_base", 10000 if "position_embedding_type" in args else None)
-    found = {name: args.get(name) for name in (*SIZES, "max_position_embeddings")} | {
+    required = {name: args.get(name) for name in (*SIZES, "max_position_embeddings")} | {
         "norm_epsilon": eps,
         "rotary_base": theta,
     }
-    missing = [name for name, value in found.items() if value is None]
+    missing = [name for name, value in required.items() if value is None]
     fields = {field: args.get(name) for name, field in SIZES.items()}
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     fields |= {
@@ -316,7 +317,7 @@ def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], 
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary scaling: Megatron knows LLaMA 3.1's with one free number, and linear
+    """Return the rotary scaling. Megatron knows LLaMA 3.1's, with one free number, and linear
     interpolation."""
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor", 8.0))
@@ -395,7 +396,7 @@ def _uneven(split: Sequence[int]) -> dict[str, int | None]:
 
 
 def held_problems(model: ModelConfig, family: str, layout: str) -> Iterator[str]:
-    """Yield what the family's own program cannot compute, whatever its arguments."""
+    """Yield the features that the family's own program cannot compute, whatever its arguments."""
     grown = family == "megatron" and layout != LEGACY
     held = HELD if grown else ()
     yield from kind_problems(f"{family}{'' if grown else f' ({layout})'}", model, held)
@@ -416,8 +417,8 @@ def held_problems(model: ModelConfig, family: str, layout: str) -> Iterator[str]
 
 
 def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterator[str]:
-    """Yield what the family's own program cannot express. It is kept in the files for the way back,
-    but not used there."""
+    """Yield the features that the family's own program cannot express. The files keep them for the
+    way back, but that program does not use them."""
     scaling = model.rope_scaling or {}
     if family == "megatron-llama":
         if model.num_key_value_heads != model.num_attention_heads:

@@ -2,9 +2,9 @@
 ``mp_rank_TT[_PPP]/model_optim_rng.pt`` in ``iter_NNNNNNN`` or ``release``.
 
 Both hold tensor-parallel pieces with fused q, k, v and fused gate and up projections. They differ
-in the order of the first: Megatron-LM interleaves by key/value head (its queries, its key, its
-value), Megatron-LLaMA stacks all queries, keys, values of a rank. Where neither the names nor the
-arguments in a file tell which it is, the user has to.
+in the order of q, k, v: Megatron-LM interleaves by key/value head (its queries, its key, its
+value), Megatron-LLaMA stacks all queries, keys, values of a rank. If neither the names nor the
+arguments in a file tell the program, the user has to name it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOCAL = "local"
 LEGACY = "legacy"
 LAYOUTS = (TE, LOCAL, LEGACY)
 TP_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Sizes that the number of tensor ranks has to divide."""
+"""Sizes that have to be divisible by the number of tensor ranks."""
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -82,7 +82,7 @@ _CORE_ALONE: Mapping[str, str] = MappingProxyType(
         "mlp.down_proj.bias": "mlp.linear_fc2.bias",
     }
 )
-"""What LLaMA does not have, and Megatron-LM's present models may: ours -> theirs."""
+"""Weights that LLaMA does not have, and Megatron-LM's present models may: ours -> theirs."""
 BLOCKS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         layout: MappingProxyType(
@@ -102,7 +102,7 @@ EARLIER: Mapping[str, str] = MappingProxyType(
 )
 """Names of some versions -> ours."""
 WHOLE_HEAD = "lm_head.weight"
-"""Megatron-LLaMA's name (with --causal-lm) of a head that every tensor rank has all of."""
+"""Megatron-LLaMA's name (with --causal-lm) of a head that is whole on every tensor rank."""
 IGNORED = re.compile(r".*(_extra_state\d{0,9}|inv_freq)$")
 """Buffers that are computed, and states of fp8 scaling."""
 _READ = MappingProxyType(
@@ -120,7 +120,7 @@ _HEAD = re.compile(
 
 def own_name(theirs: str) -> str | None:
     """Return our name of a tensor, whatever the layout: ``decoder.layers.0.mlp.linear_fc2.weight``
-    is ``model.layers.0.mlp.down_proj.weight``. None stands for an unknown one."""
+    is ``model.layers.0.mlp.down_proj.weight``. None for an unknown name."""
     for pattern, name in ((_EMBEDDING, EMBEDDING), (_FINAL, NORM), (_HEAD, HEAD)):
         if pattern.fullmatch(theirs):
             return name
@@ -159,10 +159,10 @@ def file_tensors(
 ) -> dict[str, TensorMap]:
     """Return the tensors of one file by our names, blocks counted from 0 within the stage.
 
-    A tied head on another stage than the embedding is there as a copy. ``whole_head`` says that
-    every rank has all of the head, as in Megatron-LLaMA."""
+    A tied head on another stage than the embedding is included as a copy. With ``whole_head`` every
+    rank has the whole head, as in Megatron-LLaMA."""
     first = partition.layers[stage].start
-    found = {}
+    maps = {}
     for unit in stage_units(model, partition, stage, tp=tp, tp_rank=tp_rank):
         for spec in unit.params:
             name = spec.name
@@ -170,32 +170,32 @@ def file_tensors(
                 _, _, layer, leaf = name.split(".", 3)
                 name = f"model.layers.{int(layer) - first}.{leaf}"
             if ".qkv_proj." in name and family == "megatron":
-                found[name] = _by_group(spec, model)
+                maps[name] = _by_group(spec, model)
             elif name == HEAD and whole_head:
                 # Not split, but padded as if it were.
                 size = (model.vocab_size, model.hidden_size)
                 stored = (padded_vocab_size(model, tp), model.hidden_size)
-                found[name] = TensorMap(stored, (HFSlice(HEAD, size, 0, model.vocab_size),))
+                maps[name] = TensorMap(stored, (HFSlice(HEAD, size, 0, model.vocab_size),))
             else:
-                found[name] = TensorMap.of(spec)
-    return found
+                maps[name] = TensorMap.of(spec)
+    return maps
 
 
 def _by_group(spec: ParamSpec, model: ModelConfig) -> TensorMap:
-    """Return the order of Megatron-LM: for each key/value head its queries, its key, its value."""
+    """Return Megatron-LM's order: for each key/value head its queries, its key, its value."""
     groups = spec.slices[1].rows // model.head_dim
     row = 0
     slices = []
     for group in range(groups):
-        for each in spec.slices:
-            rows = each.rows // groups
-            slices.append(replace(each, row=row, rows=rows, hf_row=each.hf_row + group * rows))
+        for piece in spec.slices:
+            rows = piece.rows // groups
+            slices.append(replace(piece, row=row, rows=rows, hf_row=piece.hf_row + group * rows))
             row += rows
     return TensorMap(spec.shape, tuple(slices))
 
 
 def partition_of(counts: Sequence[int], pp: int) -> Partition:
-    """Return the stages with so many blocks each, which the ``pp`` pipeline ranks hold in turn."""
+    """Return stages with these numbers of blocks, which the ``pp`` ranks hold in turn."""
     stops = list(accumulate(counts))
     layers = tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
     return Partition(layers, tuple(index % pp for index in range(len(counts))))

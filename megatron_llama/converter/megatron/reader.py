@@ -1,5 +1,5 @@
-"""Reads checkpoints of Megatron-LM and Megatron-LLaMA, memory-mapped; ``names`` says what is where
-in them."""
+"""Reads checkpoints of Megatron-LM and Megatron-LLaMA, memory-mapped; ``names`` has the places of
+their tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError, describe, listing
 
 OLDEST_GROUPED = 2.0
-"""From this ``checkpoint_version`` on q, k and v have today's order."""
+"""First ``checkpoint_version`` in which q, k and v have today's order."""
 SAME_ON_ALL_RANKS = (
     "num_layers",
     "hidden_size",
@@ -64,7 +64,7 @@ SAME_ON_ALL_RANKS = (
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of one file: arguments, and the tensors of each of the rank's model chunks by
+    """The content of one file: arguments, and for each of the rank's model chunks its tensors by
     name."""
 
     file: TorchFile
@@ -91,7 +91,7 @@ def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     damaged or of another format."""
     paths = rank_files(folder)
     tp, pp = (1 + max((key[axis] for key in paths), default=0) for axis in (0, 1))
-    # A folder's name alone may claim a rank of nine digits: missing ones are listed as far as they
+    # A folder's name alone may claim a rank of nine digits: only so many missing ones are listed as
     # are shown.
     missing = [
         describe(
@@ -112,7 +112,7 @@ def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
 def _missing_ranks(
     folder: Path, paths: Mapping[tuple[int, int], Path], tp: int, pp: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the (pipeline rank, tensor rank) of which there is no file."""
+    """Yield the (pipeline rank, tensor rank) without a file."""
     for p in range(pp):
         for t in range(tp):
             if not paths.get((t, p), folder / "none").is_file():
@@ -137,8 +137,8 @@ def _open(path: Path) -> RankFile:
 
 
 def family(path: Path) -> str:
-    """Return which of the two programs wrote the folder, by its content. Raises CheckpointError
-    when that leaves it open."""
+    """Return the name of the program that wrote the folder, by its content. Raises CheckpointError
+    when the content leaves it open."""
     files = open_files(find_folder(path)).values()
     names = {name for file in files for chunk in file.chunks for name in chunk}
     args = {name for file in files for name in file.args}
@@ -159,7 +159,7 @@ def family(path: Path) -> str:
 
 
 def _their_name(chunk: Mapping[str, Tensor], own: str) -> str | None:
-    """Return the chunk's name of the tensor that has the name ``own`` here."""
+    """Return the chunk's name of the tensor that is called ``own`` here."""
     return next((name for name in chunk if own_name(name) == own), None)
 
 
@@ -209,12 +209,12 @@ class MegatronReader:
         )
         self.model = replace(self.model, vocab_size=size)
         self._reader = TensorReader()
-        # This padding makes the local rows what they are in the files.
+        # With this padding the plan's local rows are those of the files.
         self._add_tensors(replace(self.model, make_vocab_size_divisible_by=embedding.shape[0]))
         has_optimizer = any(
-            "optimizer" in each.file.content
-            or each.file.path.with_name("distrib_optim.pt").exists()
-            for each in self._files.values()
+            "optimizer" in file.file.content
+            or file.file.path.with_name("distrib_optim.pt").exists()
+            for file in self._files.values()
         )
         self.notes = (OPTIMIZER_LEFT_OUT,) if has_optimizer else ()
 
@@ -222,10 +222,10 @@ class MegatronReader:
         self._reader(rectangle, out)
 
     def _file_problems(self) -> Iterator[str]:
-        """Yield what is wrong with files by themselves: their rank, their sizes, their age."""
-        for (tp, pp), each in self._files.items():
-            where = f"{each.file.path}"
-            ranks = each.args.get("stored_ranks", (tp, pp))
+        """Yield problems of single files: their rank, their sizes, their age."""
+        for (tp, pp), file in self._files.items():
+            where = f"{file.file.path}"
+            ranks = file.args.get("stored_ranks", (tp, pp))
             if not isinstance(ranks, list | tuple) or tuple(ranks) != (tp, pp):
                 pair = isinstance(ranks, list | tuple) and len(ranks) == 2
                 got = (
@@ -237,15 +237,15 @@ class MegatronReader:
                 yield describe(where, got=got, expected=f"that of {tp} and {pp}", do=do)
             sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
             for name, size in sizes.items():
-                if each.args.get(name, size) != size:
+                if file.args.get(name, size) != size:
                     expected = f"{size}, by the folders"
-                    got = each.args[name]
+                    got = file.args[name]
                     yield describe(
                         f"{where} args.{name}", got=got, expected=expected, do=MATCHING_FILES
                     )
-            version = finite_number(each.file.content.get("checkpoint_version", 0))
+            version = finite_number(file.file.content.get("checkpoint_version", 0))
             if version is None:
-                got = shown(each.file.content["checkpoint_version"])
+                got = shown(file.file.content["checkpoint_version"])
                 yield describe(
                     f"{where} checkpoint_version", got=got, expected="a number", do=MATCHING_FILES
                 )
@@ -255,22 +255,22 @@ class MegatronReader:
                 yield describe(f"{where} checkpoint_version", got=version, expected=expected, do=do)
 
     def _other_runs(self) -> Iterator[str]:
-        """Yield the files whose arguments differ from those of the first where all ranks have the
-        same."""
+        """Yield the files whose arguments differ from those of the first file, though all ranks
+        should have the same."""
         first = self._files[0, 0]
-        for each in self._files.values():
-            found = {f"args.{name}": each.args.get(name) for name in SAME_ON_ALL_RANKS}
+        for file in self._files.values():
+            given = {f"args.{name}": file.args.get(name) for name in SAME_ON_ALL_RANKS}
             wanted = {f"args.{name}": first.args.get(name) for name in SAME_ON_ALL_RANKS}
-            found["iteration"] = each.file.content.get("iteration")
+            given["iteration"] = file.file.content.get("iteration")
             wanted["iteration"] = first.file.content.get("iteration")
-            for name, got in found.items():
+            for name, got in given.items():
                 if got != wanted[name]:
                     expected = f"{wanted[name]} as in {first.file.path}"
-                    where = f"{each.file.path} {name}"
+                    where = f"{file.file.path} {name}"
                     yield describe(where, got=got, expected=expected, do=MATCHING_FILES)
 
     def _ordered(self) -> Iterator[list[tuple[RankFile, Mapping[str, Tensor]]]]:
-        """Yield for every stage, first to last, the files of its tensor ranks: stages go through
+        """Yield for every stage, first to last, the files of its tensor ranks. Stages go through
         the pipeline ranks once for each model chunk."""
         for chunk in range(len(self._files[0, 0].chunks)):
             for pp in range(self.pp):
@@ -285,7 +285,7 @@ class MegatronReader:
                 yield [(file, file.chunks[chunk]) for file in files]
 
     def _tied(self) -> bool:
-        """Return whether the embedding is the head. A head that may be one of its own is kept."""
+        """Whether the embedding is the head. A head that may be separate is kept."""
         head = _their_name(self._stages[-1][0][1], HEAD)
         untied = self._files[0, 0].args.get("untie_embeddings_and_output_weights")
         if head == "output_layer.weight":
@@ -293,7 +293,7 @@ class MegatronReader:
         return head == "word_embeddings_for_head.weight" or (head is None and untied is not True)
 
     def _add_tensors(self, model: ModelConfig) -> None:
-        # Blocks of each stage, by the largest number among the names of its first tensor rank.
+        # Blocks of each stage, from the largest number in the names of its first tensor rank.
         counts = []
         for files in self._stages:
             numbers = [re.search(r"\.layers\.(\d{1,9})\.", name) for name in files[0][1]]
@@ -331,21 +331,21 @@ class MegatronReader:
     def _add_chunk(
         self, file: RankFile, chunk: Mapping[str, Tensor], maps: Mapping[str, TensorMap]
     ) -> Iterator[str]:
-        """Add the tensors of a model chunk to the reader, and yield what is wrong with them."""
-        found = {own_name(name): name for name in chunk}
+        """Add the tensors of a model chunk to the reader, and yield their problems."""
+        names = {own_name(name): name for name in chunk}
         for own, map in maps.items():
-            if own not in found:
+            if own not in names:
                 expected = f"{own} of shape {map.shape}"
                 got = "no such tensor"
                 yield describe(file.file.path, got=got, expected=expected, do=MATCHING_FILES)
                 continue
-            tensor = chunk[found[own]]
+            tensor = chunk[names[own]]
             unpadded = (self.model.vocab_size, self.model.hidden_size)
             if own == HEAD and self.format == "megatron-llama" and tuple(tensor.shape) == unpadded:
-                # Megatron-LLaMA's own converter leaves the padding of the head away, which its
+                # Megatron-LLaMA's own converter leaves out the padding of the head, which its
                 # loader then misses.
                 map = TensorMap(unpadded, map.slices)
-            yield from self._reader.add(found[own], map, tensor, file.file)
+            yield from self._reader.add(names[own], map, tensor, file.file)
         for name in sorted(chunk):
             # A tied head may be stored where none is expected: it is a copy.
             copied = own_name(name) == HEAD and self.model.tie_word_embeddings
@@ -362,6 +362,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def opened(folder: Path, kind: str, reading: Reading) -> MegatronReader:
-    """Open a folder of one of both programs (an ``OpenFolder``)."""
+    """Open a folder of either program (an ``OpenFolder``)."""
     config, vocab_size, tokens, ignored = reading
     return MegatronReader(folder, kind, config, vocab_size, tokens, ignored)

@@ -1,4 +1,4 @@
-"""Writes checkpoints of Megatron-LM and Megatron-LLaMA; ``names`` says what is where in them."""
+"""Writes checkpoints of Megatron-LM and Megatron-LLaMA; ``names`` has the places of tensors."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class MegatronWriter:
     """``megatron`` or ``megatron-llama``."""
     tp: int
     split: tuple[int, ...]
-    """The number of blocks of each pipeline stage."""
+    """Number of blocks of each pipeline stage."""
     layout: str = TE
-    """Which of Megatron-LM's names: one of ``LAYOUTS``."""
+    """The set of Megatron-LM's names: one of ``LAYOUTS``."""
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield the reasons why the program cannot hold the model, and why it cannot be cut over so
-        many tensor ranks."""
+        """Yield the reasons why the program cannot hold the model, or why the model cannot be split
+        over so many tensor ranks."""
         layout = LEGACY if self.family == "megatron-llama" else self.layout
         yield from held_problems(model, self.family, layout)
         for name in TP_SIZES:
@@ -94,7 +94,7 @@ class MegatronWriter:
                 }
                 rank = tp_rank + self.tp * stage
                 content = {
-                    # The programs pickle their arguments as argparse made them.
+                    # The programs pickle their arguments as argparse has made them.
                     "args": Namespace(**args, rank=rank, stored_ranks=(tp_rank, stage)),
                     "checkpoint_version": CHECKPOINT_VERSION,
                     "iteration": 0,

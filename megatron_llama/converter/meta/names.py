@@ -2,8 +2,8 @@
 tensor-parallel rank of their code, and ``params.json``.
 
 Rows of q and k are ordered for rotary pairs that are neighbours. The embedding is cut by columns in
-the code of LLaMA 1 and 2 and by rows in that of LLaMA 3. What params.json has no word for stands in
-a ``config.json`` beside it, which their code ignores.
+the code of LLaMA 1 and 2 and by rows in that of LLaMA 3. Fields that params.json does not have are
+kept in a ``config.json`` beside it, which their code ignores.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PARAMS_READ = (
     "max_seq_len",
     "max_batch_size",
 )
-"""Fields of a LLaMA 1, 2 or 3. The width of the MLP is that of its weights, and the last two are
-the size of a cache. LLaMA 4's files, and those of other kinds, have more."""
+"""Fields of a LLaMA 1, 2 or 3. The width of the MLP is taken from its weights, and the last two are
+the size of a cache. The files of LLaMA 4 and of other kinds have more fields."""
 EMBEDDING = "tok_embeddings.weight"
 OUTPUT = "output.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
@@ -66,27 +66,27 @@ def file_tensors(
     model: ModelConfig, files: int, rank: int, *, by_rows: bool
 ) -> dict[str, TensorMap]:
     """Return the tensors of one file by their names. ``by_rows`` says how the embedding is cut. A
-    head is always among them: if the model has none, it is a copy."""
+    head is always included: if the model has none, it is a copy."""
     # Their code pads nothing: the vocabulary is a multiple of the number of files.
     plain = replace(model, make_vocab_size_divisible_by=1, tie_word_embeddings=False)
     units = stage_units(plain, whole_model(plain), 0, tp=files, tp_rank=rank)
-    found = {}
+    maps = {}
     for spec in (spec for unit in units for spec in unit.params):
         whole = TensorMap.of(spec)
         if spec.name in OUTSIDE_BLOCKS:
-            found[OUTSIDE_BLOCKS[spec.name]] = whole
+            maps[OUTSIDE_BLOCKS[spec.name]] = whole
             continue
         _, _, layer, own = spec.name.split(".", 3)
         for index, name in enumerate(BLOCK[own]):
             rotary = name in ("attention.wq.weight", "attention.wk.weight")
             head = model.head_dim if rotary else 0
-            found[f"layers.{layer}.{name}"] = whole.one_slice(index, head)
+            maps[f"layers.{layer}.{name}"] = whole.one_slice(index, head)
     if not by_rows:
         cols = model.hidden_size // files
         shape = (model.vocab_size, model.hidden_size)
         piece = HFSlice(HF_EMBEDDING, shape, 0, model.vocab_size, hf_col=rank * cols)
-        found[EMBEDDING] = TensorMap((model.vocab_size, cols), (piece,))
-    return found
+        maps[EMBEDDING] = TensorMap((model.vocab_size, cols), (piece,))
+    return maps
 
 
 def split_problems(model: ModelConfig, files: int) -> Iterator[str]:
@@ -106,7 +106,7 @@ def split_problems(model: ModelConfig, files: int) -> Iterator[str]:
 
 
 def make_params(model: ModelConfig) -> dict[str, Any]:
-    """Return a params.json that their code reads: it takes no other fields than its own."""
+    """Return a params.json for their code, which takes no other fields than its own."""
     multiple, factor = _width_rule(model.hidden_size, model.intermediate_size)
     params = {
         "dim": model.hidden_size,
@@ -138,8 +138,8 @@ def mlp_width(dim: int, multiple: int, factor: float | None) -> int:
 
 
 def _width_rule(dim: int, width: int) -> tuple[int, float | None]:
-    """Return the (multiple_of, ffn_dim_multiplier) that give ``width``: those of a published model
-    where they do."""
+    """Return a (multiple_of, ffn_dim_multiplier) that give ``width``: those of a published model
+    if possible."""
     published = ((256, None), (4096, 1.3), (1024, 1.3), (1024, 1.4), (256, 1.5), (1024, 1.5))
     for multiple, factor in published:
         if mlp_width(dim, multiple, factor) == width:
@@ -148,8 +148,8 @@ def _width_rule(dim: int, width: int) -> tuple[int, float | None]:
 
 
 def lost_fields(model: ModelConfig) -> Iterator[str]:
-    """Yield the fields that Meta's code cannot express. They are kept in config.json for the way
-    back, but not used there."""
+    """Yield the fields that Meta's code cannot express. config.json keeps them for the way back,
+    but their code does not use them."""
     scaling = model.rope_scaling or {}
     if model.head_dim * model.num_attention_heads != model.hidden_size:
         yield "head_dim"

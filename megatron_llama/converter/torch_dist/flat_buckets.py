@@ -1,5 +1,5 @@
 """The distributed optimizer's state as Megatron-Core has it in memory (``dp_reshardable``): flat
-buckets of one model-parallel rank each, which do not say whose values they hold.
+buckets of one model-parallel rank each, which do not name the owners of their values.
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_(P, D).bucket_idx_B.exp_avg    [numel]
 
@@ -7,8 +7,8 @@ G is tp rank + tp size * pp rank, C is the model chunk of a virtual pipeline. A 
 parameters of its chunk in the reverse of their order in the model, each at a multiple of 64; it is
 cut into buckets behind a parameter. Tensor-parallel parameters are this rank's part, row by row.
 
-Which parameter lies where follows from that order. Two things prove it: where a parameter begins
-and ends, the file has a boundary between two pieces; and the masters of the norms, rounded, are the
+The places of parameters follow from that order. Two checks prove it: where a parameter begins and
+ends, the file has a boundary between two pieces; and the masters of the norms, rounded, are the
 norms of the model.
 """
 
@@ -54,15 +54,15 @@ _INPUT_NORM = "input_layernorm.weight"
 ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {TE: (*_O_PROJ, _INPUT_NORM, *_BEHIND_QKV), LOCAL: (_INPUT_NORM, *_O_PROJ, *_BEHIND_QKV)}
 )
-"""The order of a block's parameters in Megatron's modules, by our names: in TransformerEngine's
-layout the norm before q, k and v belongs to their layer."""
+"""Order of a block's parameters in Megatron's modules, by our names. In TransformerEngine's layout
+the norm before q, k and v belongs to their layer."""
 EMBEDDING = "embedding"
 HEAD = "head"
 NORM = "norm"
 WHOLE: Mapping[str, str] = MappingProxyType(
     {EMBEDDING: EMBEDDING_KEY, HEAD: HEAD_KEY, NORM: "decoder.final_layernorm.weight"}
 )
-"""The parameters outside of the blocks, and their keys."""
+"""Parameters outside of the blocks, and their keys."""
 ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 COLUMN_PARALLEL = (
     EMBEDDING,
@@ -76,7 +76,7 @@ COLUMN_PARALLEL = (
 
 @dataclass(frozen=True)
 class _Part:
-    """What one tensor-parallel rank has of a tensor: boxes with the same columns, one below the
+    """The part of a tensor on one tensor-parallel rank: boxes with the same columns, one below the
     other."""
 
     rows: tuple[tuple[int, int], ...]
@@ -107,7 +107,7 @@ class _Bucket:
     name: str
     numel: int
     boundaries: frozenset[int]
-    """Where pieces begin or end."""
+    """Places where pieces begin or end."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class FlatBuckets:
     """Reads the buckets by the keys of the model: ``exp_avg.decoder.final_layernorm.weight``."""
 
     def __init__(self, reader: TorchDistReader) -> None:
-        """Find out what lies where. Raises CheckpointError where that is not certain."""
+        """Find the place of each parameter. Raises CheckpointError if it is not certain."""
         self._container = reader.checkpoint.container
         self._folder = reader.folder
         self._tp = reader.checkpoint.tp
@@ -134,21 +134,21 @@ class FlatBuckets:
         self._buffers = self._find_buffers()
         orders = ([leaf for leaf in order if self._stored(leaf, 0)] for order in ORDERS.values())
         layouts = (self._layout(order) for order in orders)
-        found = next((layout for layout in layouts if layout is not None), None)
-        if found is None:
+        boxes = next((layout for layout in layouts if layout is not None), None)
+        if boxes is None:
             raise self._error(
                 "optimizer.distributed",
                 "buckets that do not fit the order of the model's parameters",
                 "the buffers of Megatron-Core's GPTModel",
             )
-        self._boxes: Mapping[tuple[str, int | None], Sequence[_Box]] = found
-        # Boundaries do not tell whose values lie between them, nor whether those are whole masters.
+        self._boxes: Mapping[tuple[str, int | None], Sequence[_Box]] = boxes
+        # Boundaries do not tell whose values lie between them, nor whether they are whole masters.
         require_masters(reader, self, "param.", do=DO)
 
     def read(self, name: str, offset: Sequence[int], out: Tensor) -> None:
-        """Write the box of a tensor of the model that begins at ``offset`` and has the size of
-        ``out`` into ``out``. ``name`` is one of STATES, a dot, and the key. Called by several
-        threads at a time. Raises CheckpointError."""
+        """Fill ``out`` with the box of its size that begins at ``offset`` in a tensor of the model.
+        ``name`` is one of STATES, a dot, and the key. Several threads may call it at a time. Raises
+        CheckpointError."""
         state, _, key = name.partition(".")
         layer: int | None = None
         if (key, None) not in self._boxes:
@@ -166,20 +166,20 @@ class FlatBuckets:
             right = min(column + columns, box.column + box.columns)
             if top >= bottom or left >= right:
                 continue
-            # The rows of a box lie end to end; some of their columns alone do not.
+            # Only whole rows of a box lie end to end in the file, not some of their columns.
             step = max(1, BLOCK_ELEMENTS // box.columns)
             for first in range(top, bottom, step):
                 last = min(first + step, bottom)
                 values = torch.empty((last - first) * box.columns, dtype=torch.float32)
                 start = box.start + (first - box.row) * box.columns
                 self._container.read(f"{box.bucket}.{state}", (start,), values)
-                part = values.view(-1, box.columns)[:, left - box.column : right - box.column]
-                out[first - row : last - row, left - column : right - column] = part
+                inside = values.view(-1, box.columns)[:, left - box.column : right - box.column]
+                out[first - row : last - row, left - column : right - column] = inside
 
     def _find_buffers(self) -> dict[tuple[int, int], list[_Bucket]]:
         """Return the buckets of each data-parallel group and model chunk. Raises
         CheckpointError."""
-        found = defaultdict[tuple[int, int], dict[int, str]](dict)
+        bases_at = defaultdict[tuple[int, int], dict[int, str]](dict)
         names = []
         for name in self._container.tensors:
             match = BUCKET.fullmatch(name)
@@ -190,21 +190,21 @@ class FlatBuckets:
             if state not in STATES:
                 expected = ", ".join(STATES)
                 raise self._error(name, f"state {state}", f"that of Adam: {expected}")
-            if found[place].setdefault(int(index), base) != base:
+            if bases_at[place].setdefault(int(index), base) != base:
                 raise self._error(name, "gradients of several dtypes", "one dtype")
-            names += [f"{base}.{each}" for each in STATES]
+            names += [f"{base}.{kind}" for kind in STATES]
         self._container.require(dict.fromkeys(names))
-        groups = 1 + max((group for group, _ in found), default=-1)
-        chunks = 1 + max((chunk for _, chunk in found), default=-1)
-        whole = found.keys() == {(g, c) for g in range(groups) for c in range(chunks)}
-        if not found or groups % self._tp or not whole:
+        groups = 1 + max((group for group, _ in bases_at), default=-1)
+        chunks = 1 + max((chunk for _, chunk in bases_at), default=-1)
+        whole = bases_at.keys() == {(g, c) for g in range(groups) for c in range(chunks)}
+        if not bases_at or groups % self._tp or not whole:
             raise self._error(
                 "optimizer.distributed",
-                f"buffers {', '.join(f'{g}.{c}' for g, c in sorted(found)) or 'none'}",
+                f"buffers {', '.join(f'{g}.{c}' for g, c in sorted(bases_at)) or 'none'}",
                 f"{chunks} for each of tp {self._tp} x pp ranks",
             )
         buffers = {}
-        for place, bases in found.items():
+        for place, bases in bases_at.items():
             if sorted(bases) != list(range(len(bases))):
                 got = f"buckets {sorted(bases)}"
                 raise self._error(next(iter(bases.values())), got, "all from 0 on")
@@ -221,8 +221,8 @@ class FlatBuckets:
         return _Bucket(base, tensors[0].shape[0], frozenset(at for pair in ends for at in pair))
 
     def _stored(self, leaf: str, layer: int) -> tuple[tuple[str, int | None], ...]:
-        """Return the key of a tensor, and its index in dimension 0 where layers are stacked; two of
-        them for a tensor that is stored in halves; none if the model has no such tensor."""
+        """Return the keys of a tensor, each with its index in dimension 0 if layers are stacked:
+        one, two if it is stored in halves, none if the model has no such tensor."""
         tensors = self._container.tensors
         if leaf in WHOLE:
             return ((WHOLE[leaf], None),) if WHOLE[leaf] in tensors else ()
@@ -235,7 +235,7 @@ class FlatBuckets:
         return ()
 
     def _part(self, leaf: str, tp_rank: int) -> _Part:
-        """Return what a tensor-parallel rank has of a tensor. Raises CheckpointError."""
+        """Return the part of a tensor on a tensor-parallel rank. Raises CheckpointError."""
         # A tied head on another stage than the embedding is a copy of that.
         keys = self._stored(leaf, 0) or self._stored(EMBEDDING, 0)
         rows = 0
@@ -266,7 +266,7 @@ class FlatBuckets:
         pp = groups // self._tp
         boxes = defaultdict[tuple[str, int | None], list[_Box]](list)
         first_layer = 0
-        # Chunk after chunk, the pipeline ranks hold layers in turn.
+        # The pipeline ranks hold layers in turn, chunk after chunk.
         for stage in range(chunks * pp):
             chunk, pp_rank = divmod(stage, pp)
             counts = set()
@@ -277,9 +277,9 @@ class FlatBuckets:
                 )
                 if placed is None:
                     return None
-                counts.add(sum(each.leaf == order[0] for each in placed))
-                for each in placed:
-                    self._add_boxes(boxes, each, first_layer + each.layer, tp_rank)
+                counts.add(sum(parameter.leaf == order[0] for parameter in placed))
+                for parameter in placed:
+                    self._add_boxes(boxes, parameter, first_layer + parameter.layer, tp_rank)
             if len(counts) != 1:
                 return None
             first_layer += counts.pop()
@@ -294,8 +294,8 @@ class FlatBuckets:
         first: bool,
         last: bool,
     ) -> list[_Placed] | None:
-        """Return the parameters of a stage in its buckets, whatever number of layers it has; None
-        if they do not fill them."""
+        """Return the parameters of a stage in its buckets, whatever its number of layers; None if
+        they do not fill the buckets."""
         tied = not self._stored(HEAD, 0)
         # The last parameter of the model comes first, because its gradient does.
         behind = [(HEAD, 0)] if last and not (tied and first) else []
@@ -336,7 +336,7 @@ class FlatBuckets:
 def _filled(
     buckets: Sequence[_Bucket], parameters: Sequence[tuple[str, int]], numel: Mapping[str, int]
 ) -> list[_Placed] | None:
-    """Lay the parameters (leaf, layer) into the buckets, one behind the other. Returns None if they
+    """Lay the parameters (leaf, layer) into the buckets, one behind the other. Return None if they
     do not fill them, or if one begins or ends where the file has no boundary."""
     placed = []
     number = 0

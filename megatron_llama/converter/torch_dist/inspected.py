@@ -1,4 +1,4 @@
-"""What ``inspect`` says of a folder of Megatron-Core."""
+"""Shows a folder of Megatron-Core for ``inspect``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OF_A_RUN = (
     "padded_vocab_size",
     "transformer_impl",
 )
-"""Megatron's arguments that are shown of a checkpoint."""
+"""Arguments of Megatron that are shown for a checkpoint."""
 
 
 def show(path: str) -> None:
-    """Print what its arguments say of the run, and its tensors as they are stored."""
+    """Print the run's arguments and the tensors as they are stored."""
     opened = TorchDistFolder(Path(path))
     args = opened.args
     tensors = opened.container.tensors

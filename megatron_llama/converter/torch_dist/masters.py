@@ -1,4 +1,4 @@
-"""Whether fp32 masters lie where they are looked for."""
+"""Checks that fp32 masters lie at their expected places."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_llama.converter.torch_dist.reader import TorchDistReader
 from megatron_llama.errors import CheckpointError
 
 NORMS = ("norm.weight", "layer_norm_weight")
-"""How the keys of norms end. They are small, and a wrong place in the file would show in them."""
+"""Endings of the keys of norms. These are small, and would show a wrong place in the file."""
 
 
 def require_masters(reader: TorchDistReader, masters: Boxes, prefix: str, *, do: str) -> None:
     """Raise CheckpointError with the remedy ``do`` unless the masters of all norms, which
-    ``masters`` has under ``prefix`` and the key, are the model's values once they are rounded."""
+    ``masters`` has under ``prefix`` and the key, equal the model's values when rounded."""
     container = reader.checkpoint.container
     for stored in reader.weights:
         if not stored.key.endswith(NORMS):

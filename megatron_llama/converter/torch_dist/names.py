@@ -1,12 +1,11 @@
-"""Where the tensors of a model are in a ``torch_dist`` folder.
+"""The places of a model's tensors in a ``torch_dist`` folder.
 
 The keys are those of Megatron-Core's modules, as in ``converter.megatron``. A layer's tensors are
 stacked in dimension 0 (``decoder.layers.mlp.linear_fc2.weight``), or each is on its own where
-layers may differ (``decoder.layers.7.mlp.linear_fc2.weight``), and the two halves of
-``linear_fc1`` may have keys of their own (``weight_w``: gate, ``weight_v``: up). A tensor is whole,
-whatever the layout of the run: the gate's rows stand before all of the up projection's, the rows of
-q, k and v are those of each key/value head in turn.
-"""
+layers may differ (``decoder.layers.7.mlp.linear_fc2.weight``). The two halves of ``linear_fc1`` may
+have keys of their own (``weight_w``: gate, ``weight_v``: up). A tensor is whole, whatever the
+layout of the run: the gate's rows stand before all of the up projection's, the rows of q, k and v
+are those of each key/value head in turn."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ OTHER_PARTS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Where a tensor of ours, or a half of one, is in a folder."""
+    """The place of a tensor of ours, or of a half of one, in a folder."""
 
     key: str
     layer: int | None
@@ -70,22 +69,24 @@ class StoredWeight:
 
 
 def find_weights(model: ModelConfig, container: Container) -> tuple[StoredWeight, ...]:
-    """Return where everything of the model is, whose vocabulary is padded to what is stored. Raises
-    CheckpointError with every tensor that is missing, of another shape or of another model, and
-    with everything that keeps the tensors from being read."""
+    """Return the places of the model's tensors; the model's vocabulary has the stored padding.
+    Raises CheckpointError with every tensor that is missing, of another shape or of another model,
+    and with all problems that keep the tensors from being read."""
     layers = model.num_hidden_layers
     tensors = container.tensors
     maps = file_tensors(
         model, "megatron", partition_of([layers], 1), 0, tp=1, tp_rank=0, whole_head=False
     )
-    found = list[StoredWeight]()
+    weights = list[StoredWeight]()
     problems = list[str]()
     for own, map in maps.items():
         candidates = list(_candidates(own, map))
-        stored = next((each for each in candidates if all(one.key in tensors for one in each)), ())
-        found += stored
+        stored = next(
+            (places for places in candidates if all(p.key in tensors for p in places)), ()
+        )
+        weights += stored
         if not stored:
-            names = " or ".join(dict.fromkeys(one.key for each in candidates for one in each[:1]))
+            names = " or ".join(dict.fromkeys(p.key for places in candidates for p in places[:1]))
             expected = f"{names} with rows of shape {map.shape}"
             problems.append(
                 describe(
@@ -95,39 +96,39 @@ def find_weights(model: ModelConfig, container: Container) -> tuple[StoredWeight
                     do=MATCHING_FILES,
                 )
             )
-        for one in stored:
-            shape = one.map.shape if one.layer is None else (layers, *one.map.shape)
-            if tensors[one.key].shape != shape:
-                got = f"shape {tensors[one.key].shape}"
-                where = f"{container.folder} {one.key}"
+        for weight in stored:
+            shape = weight.map.shape if weight.layer is None else (layers, *weight.map.shape)
+            if tensors[weight.key].shape != shape:
+                got = f"shape {tensors[weight.key].shape}"
+                where = f"{container.folder} {weight.key}"
                 problem = describe(where, got=got, expected=shape, do=MATCHING_FILES)
                 # A stacked tensor would be listed for each layer.
                 problems += [problem] if problem not in problems else []
-    problems += _unknown(container, {one.key for one in found})
+    problems += _unknown(container, {weight.key for weight in weights})
     refuse(f"{container.folder} does not hold the model:", problems)
-    container.require(dict.fromkeys(one.key for one in found))
-    return tuple(found)
+    container.require(dict.fromkeys(weight.key for weight in weights))
+    return tuple(weights)
 
 
 def model_keys(tensors: Iterable[str]) -> Iterator[str]:
-    """Yield the names of the tensors that are the model's: all but the optimizer's."""
+    """Yield the names of the model's tensors: all but the optimizer's."""
     for name in tensors:
         if not OPTIMIZER.fullmatch(name) and not IGNORED.fullmatch(name.partition("/")[0]):
             yield name
 
 
 def layer_count(tensors: Mapping[str, StoredTensor]) -> int:
-    """Return the number of layers that the tensors of a model show, 0 if they show none."""
-    found = {0}
+    """Return the number of layers that the tensors of a model show; 0 if they show none."""
+    counts = {0}
     for name in model_keys(tensors):
         if name.startswith(LAYERS):
             number = name.removeprefix(LAYERS).partition(".")[0]
-            found.add(int(number) + 1 if number.isdecimal() else tensors[name].shape[0])
-    return max(found)
+            counts.add(int(number) + 1 if number.isdecimal() else tensors[name].shape[0])
+    return max(counts)
 
 
 def _candidates(own: str, map: TensorMap) -> Iterator[tuple[StoredWeight, ...]]:
-    """Yield the places in which a tensor of ours may be, each of one or two keys."""
+    """Yield the possible places of a tensor of ours, each of one or two keys."""
     if not own.startswith("model.layers."):
         yield (StoredWeight(their_name(own, TE, "megatron", tied=False), None, map),)
         return
@@ -142,13 +143,13 @@ def _candidates(own: str, map: TensorMap) -> Iterator[tuple[StoredWeight, ...]]:
 
 def _unknown(container: Container, known: set[str]) -> Iterator[str]:
     """Yield a line for each tensor that is no part of the model, a kind of model only once."""
-    other = dict[str, str]()
+    names = dict[str, str]()
     for name in sorted(model_keys(container.tensors)):
         if name in known:
             continue
-        kind = next((what for key, what in OTHER_PARTS.items() if re.fullmatch(key, name)), name)
-        other.setdefault(kind, name)
-    for kind, name in other.items():
+        kind = next((part for key, part in OTHER_PARTS.items() if re.fullmatch(key, name)), name)
+        names.setdefault(kind, name)
+    for kind, name in names.items():
         got = "a tensor" if kind == name else kind
         yield describe(
             f"{container.folder} {name}", got=got, expected="none of this name", do=PLAIN_MODELS
@@ -156,20 +157,20 @@ def _unknown(container: Container, known: set[str]) -> Iterator[str]:
 
 
 class Boxes(Protocol):
-    """Something to read boxes of stored tensors from."""
+    """A reader of boxes of stored tensors."""
 
     def read(self, name: str, offset: Sequence[int], out: Tensor) -> None:
-        """Write the box that begins at ``offset`` and has the size of ``out`` into ``out``."""
+        """Fill ``out`` with the box of its size that begins at ``offset``."""
         ...
 
 
 class StoredSource:
-    """A WeightSource of the stored tensors, or of what is stored beside each under a longer key."""
+    """A WeightSource of the stored tensors, or of tensors beside them with a longer key."""
 
     def __init__(self, container: Boxes, weights: Iterable[StoredWeight], prefix: str = "") -> None:
         """Take the places of the weights. ``prefix`` stands before each key:
-        ``optimizer.state.exp_avg.`` makes this the source of Adam's first moments. The tensors have
-        to be ones that ``container.require`` has seen."""
+        ``optimizer.state.exp_avg.`` makes this the source of Adam's first moments. The tensors
+        must have passed ``container.require``."""
         self._container = container
         self._prefix = prefix
         self._pieces = dict[str, list[tuple[StoredWeight, HFSlice]]]()

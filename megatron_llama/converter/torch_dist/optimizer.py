@@ -1,10 +1,10 @@
-"""Reads the optimizer's state in ``torch_dist`` folders: fp32 masters, both moments, and what is
-known of the run beside them.
+"""Reads the optimizer's state in ``torch_dist`` folders: fp32 masters, both moments, and the facts
+about the run that are stored beside them.
 
 Megatron-Core writes it in three shapes. Two have the model's own keys and shapes behind a prefix
 (``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight``): the distributed optimizer's
-``fully_reshardable``, and what is written without it. The third, the distributed optimizer's
-``dp_reshardable``, is its memory as it is; ``flat_buckets`` reads it.
+``fully_reshardable``, and the state that is written without it. The third, the distributed
+optimizer's ``dp_reshardable``, is its memory unchanged; ``flat_buckets`` reads it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ FLAT = "dp_reshardable"
 MASTERS: Mapping[str | None, str] = MappingProxyType(
     {None: "fp32_param", "fully_reshardable": "param", FLAT: "param"}
 )
-"""What the fp32 masters are called, by the way in which the distributed optimizer is sharded; None:
+"""Names of the fp32 masters, by the way in which the distributed optimizer is sharded; None:
 without it."""
 WEIGHTS_ALONE = "take its weights alone: --finetune, or convert --to hf"
 
 
 def has_optimizer(opened: TorchDistFolder) -> bool:
-    """Return whether a folder holds an optimizer's state."""
+    """Whether a folder holds an optimizer's state."""
     return "optimizer" in opened.common
 
 
 def open_optimizer(reader: TorchDistReader) -> OptimizerState:
-    """Open the optimizer's state of a folder that has one. Raises CheckpointError with everything
-    that keeps a run from going on with it."""
+    """Open the optimizer's state of a folder that has one. Raises CheckpointError with all problems
+    that keep a run from going on with it."""
     opened = reader.checkpoint
     with _reading(f"{opened.common_file}"):
         sharding, known = _known(opened)
@@ -57,7 +57,7 @@ def open_optimizer(reader: TorchDistReader) -> OptimizerState:
 
 
 def _known(opened: TorchDistFolder) -> tuple[str | None, OptimizerState]:
-    """Return how the state is sharded, and everything about it but its sources. Raises
+    """Return the kind of sharding of the state, and the state without its sources. Raises
     CheckpointError."""
     container = opened.container
     where = f"{opened.common_file} optimizer"
@@ -117,8 +117,8 @@ def _known(opened: TorchDistFolder) -> tuple[str | None, OptimizerState]:
 
 
 def position(opened: TorchDistFolder) -> tuple[int, int]:
-    """Return the iteration that a checkpoint was saved after, and the samples consumed until then.
-    Raises CheckpointError where Megatron-LM has not saved them."""
+    """Return the iteration after which a checkpoint was saved, and the samples consumed until then.
+    Raises CheckpointError if Megatron-LM has not saved them."""
     refuse(f"{opened.folder}: a run cannot go on from it:", list(_position_problems(opened)))
     return int(opened.common["iteration"]), int(opened.args["consumed_train_samples"])
 
@@ -128,11 +128,11 @@ def _position_problems(opened: TorchDistFolder) -> Iterator[str]:
         (opened.common_file, opened.common, "iteration"),
         (f"{opened.common_file} args", opened.args, "consumed_train_samples"),
     ):
-        found = content.get(name)
-        if type(found) is not int or not 0 <= found <= LARGEST_INTEGER:
+        value = content.get(name)
+        if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
             yield describe(
                 f"{where} {name}",
-                got=shown(found),
+                got=shown(value),
                 expected="a number, as Megatron-LM saves it",
                 do=WEIGHTS_ALONE,
             )
@@ -140,8 +140,8 @@ def _position_problems(opened: TorchDistFolder) -> Iterator[str]:
 
 @contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Entries of another type than Megatron's, that nothing has found by name, fail in whatever
-    reads them first."""
+    """A section in which any error becomes a CheckpointError: entries of another type than
+    Megatron's, which no check has found by name, fail where they are first read."""
     try:
         yield
     except UserError:
@@ -183,7 +183,7 @@ def _is_pair(value: Any) -> bool:
 
 def _is_ramp(value: Any) -> bool:
     # Megatron-LM keeps the numbers as they were written.
-    return _is_list(value) and all(_is_whole(each) or str(each).isdecimal() for each in value)
+    return _is_list(value) and all(_is_whole(number) or str(number).isdecimal() for number in value)
 
 
 WHOLE = "a whole number of 0 or more"
@@ -220,7 +220,7 @@ ARGUMENT_TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("eod_mask_loss", "bf16"), "True or False"),
     }
 )
-"""What entries are that a run goes on with; each name of TYPES has its check there."""
+"""Types of the entries with which a run goes on; TYPES has their checks, by these names."""
 
 
 def _type_problem(where: str, value: Any, expected: str) -> str:
@@ -236,8 +236,8 @@ def _option_problems(args: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def run_options(args: Mapping[str, Any], where: str = "common.pt args") -> Config:
-    """Return the options of a run by Megatron-LM's arguments; what they do not say has its default.
-    The model's are not filled in. Raises CheckpointError that names what is of another type."""
+    """Return the options of a run by Megatron-LM's arguments; missing ones have their defaults. The
+    model's are not filled in. Raises CheckpointError naming the arguments of another type."""
     with _reading(where):
         refuse(f"{where} are not those of Megatron-LM:", list(_option_problems(args, where)))
         return _options(args)
@@ -271,7 +271,7 @@ def _options(args: Mapping[str, Any]) -> Config:
 
 
 def _with_groups(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
-    """Return the options with what the optimizer has used."""
+    """Return the options with those that the optimizer has used."""
     beta1, beta2 = groups[0]["betas"]
     optimizer = replace(
         config.optimizer,
@@ -284,8 +284,8 @@ def _with_groups(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
 
 
 def _sources(reader: TorchDistReader, sharding: str | None) -> Mapping[str, WeightSource]:
-    """Return the source of each of STATES, after everything that can be checked without reading
-    values. Raises CheckpointError."""
+    """Return the source of each of STATES, after all checks that need no values. Raises
+    CheckpointError."""
     container = reader.checkpoint.container
     if sharding == FLAT:
         flat = FlatBuckets(reader)
@@ -326,7 +326,7 @@ def _sources(reader: TorchDistReader, sharding: str | None) -> Mapping[str, Weig
 
 
 def _is_group_state(name: str) -> bool:
-    """Return whether an object is what one data-parallel group says of its optimizer."""
+    """Whether an object holds the options of one data-parallel group's optimizer."""
     return name.startswith("optimizer.distributed.dp_group_idx_") and ".optimizer/" in name
 
 
@@ -344,8 +344,8 @@ def _param_groups(state: Any) -> list[Mapping[str, Any]]:
 
 
 def _step_counts(state: Any) -> Iterator[Any]:
-    """Yield the counts of updates that a state dict has: of torch's Adam for each parameter, of
-    Apex's and TransformerEngine's for each group."""
+    """Yield the counts of updates in a state dict: torch's Adam has one for each parameter, Apex's
+    and TransformerEngine's one for each group."""
     inner = _inner(state)
     counted = inner.get("state")
     if isinstance(counted, dict) and "common_step" in counted:
@@ -356,7 +356,7 @@ def _step_counts(state: Any) -> Iterator[Any]:
 
 
 def _group_problems(where: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the options of the parameters' groups have that the optimizer here has not."""
+    """Yield the options of the parameters' groups that the optimizer here does not have."""
     if not groups:
         yield describe(
             f"{where} param_groups", got="none", expected="those of Adam", do=WEIGHTS_ALONE
@@ -391,11 +391,11 @@ def _group_problems(where: str, groups: Sequence[Mapping[str, Any]]) -> Iterator
                 do=WEIGHTS_ALONE,
             )
     for name in ("betas", "eps", "max_lr", "min_lr"):
-        found = {str(group.get(name)) for group in groups}
-        if len(found) > 1:
+        values = {str(group.get(name)) for group in groups}
+        if len(values) > 1:
             yield describe(
                 f"{where} param_groups {name}",
-                got=" and ".join(sorted(found)),
+                got=" and ".join(sorted(values)),
                 expected="the same in all groups",
                 do=WEIGHTS_ALONE,
             )

@@ -1,5 +1,5 @@
-"""Reads the weights of Megatron-Core's ``torch_dist`` checkpoints; ``names`` says what is where in
-them."""
+"""Reads the weights of Megatron-Core's ``torch_dist`` checkpoints; ``names`` has the places of
+their tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TorchDistReader:
             got = "no embedding" if embedding is None else f"shape {embedding.shape}"
             raise CheckpointError(where, got=got, expected="a language model", do=MATCHING_FILES)
         self.dtype = str(embedding.dtype).removeprefix("torch.")
-        # Before anything believes their shapes.
+        # Before their shapes are used.
         opened.container.require(model_keys(tensors))
         user, self.extra = read_config(config, opened.args.get("hf_config"), ignored=ignored)
         problems = list(_contradictions(opened, user))
@@ -72,7 +72,7 @@ class TorchDistReader:
         except UserError:
             raise
         except Exception as error:
-            # Arguments of another type than Megatron's fail in whatever reads them first.
+            # Arguments of another type than Megatron's fail where they are first read.
             got = f"a value that is none ({type(error).__name__}: {error})"
             raise CheckpointError(
                 where, got=got, expected="Megatron's arguments", do=COPY_AGAIN
@@ -100,8 +100,8 @@ class TorchDistReader:
 
 
 def _contradictions(opened: TorchDistFolder, user: ModelConfig | None) -> Iterator[str]:
-    """Yield where the arguments, or the configuration ``user``, describe another model than the
-    tensors. What they say of its size is compared before anything of that size is made."""
+    """Yield the contradictions between the tensors and the arguments, or the configuration
+    ``user``. Sizes are compared before anything of those sizes is made."""
     tensors = opened.container.tensors
     layers = layer_count(tensors)
     hidden = tensors[EMBEDDING_KEY].shape[1]

@@ -28,8 +28,8 @@ NONE_WITHOUT = (
     "lr_wsd_decay_samples",
     "lr_warmup_fraction",
 )
-"""Options of the optimizer that Megatron-LM has under the same names; where they are not given, the
-latter are None there."""
+"""Options of the optimizer that Megatron-LM has under the same names; of the latter it has None for
+those that are not given."""
 SAME_TRAINING = ("seq_length", "micro_batch_size", "global_batch_size", "seed")
 
 
@@ -60,7 +60,7 @@ def training_args(state: OptimizerState) -> dict[str, Any]:
         "dist_ckpt_optim_fully_reshardable": True,
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "no_save_optim": None,
-        # Random states are not there. Megatron asks for them where its layout is that of the args.
+        # There are no random states. Megatron would ask for them if its layout is that of the args.
         "no_save_rng": True,
     }
 
@@ -76,7 +76,7 @@ def optimizer_entries(state: OptimizerState) -> dict[str, Any]:
         "max_lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
         "lr": state.lr if state.lr is not None else optimizer.lr,
-        # Of TransformerEngine's and Apex' Adam; torch's always corrects.
+        # For TransformerEngine's and Apex' Adam; torch's always corrects.
         "bias_correction": True,
         "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
         "eps": optimizer.adam_eps,
@@ -104,14 +104,14 @@ def scheduler_state(state: OptimizerState) -> dict[str, Any]:
         now = state.consumed_samples
         decay = optimizer.lr_decay_samples
         warmup: float = optimizer.lr_warmup_samples
-        whole = training.train_samples
+        total = training.train_samples
     else:
-        # A schedule in iterations is one in samples for a batch that does not grow.
+        # With a batch that does not grow, a schedule in iterations is one in samples.
         batch = training.global_batch_size
         now = state.iteration * batch
         decay = optimizer.lr_decay_iters * batch
         warmup = optimizer.lr_warmup_iters * batch
-        whole = training.train_iters * batch
+        total = training.train_iters * batch
     return {
         "max_lr": optimizer.lr,
         "lr_warmup_steps": warmup or optimizer.lr_warmup_fraction * decay,
@@ -122,5 +122,5 @@ def scheduler_state(state: OptimizerState) -> dict[str, Any]:
         "start_wd": optimizer.weight_decay,
         "end_wd": optimizer.weight_decay,
         "wd_incr_style": "constant",
-        "wd_incr_steps": whole,
+        "wd_incr_steps": total,
     }

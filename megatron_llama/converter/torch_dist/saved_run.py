@@ -1,4 +1,4 @@
-"""A run of Megatron-Core with which a run here can go on, and in what its samples differ."""
+"""A run of Megatron-Core with which a run here can go on, and the differences of its samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OTHER_LOSSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "lr_warmup_init": (None, 0.0),
     }
 )
-"""Arguments of Megatron-LM, with the values for which its updates are those made here."""
+"""Arguments of Megatron-LM, with the values for which its updates equal those made here."""
 MASKS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 """Options of documents within a sample."""
 
@@ -59,7 +59,7 @@ class MegatronRun:
     """A folder with the optimizer's state (a ``SavedRun``)."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what the folder says of itself. Raises CheckpointError."""
+        """Read the folder's arguments and index. Raises CheckpointError."""
         self._folder = folder
         self.opened = TorchDistFolder(folder)
 
@@ -79,8 +79,8 @@ class MegatronRun:
 
 
 def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iterator[str]:
-    """Say which sample Megatron-LM would have read next, by its arguments, and which one comes
-    here."""
+    """Yield lines that tell the sample that Megatron-LM would have read next, by its arguments, and
+    the one that comes here."""
     theirs = run_options(args)
     before: Any
     total = run_samples(theirs.training)
@@ -117,7 +117,7 @@ def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iter
             ("--split", theirs.data.split, config.data.split),
             ("--data-path", " ".join(theirs.data.data_path), " ".join(config.data.data_path)),
         ]
-    for what, before, now in compared:
+    for option, before, now in compared:
         if before != now:
-            same = ", unless this is the same dataset" if what == "--data-path" else ""
-            yield f"{where}: {what} was {before} and is {now}: the samples are others{same}"
+            same = ", unless this is the same dataset" if option == "--data-path" else ""
+            yield f"{where}: {option} was {before} and is {now}: the samples are others{same}"

@@ -1,8 +1,8 @@
-"""Writes checkpoints of Megatron-Core's ``torch_dist`` format, without megatron: every layout of a
+"""Writes checkpoints of Megatron-Core's ``torch_dist`` format, without megatron. Every layout of a
 Megatron-LM run loads them.
 
 iter_0000100/    metadata.json, common.pt, .metadata and *.distcp (torch.distributed.checkpoint),
-                 integrity.json; ``release`` instead of ``iter_...`` where there are weights only
+                 integrity.json; ``release`` instead of ``iter_...`` for weights only
 
 The keys and shapes are those of a model without parallelism, layers stacked in dimension 0. The
 optimizer's state is the distributed optimizer's in its fully reshardable shape.
@@ -54,7 +54,7 @@ from megatron_llama.model.hf import carried_config
 STATE_KEYS: Mapping[str, str] = MappingProxyType(
     {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 )
-"""What the fully reshardable shape calls each part of the optimizer's state."""
+"""Names of the parts of the optimizer's state in the fully reshardable shape."""
 EXTRA_STATES = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -72,7 +72,7 @@ class _Part:
     """Some rows of a tensor of the model, as a chunk of a tensor in the file."""
 
     region: Region
-    """The chunk, without values: of a stacked tensor one layer."""
+    """The chunk, without values; for a stacked tensor it is one layer."""
     tensor: MappedTensor
     first: int
     last: int
@@ -80,7 +80,7 @@ class _Part:
 
     @property
     def bytes(self) -> int:
-        """What is asked of the source."""
+        """Bytes of the values to read from the source."""
         elements = self.tensor.elements_of(self.first, self.last)
         return elements * self.region.tensor.dtype.itemsize
 
@@ -97,9 +97,9 @@ class TorchDistWriter:
 
     files: int
     tp: int
-    """The vocabulary is padded as for so many tensor ranks."""
+    """Number of tensor ranks for which the vocabulary is padded."""
     state: OptimizerState | None = None
-    """What a run goes on with. Without it the checkpoint is a release: weights, iteration 0."""
+    """State of the run. Without it the checkpoint is a release: weights, iteration 0."""
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
         """Yield the reasons why Megatron-Core cannot hold the model."""
@@ -113,17 +113,17 @@ class TorchDistWriter:
         dtype: torch.dtype,
         extra: Mapping[str, Any],
     ) -> Iterator[WriteTask]:
-        """Yield a task for each file of tensors and one for what says what is in them."""
+        """Yield a task for each file of tensors and one for the index and the common part."""
         iteration = self.state.iteration if self.state is not None else 0
         name = f"iter_{iteration:07d}" if self.state is not None else "release"
         checkpoint = folder / name
         checkpoint.mkdir()
         parts = list(self._parts(model, source, dtype))
-        whole = sum(part.region.tensor.numel() for part in parts)
+        total = sum(part.region.tensor.numel() for part in parts)
         shares: list[list[_Part]] = [[] for _ in range(self.files)]
         before = 0
         for part in parts:
-            shares[self.files * before // whole].append(part)
+            shares[self.files * before // total].append(part)
             before += part.region.tensor.numel()
         written = list[WrittenParts]()
 
@@ -133,7 +133,7 @@ class TorchDistWriter:
 
         def finish() -> None:
             names = list(_extra_states(model))
-            objects = [_object_item(each) for each in names]
+            objects = [_object_item(object_name) for object_name in names]
             index = make_index([[part.region.write_item() for part in parts], objects])
             written.append(_write_objects(checkpoint, self.files, names))
             sums = write_index(checkpoint, index, written)
@@ -145,7 +145,7 @@ class TorchDistWriter:
             manifest = {"algorithm": "sha256", "files": dict(sorted(sums.items()))}
             with writing(checkpoint):
                 write_synced(checkpoint / MANIFEST, json.dumps(manifest, indent=2).encode())
-                # Megatron takes a folder for a checkpoint that has this file.
+                # Megatron takes a folder with this file for a checkpoint.
                 write_synced(checkpoint / BACKEND, backend)
                 sync(checkpoint)
                 tracker = "release" if self.state is None else str(iteration)
@@ -161,12 +161,12 @@ class TorchDistWriter:
     def _parts(
         self, model: ModelConfig, source: WeightSource, dtype: torch.dtype
     ) -> Iterator[_Part]:
-        """Yield everything that is to be written, layer by layer."""
+        """Yield all parts to be written, layer by layer."""
         layers = model.num_hidden_layers
         sources = [("", source, dtype)]
         if self.state is not None:
-            for what, key in STATE_KEYS.items():
-                values = self.state.sources[what]
+            for state, key in STATE_KEYS.items():
+                values = self.state.sources[state]
                 counted = source.beside(values) if isinstance(source, ProgressSource) else values
                 sources.append((f"optimizer.state.{key}.", counted, torch.float32))
         partition = partition_of([layers], 1)
@@ -202,7 +202,7 @@ class TorchDistWriter:
     def _common(
         self, model: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return what Megatron-LM keeps beside tensors, in its order."""
+        """Return the entries that Megatron-LM keeps beside tensors, in its order."""
         args = make_args(model, "megatron", dtype, self.tp, [model.num_hidden_layers], TE)
         args["hf_config"] = carried_config(model, extra, dtype=str(dtype).removeprefix("torch."))
         content_metadata: dict[str, Any] = {
@@ -210,7 +210,7 @@ class TorchDistWriter:
             "chained_optim_avoid_prefix": True,
         }
         if self.state is None:
-            # Only what is there may be asked for.
+            # Megatron must not ask for entries that are not there.
             args |= {"ckpt_format": "torch_dist", "no_save_optim": True, "no_save_rng": True}
             content: dict[str, Any] = {"iteration": 0}
         else:
@@ -249,8 +249,8 @@ def _write_objects(folder: Path, number: int, names: list[str]) -> WrittenParts:
     name = f"__{number}_0{DEFAULT_SUFFIX}"
     places = {}
     with writing(folder / name), HashedFile(folder / name) as file:
-        for each in names:
+        for object_name in names:
             start = file.tell()
             torch.save([None], cast(IO[bytes], file))
-            places[MetadataIndex(each)] = _StorageInfo(name, start, file.tell() - start)
+            places[MetadataIndex(object_name)] = _StorageInfo(name, start, file.tell() - start)
     return WrittenParts(places, {name: file.sum})

@@ -1,2 +1,2 @@
-"""Whether two model folders hold the same model: weights bit for bit, configurations field by
-field, logits within rounding."""
+"""Compares two model folders: weights bit for bit, configurations field by field, logits within
+rounding."""

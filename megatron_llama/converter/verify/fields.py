@@ -1,4 +1,4 @@
-"""Compares two model configurations: what changes the logits, and what does not."""
+"""Compares two model configurations: fields that change the logits, and fields that do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FieldDifference:
     first: Any
     second: Any
     matters: bool
-    """Whether the model computes something else."""
+    """Whether it changes the computation."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.first} in A, {self.second} in B"
@@ -30,11 +30,11 @@ class FieldDifference:
 def field_differences(first: ModelConfig, second: ModelConfig) -> list[FieldDifference]:
     """Return every field that differs, in the order of ``ModelConfig``. Rotary scalings that mean
     the same are equal."""
-    found = []
+    differences = []
     harmless = without_effect(first, second)
     for name in (field.name for field in fields(ModelConfig) if field.name not in _OURS):
         values = [getattr(model, name) for model in (first, second)]
         a, b = map(normal_rope, values) if name == "rope_scaling" else values
         if a != b:
-            found.append(FieldDifference(name, a, b, name not in harmless))
-    return found
+            differences.append(FieldDifference(name, a, b, name not in harmless))
+    return differences

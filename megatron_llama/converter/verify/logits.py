@@ -24,9 +24,9 @@ from megatron_llama.model.nn.head import soft_capped
 from megatron_llama.model.plan.params import SCORE, Partition, has_tied_head, stage_units
 
 TOLERANCE = 1e-4
-"""Largest deviation of a logit that rounding explains."""
+"""Largest deviation of a logit that rounding can explain."""
 _BLOCK = 2**26
-"""So many elements of logits, or of the head, are in memory at a time."""
+"""Number of elements of logits, or of the head, in memory at a time."""
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
@@ -51,7 +51,7 @@ class Outputs(Protocol):
 
 
 def outputs_of(model: ModelConfig) -> int:
-    """Return how many logits a token has: one for each token id, or the score of a reward model."""
+    """Return the number of logits of a token: one for each id, or the score of a reward model."""
     return model.num_labels or model.vocab_size
 
 
@@ -71,7 +71,7 @@ class StreamedModel:
                 stage = self._stage(layer)
                 positions = positions or stage.positions(len(tokens), self._mesh.device)
                 x = stage(x, positions)
-                del stage  # only one layer is in memory: this one goes before the next one comes
+                del stage  # only one layer may be in memory: this one goes before the next comes
             norm = self._read(Rectangle(NORM, (model.hidden_size,), (0,), (model.hidden_size,), 0))
             self.hidden = rms_norm(
                 x.squeeze(1), norm, model.rms_norm_eps, one_plus=model.apply_layernorm_1p
@@ -96,8 +96,8 @@ class StreamedModel:
             rows = torch.empty(block.size)
             local = tokens - block.offset[0]
             self._source(block, rows)
-            here = (local >= 0) & (local < block.size[0])
-            x[here] = rows[local[here]]
+            in_block = (local >= 0) & (local < block.size[0])
+            x[in_block] = rows[local[in_block]]
         return (x * self._model.embedding_multiplier).to(self._mesh.device)
 
     def _stage(self, layer: int) -> Stage:
@@ -120,12 +120,12 @@ class LogitDeviation:
 
     largest: float
     spread: float
-    """Standard deviation of the logits. Where they are all alike, agreement proves nothing."""
+    """Standard deviation of the logits. If they are all alike, agreement proves nothing."""
     tokens: int
 
     @property
     def within(self) -> bool:
-        """Whether rounding explains the deviation. It does not explain a NaN."""
+        """Whether rounding can explain the deviation. It cannot explain a NaN."""
         return self.largest <= TOLERANCE
 
     def __str__(self) -> str:

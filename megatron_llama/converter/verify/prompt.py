@@ -1,4 +1,4 @@
-"""A prompt of real text that is long enough to see a wrong rotary scaling."""
+"""A prompt of real text that is long enough to reveal a wrong rotary scaling."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from megatron_llama.errors import DataError
 from megatron_llama.model.rope import ORIGINAL
 
 BEYOND = 64
-"""Tokens behind the context that a rotary scaling stretches, or a window reaches: there a wrong one
-shows."""
+"""Tokens behind the context that a rotary scaling stretches, or that a window reaches: there a
+wrong one shows."""
 PLAIN = 128
-"""Tokens of a prompt where no scaling stretches a context."""
+"""Tokens of a prompt if no scaling stretches a context."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids [s] of a text, and what each of them stands for."""
+    """Token ids [s] of a text, and the kind of text that they are made of."""
 
     tokens: Tensor
     made_of: str
 
 
 def telling_context(models: Sequence[ModelConfig]) -> int:
-    """Return how long a prompt is in which no rotary scaling and no window of the models shows yet;
-    0 where they have none. A window as long as the longest sequence never shows."""
-    found = [0]
+    """Return the length up to which a prompt shows no rotary scaling and no window of the models; 0
+    if they have none. A window as long as the longest sequence never shows."""
+    lengths = [0]
     for model in models:
         scaling = model.rope_scaling or {}
         longest = model.max_position_embeddings
-        found.append(int(scaling.get(ORIGINAL, 0)))
+        lengths.append(int(scaling.get(ORIGINAL, 0)))
         if scaling.get("rope_type") == "dynamic":
-            found.append(longest)
+            lengths.append(longest)
         if model.sliding_window < longest:
-            found.append(model.sliding_window)
-    return max(found)
+            lengths.append(model.sliding_window)
+    return max(lengths)
 
 
 def make_prompt(
     sources: Sequence[ModelReader], vocab_size: int, length: int, texts: Callable[[], Iterable[str]]
 ) -> Prompt:
-    """Return ``length`` tokens of the texts, which begin again where they are too short. The tokens
+    """Return ``length`` tokens of the texts, which begin again if they are too short. The tokens
     are those of the first tokenizer beside the sources that fits the vocabulary, or else one for
     each byte."""
     tokenizer = next(filter(None, (_tokenizer(source, vocab_size) for source in sources)), None)
@@ -70,7 +70,7 @@ def _tokenizer(source: ModelReader, vocab_size: int) -> Tokenizer | None:
     for path in sorted(path for path in source.tokenizer_files if path.name in USUAL_NAMES):
         try:
             tokenizer = load_tokenizer(path)
-        except DataError:  # a damaged one is not what is being compared here
+        except DataError:  # a damaged tokenizer is no difference between models
             continue
         if tokenizer.vocab_size <= vocab_size:
             return tokenizer

@@ -1,5 +1,5 @@
-"""HuggingFace's own implementation as a reference, where it is installed: it reads configuration
-and weights of a folder by itself."""
+"""HuggingFace's own implementation as a reference, if it is installed: it reads configuration and
+weights of a folder by itself."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_llama.model.plan.params import parameter_count
 
 
 def obstacle(model: ModelConfig) -> str | None:
-    """Return why the reference cannot run here, or None if it can."""
+    """Return the reason why the reference cannot run here, or None if it can."""
     if find_spec("transformers") is None:
         return "transformers is not installed"
     needed = 4 * parameter_count(model)
-    there = devices.memory_bytes(devices.accelerator(0)) // 2
-    if needed > there:
-        half = f"half of the device's memory is {sized(there)}"
+    available = devices.memory_bytes(devices.accelerator(0)) // 2
+    if needed > available:
+        half = f"half of the device's memory is {sized(available)}"
         return f"it needs {sized(needed)} for the weights, {half}"
     return None
 
@@ -42,10 +42,10 @@ class TransformersModel:
         family = FAMILIES[config.model_type]
         name = family.classifier if config.num_labels else family.architecture
         architecture = getattr(transformers, name)
-        # transformers' fused kernels leave a cap on scores out.
+        # transformers' fused kernels leave out a cap on scores.
         kernels = {"attn_implementation": "eager"} if config.attn_logit_softcapping else {}
         # In the dtype of the files Gemma's factor of the embedding would be rounded to it, and stay
-        # so. torch_dtype is the name that transformers 4 and 5 understand.
+        # rounded. torch_dtype is the name that both transformers 4 and 5 understand.
         model: Any = architecture.from_pretrained(folder, torch_dtype=torch.float32, **kernels)
         self.cap = 0.0 if config.num_labels else config.final_logit_softcapping
         self._head = "score" if config.num_labels else "lm_head"

@@ -1,5 +1,5 @@
-"""Compares the weights of two models bit for bit, block by block, so that neither is ever in
-memory."""
+"""Compares the weights of two models bit for bit, block by block, so that neither is in memory
+whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BITS: Mapping[int, torch.dtype] = MappingProxyType({2: torch.int16, 4: torch.in
 
 
 def stored_dtype(source: ModelReader) -> str:
-    """Return the dtype that the weights are stored in: in a native checkpoint always fp32, whatever
+    """Return the dtype of the stored weights; in a native checkpoint always fp32, whatever dtype
     the run computed in."""
     return "float32" if source.format == "native" else source.dtype
 
@@ -55,14 +55,14 @@ class TensorDifference:
     values: tuple[float, float]
     """The two values of that element."""
     count: int
-    """Elements that differ."""
+    """Number of elements that differ."""
     deviation: float
-    """The largest difference; NaN where only one side is a number."""
+    """Largest difference; NaN if only one side is a number."""
 
 
 def weight_differences(first: ModelReader, second: ModelReader) -> Iterator[str]:
     """Yield a line for each tensor that differs, in the order of the model. Raises CheckpointError
-    for what cannot be read."""
+    for a tensor that cannot be read."""
     ours = hf_shapes(first.model)
     theirs = hf_shapes(second.model)
     dtype = getattr(torch, common_dtype(first, second))
@@ -71,36 +71,36 @@ def weight_differences(first: ModelReader, second: ModelReader) -> Iterator[str]
             yield f"{name}: only in {'A' if name in ours else 'B'}"
         elif ours[name] != theirs[name]:
             yield f"{name}: shape {ours[name]} in A, {theirs[name]} in B"
-        elif (found := _compare(name, ours[name], first, second, dtype)) is not None:
-            a, b = found.values
+        elif (difference := _compare(name, ours[name], first, second, dtype)) is not None:
+            a, b = difference.values
             yield (
-                f"{name}: {found.count:,} of {math.prod(ours[name]):,} elements,"
-                f" the first at {list(found.first)}:"
-                f" {a:.9g} in A, {b:.9g} in B; largest deviation {found.deviation:.3g}"
+                f"{name}: {difference.count:,} of {math.prod(ours[name]):,} elements,"
+                f" the first at {list(difference.first)}:"
+                f" {a:.9g} in A, {b:.9g} in B; largest deviation {difference.deviation:.3g}"
             )
 
 
 def _compare(
     name: str, shape: tuple[int, ...], first: ModelReader, second: ModelReader, dtype: torch.dtype
 ) -> TensorDifference | None:
-    found = []
+    parts = []
     for block in row_blocks(name, shape):
         sides = torch.empty(2, *block.size, dtype=dtype)
         for source, out in zip((first, second), sides, strict=True):
             source(block, out)
         if (difference := _difference(*sides, row=block.offset[0])) is not None:
-            found.append(difference)
-    if not found:
+            parts.append(difference)
+    if not parts:
         return None
     # torch's maximum keeps a NaN, Python's may lose it.
-    deviations = torch.tensor([each.deviation for each in found], dtype=torch.float64)
-    count = sum(each.count for each in found)
-    return TensorDifference(found[0].first, found[0].values, count, float(deviations.max()))
+    deviations = torch.tensor([part.deviation for part in parts], dtype=torch.float64)
+    count = sum(part.count for part in parts)
+    return TensorDifference(parts[0].first, parts[0].values, count, float(deviations.max()))
 
 
 def _difference(a: Tensor, b: Tensor, *, row: int) -> TensorDifference | None:
-    """Return how two blocks of rows differ, of which ``row`` is the first, or None. Bits count: 0
-    and -0 differ, and a NaN equals itself."""
+    """Return the difference between two blocks of rows, of which ``row`` is the first, or None.
+    Bits count: 0 and -0 differ, and a NaN equals itself."""
     bits = _BITS[a.element_size()]
     if torch.equal(a.view(bits), b.view(bits)):
         return None

@@ -12,12 +12,12 @@ from megatron_llama.errors import describe
 
 @dataclass(frozen=True)
 class Token:
-    """What an id stands for."""
+    """The meaning of an id."""
 
     text: str | None
-    """As a tokenizer.json spells it; None for an id that no token has."""
+    """Spelling as in a tokenizer.json; None for an id that no token has."""
     special: bool
-    """It is no text: a begin or end token, a header, a place that is reserved."""
+    """Whether it is no text: a begin or end token, a header, a reserved place."""
 
 
 class Tokenizer(Protocol):
@@ -30,8 +30,8 @@ class Tokenizer(Protocol):
 
     @property
     def base_vocab_size(self) -> int:
-        """The same without tokens that were added behind the vocabulary, which a model need not
-        have rows for."""
+        """The same without tokens that were added behind the vocabulary, for which a model need not
+        have rows."""
         ...
 
     @property
@@ -49,9 +49,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids with which transformers' tokenizer begins a text: with what it puts
-        before and behind it (a begin token or none, as its files say), and with a special token
-        where the text spells one."""
+        """Return the ids with which transformers' tokenizer begins a text. They include the tokens
+        that it puts before and behind it (a begin token or none, as its files say), and a special
+        token where the text spells one."""
         ...
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
@@ -60,8 +60,8 @@ class Tokenizer(Protocol):
 
     def encode_long(self, text: str) -> Iterator[bytes]:
         """Yield the ids of ``encode_packed`` for one text piece by piece, so that little of a long
-        text is in memory as words. A tokenizer of which no place is known where a text can be cut
-        without other ids yields one piece."""
+        text is in memory as words. A tokenizer yields one piece if no place is known where a text
+        can be cut without changing ids."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,21 +73,21 @@ class Tokenizer(Protocol):
         ...
 
     def tokens(self) -> list[Token]:
-        """Return what each id stands for. The same tokens come from a tokenizer's own file and from
-        the ``tokenizer.json`` that it was converted to."""
+        """Return the meaning of each id. A tokenizer's own file and the ``tokenizer.json`` that it
+        was converted to give the same tokens."""
         ...
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the files from which ``transformers.AutoTokenizer.from_pretrained(folder)`` gives
-        the same ids. Raises DataError if the tokenizer cannot be expressed there."""
+        the same ids. Raises DataError if the tokenizer cannot be expressed in them."""
         ...
 
 
 def beyond_vocabulary(
     where: str, ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer, *, do: str
 ) -> str | None:
-    """Say which token the model has no row for, or return None if it has one for each of the
-    ids."""
+    """Return a line that names the first of the tokens for which the model has no row; None if it
+    has one for each of the ids."""
     beyond = next((id for id in ids if id >= vocab_size), None)
     if beyond is None:
         return None

@@ -1,7 +1,7 @@
 """Finds the chat templates in a tokenizer's folder, and writes them there.
 
-A tokenizer has one template, or several by name. As in transformers, files win over the field
-``chat_template`` of tokenizer_config.json, all of it: ``chat_template.jinja`` is the template
+A tokenizer has one template, or several by name. As in transformers, files take the place of the
+whole field ``chat_template`` of tokenizer_config.json: ``chat_template.jinja`` is the template
 ``default``, and ``additional_chat_templates/NAME.jinja`` the template NAME.
 """
 
@@ -26,14 +26,14 @@ from megatron_llama.errors import DataError
 from megatron_llama.files import replace_file
 
 DEFAULT = "default"
-"""The name of the template that is taken where no other is."""
+"""Name of the template that is taken if no other is named."""
 TOOL_USE = "tool_use"
-"""The name of the template that is taken for a conversation with tools."""
+"""Name of the template for conversations with tools."""
 
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """The text of a template, and where it is from, for messages."""
+    """The text of a template, and its origin, for messages."""
 
     text: str
     where: str
@@ -41,14 +41,14 @@ class TemplateSource:
 
 def read_chat_templates(folder: Path) -> dict[str, TemplateSource]:
     """Return the templates of a tokenizer by name; none if it has none. Raises DataError for one
-    that cannot be read, and where several have names and none is ``default``."""
+    that cannot be read, and if several have names and none is ``default``."""
     files = {Path(name): folder / name for name in template_files(folder)}
-    found = {
+    sources = {
         DEFAULT if str(name) == TEMPLATE_FILE else name.stem: read_template(path, str(path))
         for name, path in files.items()
     }
     where = str(folder / TEMPLATE_FOLDER)
-    if not found:
+    if not sources:
         where = f"{folder / CONFIG}: chat_template"
         given = (
             read_json_object(folder / CONFIG).get("chat_template")
@@ -57,16 +57,16 @@ def read_chat_templates(folder: Path) -> dict[str, TemplateSource]:
         )
         if given is None:
             return {}
-        found = {name: TemplateSource(text, where) for name, text in _named(given, where).items()}
-    if DEFAULT not in found:
+        sources = {name: TemplateSource(text, where) for name, text in _named(given, where).items()}
+    if DEFAULT not in sources:
         raise DataError(
             where,
-            got=f"templates named {', '.join(sorted(found)) or 'nothing'}",
+            got=f"templates named {', '.join(sorted(sources)) or 'nothing'}",
             expected=f"one named {DEFAULT}, which transformers takes for conversations without "
             "tools",
             do=f"add it as {folder / TEMPLATE_FILE}, or give --chat-template",
         )
-    return found
+    return sources
 
 
 def _named(given: Any, where: str) -> dict[str, str]:
@@ -93,7 +93,7 @@ def _named(given: Any, where: str) -> dict[str, str]:
 
 
 def read_template(path: Path, where: str, also: str = "") -> TemplateSource:
-    """Read a file of jinja; ``also`` says what else could be given there. Raises DataError."""
+    """Read a file of jinja; ``also`` names other values for messages. Raises DataError."""
     expected = f"a jinja file in UTF-8{also}"
     if not path.exists():  # a name that was meant for a built-in one
         raise DataError(where, got="no such file", expected=expected, do="check the path")
@@ -111,12 +111,12 @@ def read_template(path: Path, where: str, also: str = "") -> TemplateSource:
 
 
 def write_chat_templates(folder: Path, templates: Mapping[str, str]) -> None:
-    """Write templates as the files of a folder, unless they are those that it has."""
+    """Write templates as the files of a folder, unless the folder has the same ones."""
     try:
-        there = {name: source.text for name, source in read_chat_templates(folder).items()}
-    except DataError:  # what it has is replaced
-        there = {}
-    if there == templates:
+        present = {name: source.text for name, source in read_chat_templates(folder).items()}
+    except DataError:  # unreadable templates are replaced
+        present = {}
+    if present == templates:
         return
     shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
     for name, text in templates.items():
@@ -125,7 +125,7 @@ def write_chat_templates(folder: Path, templates: Mapping[str, str]) -> None:
 
 
 def replace_templates_in_config(folder: Path, templates: Mapping[str, str]) -> None:
-    """Write templates into tokenizer_config.json too, if that has others: older programs read no
+    """Write templates into tokenizer_config.json too, if it has others: older programs read no
     other place."""
     config = read_json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if config.get("chat_template") is not None:

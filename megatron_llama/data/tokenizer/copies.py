@@ -11,12 +11,12 @@ from megatron_llama.data.tokenizer.settings import files_beside
 from megatron_llama.files import replace_file
 
 RANKS_BESIDE = "params.json"
-"""Says which LLaMA a file of ranks belongs to."""
+"""A file that tells to which LLaMA a file of ranks belongs."""
 
 
 def copy_tokenizer(file: Path, folder: Path) -> None:
     """Copy a tokenizer, and the files beside it that belong to it, into a folder of its own, which
-    replaces an older one. A tokenizer that lies there already stays as it is."""
+    replaces an older one. A tokenizer in that folder stays as it is."""
     copy = copied_path(file, folder)
     if copy == file:
         return
@@ -29,8 +29,8 @@ def copy_tokenizer(file: Path, folder: Path) -> None:
 
 
 def copied_path(file: Path, folder: Path) -> Path:
-    """Return where ``copy_tokenizer`` puts a tokenizer: a file of the usual name, or ``file``
-    itself if it lies there."""
+    """Return the path to which ``copy_tokenizer`` copies a tokenizer: a file of the usual name, or
+    ``file`` itself if it is there."""
     if file.resolve().parent == folder.resolve():
         return file
     return folder / (usual_name(file) or file.name)

@@ -22,7 +22,7 @@ from megatron_llama.errors import DataError, describe, listing
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's escaped space
 SPECIAL = (proto.UNKNOWN, proto.CONTROL)
-"""The types of the pieces that are special tokens."""
+"""Types of the pieces that are special tokens."""
 
 
 def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Tokenizer:
@@ -31,17 +31,17 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
 
     Ids are equal for every text that does not spell a control token: ``tokenizers`` reads a literal
     ``</s>`` as the token, sentencepiece as text. A text that is a user-defined symbol and nothing
-    else gets no space in front. Of a unigram model that holds up to rounding:
-    sentencepiece adds scores in float32, ``tokenizers`` in float64, so where several sequences of
-    pieces have the same score, as in a long run of one character, the order of these pieces may be
-    another. Raises DataError with every property of the model that has no counterpart.
+    else gets no space in front. For a unigram model this holds up to rounding: sentencepiece adds
+    scores in float32, ``tokenizers`` in float64. So if several sequences of pieces have the same
+    score, as in a long run of one character, the order of these pieces may be another. Raises
+    DataError with every property of the model that has no counterpart.
     """
     require_expressible(model, name)
     vocabulary = {piece.text: id for id, piece in enumerate(model.pieces)}
     tokenizer = Tokenizer(_unigram(model) if model.model_type == proto.UNIGRAM else _bpe(model))
     if model.model_type == proto.UNIGRAM and model.byte_fallback:
-        # `tokenizers` would read a literal "<0x0A>" as the byte's piece. It cannot where the text
-        # is cut behind its first character.
+        # `tokenizers` would read a literal "<0x0A>" as the byte's piece. It cannot if the text is
+        # cut behind its first character.
         tokenizer.pre_tokenizer = pre_tokenizers.Split(
             Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"
         )
@@ -49,7 +49,7 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
     _set_decoder(tokenizer, model)
     special = [piece.text for piece in model.pieces if piece.type in SPECIAL]
     tokenizer.add_special_tokens([*map(special_token, special)])
-    # They are found in the normalized text: what follows one begins no word.
+    # They are searched in the normalized text, where no word begins behind one.
     tokenizer.add_tokens([AddedToken(text, normalized=True) for text in _user_defined(model)])
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -61,7 +61,7 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
 
 
 def special_token(text: str) -> AddedToken:
-    """Return a special token that is looked for in a text as it stands."""
+    """Return a special token that is searched in the text before it is normalized."""
     return AddedToken(text, special=True, normalized=False)
 
 
@@ -101,8 +101,8 @@ def _user_defined(model: SentencePieceModel) -> list[str]:
 
 
 def _beside_symbols(model: SentencePieceModel, symbols: Sequence[str]) -> Iterator[str]:
-    """Yield what a model with user-defined symbols must not have as well. sentencepiece finds them
-    in the text as it is given, ``tokenizers`` in the normalized text."""
+    """Yield features that a model with user-defined symbols must not have. sentencepiece finds the
+    symbols in the given text, ``tokenizers`` in the normalized text."""
     if model.model_type == proto.UNIGRAM:
         yield "it is a unigram model with user-defined symbols, expected a BPE or none"
     if model.charsmap or model.remove_extra_whitespaces:
@@ -127,8 +127,8 @@ def _bpe(model: SentencePieceModel) -> models.BPE:
 
 
 def _unigram(model: SentencePieceModel) -> models.Unigram:
-    """The score of an unknown character is 10 below the lowest in both libraries; sentencepiece
-    looks at normal pieces only, so the others get the lowest score of these."""
+    """Return the unigram model. The score of an unknown character is 10 below the lowest in both
+    libraries; sentencepiece considers normal pieces only, so all others get their lowest score."""
     lowest = min((piece.score for piece in model.pieces if piece.type == proto.NORMAL), default=0.0)
     unknown = [id for id, piece in enumerate(model.pieces) if piece.type == proto.UNKNOWN]
     return models.Unigram(
@@ -145,7 +145,7 @@ def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
     """Return every pair of pieces whose concatenation is a piece, best score first.
 
     sentencepiece joins the neighbours whose joint piece scores highest, whichever way that piece
-    was first built. Usual conversions take the order of ids, which is another one.
+    was first built. Usual conversions take the order of ids, which is different.
     """
     mergeable = {piece.text for piece in model.pieces if piece.type == proto.NORMAL}
     joined = sorted(
@@ -163,8 +163,8 @@ def _set_normalizer(tokenizer: Tokenizer, model: SentencePieceModel) -> None:
     if model.charsmap:
         steps.append(normalizers.Precompiled(model.charsmap))
     if model.remove_extra_whitespaces:
-        # As sentencepiece does: newlines stay, which `Strip` would remove; at the end a literal
-        # U+2581, which it reads as an escaped space, goes too.
+        # As in sentencepiece, newlines stay, which `Strip` would remove; at the end a literal
+        # U+2581 is removed, too, since sentencepiece reads it as an escaped space.
         steps += [
             normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
@@ -172,7 +172,7 @@ def _set_normalizer(tokenizer: Tokenizer, model: SentencePieceModel) -> None:
     if model.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
         if symbols := _user_defined(model):
-            # `tokenizers` normalizes the symbol, too, before it looks for it.
+            # `tokenizers` also normalizes the symbol before it searches for it.
             alone = "|".join(map(re.escape, symbols))
             steps.append(normalizers.Replace(Regex(rf"\A{SPACE}(?=(?:{alone})\z)"), ""))
     steps.append(normalizers.Replace(" ", SPACE))

@@ -12,7 +12,7 @@ from megatron_llama.config.model_files import read_model_file
 from megatron_llama.errors import DataError
 
 CONFIG = "tokenizer_config.json"
-"""What transformers says of a tokenizer, beside its file."""
+"""Transformers' settings of a tokenizer, beside its file."""
 
 
 def to_json(value: object) -> bytes:
@@ -27,6 +27,6 @@ def read_json_object(path: Path, *, limit: int = LARGEST_SMALL_FILE) -> dict[str
 
 
 def read_tokenizer_file(path: Path, *, do: str = "restore the file") -> bytes:
-    """Return the content of a file of a tokenizer's folder, which is opened as ``read_model_file``
-    does. Raises DataError with the remedy ``do``."""
+    """Return the content of a file of a tokenizer's folder, opened as by ``read_model_file``.
+    Raises DataError with the remedy ``do``."""
     return read_model_file(path, limit=LARGEST_TOKENIZER_FILE, do=do, error=DataError)

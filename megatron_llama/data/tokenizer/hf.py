@@ -37,9 +37,9 @@ class HFTokenizer:
     """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``: a
     special token that a text spells becomes that token.
 
-    Tokens that only the settings beside the file name are added to it, as there. Begin and end
-    tokens are those of the settings, or else the special token with the first well-known name. A
-    token of this name that is not special is text: ``<s>`` and ``</s>`` are words of Qwen's.
+    Tokens that only the settings beside the file name are added, as in ``AutoTokenizer``. Begin and
+    end tokens are those of the settings, or else the special token with the first well-known name.
+    A token of this name that is not special is text: ``<s>`` and ``</s>`` are words of Qwen's.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -78,11 +78,11 @@ class HFTokenizer:
 
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
-        """The ids that ``encode_prompt`` puts before and behind those of a text."""
-        # Some texts have no token of their own, and then nothing says which ids are in front.
+        """Ids that ``encode_prompt`` puts before and behind those of a text."""
+        # Some texts have no token of their own: then the ids in front cannot be told apart.
         probes = ("a", *self._tokenizer.get_vocab())
         encodings = (self._tokenizer.encode(text) for text in probes)
-        encoding = next((found for found in encodings if 0 in found.sequence_ids), None)
+        encoding = next((encoding for encoding in encodings if 0 in encoding.sequence_ids), None)
         if encoding is None:
             return [], []
         first = encoding.sequence_ids.index(0)
@@ -106,7 +106,7 @@ class HFTokenizer:
 
     @cached_property
     def _words(self) -> HFWords | None:
-        """The same ids in less time, or None where the tokenizer does not allow it."""
+        """An encoder with the same ids in less time, or None if the tokenizer allows none."""
         return hf_words(self._tokenizer)
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -117,8 +117,8 @@ class HFTokenizer:
         return encoding.ids, encoding.offsets
 
     def identity(self) -> list[Any]:
-        """Return everything that the ids of a text, and the places of its special tokens, depend
-        on, for JSON."""
+        """Return, for JSON, all that determines the ids of a text and the places of its special
+        tokens."""
         digest = hashlib.sha256(self._content).hexdigest()
         known = [digest, self.special_names(), self.bos_id, self.eos_id]
         return [*known, [repr(token) for token in self._added]] if self._added else known
@@ -134,7 +134,7 @@ class HFTokenizer:
 
     @property
     def special_texts(self) -> list[str]:
-        """The special tokens as text: what a text must not spell if it is to have none of them."""
+        """Special tokens as text. A text that is to have none of them must not spell them."""
         return [
             token.content
             for token in self._tokenizer.get_added_tokens_decoder().values()
@@ -143,8 +143,8 @@ class HFTokenizer:
 
     @property
     def added_texts(self) -> list[str]:
-        """The tokens that the vocabulary was given beside those that it learnt, as text: a text
-        that spells one has it, special or not."""
+        """Tokens that were added to the learnt vocabulary, as text. A text that spells one of them
+        has that token, special or not."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 
     def token(self, id: int) -> str | None:
@@ -154,10 +154,10 @@ class HFTokenizer:
     def special_names(self) -> dict[str, str]:
         """Return ``bos_token`` and the like with the tokens that they name: those of the
         configuration, or else those that were found in the vocabulary."""
-        found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         return {
             name: token
-            for name, id in found.items()
+            for name, id in ids.items()
             if id is not None and (token := self.token(id)) is not None
         } | self._named
 
@@ -178,14 +178,14 @@ class HFTokenizer:
         return [Token(text, text in special) for text in texts]
 
     def _library(self) -> AbstractContextManager[None]:
-        """A section in which the library does what the file says: an expression in it may be one
-        that tries without end, which the library gives up."""
+        """A section that runs the library. A file may have an expression that tries without end,
+        which the library gives up: that becomes a DataError."""
         expected = "a tokenizer.json that can encode every text"
         return foreign_reader(self.path, expected=expected, do="restore the file")
 
     def _add_tokens(self, settings: Mapping[str, Any]) -> list[AddedToken]:
-        """Add what ``AutoTokenizer`` adds, which gives it the next free ids, and return it. Raises
-        DataError if the end or begin token is unknown."""
+        """Add the tokens that ``AutoTokenizer`` adds, with the next free ids, and return them.
+        Raises DataError if the end or begin token is unknown."""
         with self._library():
             known = self._tokenizer.get_vocab(with_added_tokens=True)
         present = [*self._tokenizer.get_added_tokens_decoder().values()]
@@ -224,16 +224,16 @@ class HFTokenizer:
 def _keep_spaces_in_places(processor: Any) -> None:
     """Let the place of a token contain its spaces, which some post-processors trim off.
 
-    A token of nothing but spaces would else stand where the next one begins, so that the last space
-    of a header would count as one of the answer behind it."""
-    parts: Any = processor if isinstance(processor, processors.Sequence) else [processor]
-    for part in parts:
-        if hasattr(part, "trim_offsets"):
-            part.trim_offsets = False
+    Otherwise a token of spaces alone would stand where the next token begins, and the last space of
+    a header would count as part of the answer behind it."""
+    steps: Any = processor if isinstance(processor, processors.Sequence) else [processor]
+    for step in steps:
+        if hasattr(step, "trim_offsets"):
+            step.trim_offsets = False
 
 
 def as_hf_tokenizer(tokenizer: Tokenizer) -> HFTokenizer:
-    """Return the tokenizer that reads special tokens in a text, with the ids of an export: the same
+    """Return a tokenizer that reads special tokens in a text, with the ids of an export: the same
     one, or its twin. Raises DataError if it has none."""
     if isinstance(tokenizer, HFTokenizer):
         return tokenizer

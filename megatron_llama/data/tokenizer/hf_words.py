@@ -3,7 +3,7 @@ the two kinds of tokenizer that LLaMA models have.
 
 The first kind is an exported sentencepiece model (see ``words``): its spaces are escaped by a
 normalizer, or by a pre-tokenizer (Metaspace). The second is LLaMA 3's: it cuts a text by a regular
-expression (``tiktoken.SPLIT``) and encodes what lies between two cuts by itself, so a word may be
+expression (``tiktoken.SPLIT``) and encodes each part between two cuts by itself, so a word may be
 any run of such parts. Two cuts can be found without that expression, from the characters around
 them:
 
@@ -52,7 +52,7 @@ _REPLACE = MappingProxyType({"type": "Replace", "pattern": {"String": " "}, "con
 _PREPEND = MappingProxyType({"type": "Prepend", "prepend": SPACE})
 _BYTE_LEVEL = MappingProxyType({"type": "ByteLevel", "add_prefix_space": False, "use_regex": False})
 _SPACED = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
-"""The words of a pre-tokenizer that splits before each escaped space."""
+"""Words of a pre-tokenizer that splits before each escaped space."""
 _SPLIT = MappingProxyType(
     {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
 )
@@ -63,17 +63,17 @@ _NFC = MappingProxyType({"type": "NFC"})
 
 
 class HFWords:
-    """Encodes texts with the ids of ``encode_many``: word by word those that spell no added token,
-    and with the library the others. Long texts it encodes piece by piece."""
+    """Encodes texts with the ids of ``encode_many``: a text without an added token word by word,
+    any other with the library. Long texts are encoded piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer, words: Words | None, cut: Cut) -> None:
-        """Without ``words`` the library encodes all texts. ``cut`` is that of the tokenizer for
-        text without added tokens."""
+        """Without ``words`` the library encodes all texts. ``cut`` is the tokenizer's, for text
+        without added tokens."""
         self._tokenizer = tokenizer
         self._words = words
         self._cut = cut
         added = [*tokenizer.get_added_tokens_decoder().values()]
-        # Of tokens that begin at one character the library takes the longest.
+        # Of several tokens that begin at one character the library takes the longest.
         self._contents = sorted((token.content for token in added), key=len, reverse=True)
         self._added = re.compile(
             "|".join(map(re.escape, self._contents)) if self._contents else r"(?!)"
@@ -105,16 +105,16 @@ class HFWords:
         return [next(whole if has else by_word) for has in spelt]
 
     def encode_long(self, text: str) -> Iterator[bytes]:
-        """Yield the packed ids of a text piece by piece: what spells an added token, with some text
-        behind it, by the library, as it begins a part of the text there; the rest by words."""
+        """Yield the packed ids of a text piece by piece. An added token, with some text behind it,
+        is encoded by the library, which begins a part of the text there; the rest by words."""
         if not self._plain and self._added.search(text) is not None:
             yield from encode_many(self._tokenizer, [text])
             return
         at = 0
-        while (found := self._added.search(text, at)) is not None:
-            yield from self._without_added(text[at : found.start()], at == 0)
-            at = self._cut_beside_added(text, found.end() + _BEHIND_ADDED)
-            yield from encode_many(self._tokenizer, [text[found.start() : at]])
+        while (match := self._added.search(text, at)) is not None:
+            yield from self._without_added(text[at : match.start()], at == 0)
+            at = self._cut_beside_added(text, match.end() + _BEHIND_ADDED)
+            yield from encode_many(self._tokenizer, [text[match.start() : at]])
         yield from self._without_added(text[at:] if at else text, at == 0)
 
     def _without_added(self, text: str, first: bool) -> Iterator[bytes]:
@@ -125,13 +125,13 @@ class HFWords:
             yield from encode_many(self._tokenizer, [piece])
 
     def _cut_beside_added(self, text: str, least: int) -> int:
-        """Return the first cut from ``least`` on that no added token touches."""
+        """Return the first cut from ``least`` on that touches no added token."""
         most = len(self._contents[0])
         while (at := self._cut(text, least)) < len(text):
             around = text[max(0, at - most) : at + most]
-            here = min(at, most)
+            place = min(at, most)
             if not any(
-                around.find(content, max(0, here - len(content)), here + len(content)) >= 0
+                around.find(content, max(0, place - len(content)), place + len(content)) >= 0
                 for content in self._contents
             ):
                 return at
@@ -140,28 +140,28 @@ class HFWords:
 
 
 _BEHIND_ADDED = 1 << 10
-"""The library gets at least so many characters behind an added token, where there may be more of
-these."""
+"""Characters behind an added token that the library gets with it, at least, if there are so
+many."""
 
 
 def hf_words(tokenizer: Tokenizer) -> HFWords | None:
-    """Return the word by word encoder of a tokenizer, or None unless words of it are known to be
+    """Return the word by word encoder of a tokenizer, or None unless its words are known to be
     independent."""
     if not isinstance(tokenizer.model, BPE) or tokenizer.model.dropout is not None:
         return None
-    # Only this part is serialized: the whole of LLaMA 3's tokenizer takes half a second to be
-    # written and read.
+    # Only this part is serialized: writing and reading the whole of LLaMA 3's tokenizer takes half
+    # a second.
     steps = (
         json.loads(tokenizer.pre_tokenizer.__getstate__())
         if tokenizer.pre_tokenizer is not None
         else None
     )
     if steps is None or steps["type"] == "Metaspace":
-        found = _sentencepiece_words(json.loads(tokenizer.to_str()))
-        return None if found is None else HFWords(tokenizer, *found)
-    parts = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+        words_and_cut = _sentencepiece_words(json.loads(tokenizer.to_str()))
+        return None if words_and_cut is None else HFWords(tokenizer, *words_and_cut)
+    entries = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
     # trim_offsets only changes positions in the text.
-    known = [{key: part[key] for key in part if key != "trim_offsets"} for part in parts]
+    known = [{key: entry[key] for key in entry if key != "trim_offsets"} for entry in entries]
     normalizer = (
         json.loads(tokenizer.normalizer.__getstate__())
         if tokenizer.normalizer is not None
@@ -180,8 +180,8 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
 
 
 def _sentencepiece_words(content: Mapping[str, Any]) -> tuple[Words, Cut] | None:
-    """Return the words of a model whose spaces are escaped, and that joins nothing to a space
-    behind it or gets each word by itself, and where it can be cut; None for another one."""
+    """Return the words and the cut of a model whose spaces are escaped, and that joins nothing to a
+    space behind it or gets each word by itself; None for another model."""
     model = content["model"]
     joins = content["model"]["merges"]
     escape = _escape(content["normalizer"], content["pre_tokenizer"])
@@ -208,15 +208,15 @@ def _sentencepiece_words(content: Mapping[str, Any]) -> tuple[Words, Cut] | None
 
 
 def _cut_at_space(text: str, least: int) -> int:
-    found = re.compile(f"[ {SPACE}]").search(text, least)
-    return len(text) if found is None else found.start()
+    match = re.compile(f"[ {SPACE}]").search(text, least)
+    return len(text) if match is None else match.start()
 
 
 def _escape(
     normalizer: Mapping[str, Any] | None, steps: Mapping[str, Any] | None
 ) -> Callable[[str, bool], str] | None:
     """Return the function that escapes the spaces of a text as the normalizer or pre-tokenizer
-    does; None where these do something else as well."""
+    does; None if these do more than that."""
     if steps is not None:
         if normalizer is not None or steps["replacement"] != SPACE:
             return None

@@ -1,4 +1,4 @@
-"""Calls the libraries that read tokenizers' files, and the ``tokenizers`` library for many texts,
+"""Calls the libraries that read tokenizers' files. Runs the ``tokenizers`` library on many texts,
 in processes that are each meant to use one core."""
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LONGEST_REASON = 300
-"""Characters of a library's message: some quote the whole file."""
+"""Largest number of characters of a library's message: some quote the whole file."""
 _THREADS = "TOKENIZERS_PARALLELISM"
-"""The library looks this variable up at every call, and has no other switch for its threads."""
+"""Environment variable that the library reads at every call; it has no other switch for threads."""
 
 
 @contextmanager
 def foreign_reader(path: Path, *, expected: str, do: str) -> Iterator[None]:
-    """A section in which a library reads what the file ``path`` says. What the library raises
-    becomes a DataError that names the file, with the remedy ``do``.
+    """A section in which a library reads the file ``path``. Its errors become DataErrors that name
+    the file, with the remedy ``do``.
 
-    ``tokenizers`` raises a bare Exception, and where its own code stumbles a PanicException, which
-    is no Exception; sentencepiece raises RuntimeError, and what its wrapper makes of others."""
+    ``tokenizers`` raises a bare Exception, or, if its own code fails, a PanicException, which is no
+    Exception; sentencepiece raises RuntimeError, and its wrapper raises other errors."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):

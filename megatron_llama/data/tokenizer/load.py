@@ -12,7 +12,7 @@ from megatron_llama.data.tokenizer.base import Tokenizer
 from megatron_llama.data.tokenizer.files import CONFIG, read_json_object, read_tokenizer_file
 from megatron_llama.errors import DataError
 
-# Megatron's --tokenizer-type names and the files each may be read from, preferred first.
+# Megatron's --tokenizer-type names and the files from which each may be read, preferred first.
 MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "SentencePieceTokenizer": ("tokenizer.model",),
@@ -22,9 +22,9 @@ MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 ONLY_JSON = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of transformers that read a tokenizer.json and nothing else."""
+"""Classes of transformers that read only a tokenizer.json."""
 USUAL_NAMES = ("tokenizer.json", "tokenizer.model", "tekken.json")
-"""What the file of a tokenizer is called, in the order in which a folder is searched."""
+"""Names of a tokenizer's file, in the order in which a folder is searched."""
 
 
 def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Tokenizer:
@@ -32,12 +32,12 @@ def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Token
     ranks), a ``tokenizer.json``, Mistral's ``tekken.json``, or a folder with one of them
     (``tokenizer.json`` first).
 
-    ``tokenizer_type`` is one of Megatron's names, which says what the file has to be. Raises
+    ``tokenizer_type`` is one of Megatron's names, which restricts the kind of file. Raises
     DataError.
     """
     file = tokenizer_file(path, tokenizer_type)
-    # Imported on use: who uses sentencepiece need not load `tokenizers` in every worker, nor the
-    # other way round.
+    # Imported on use: workers that use sentencepiece need not load `tokenizers`, nor the other way
+    # round.
     if usual_name(file) == "tokenizer.model":
         if _is_ranks(file):
             from megatron_llama.data.tokenizer.tiktoken import TiktokenTokenizer
@@ -67,13 +67,13 @@ def usual_name(file: Path) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether ``load_tokenizer`` finds a tokenizer in a folder. Raises DataError where a
-    list of checksums names one that is missing."""
+    """Whether ``load_tokenizer`` finds a tokenizer in a folder. Raises DataError if a list of
+    checksums names one that is missing."""
     return any(is_there(folder / name, error=DataError) for name in USUAL_NAMES)
 
 
 def require_expressible(tokenizer: Tokenizer) -> None:
-    """Raise DataError if ``tokenizer.save_hf`` would, without the time that it takes."""
+    """Raise DataError if ``tokenizer.save_hf`` would, in less time than that takes."""
     from megatron_llama.data.tokenizer import export, proto
     from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer
 
@@ -85,9 +85,9 @@ def require_expressible(tokenizer: Tokenizer) -> None:
 
 
 def require_named(folder: Path) -> None:
-    """Raise DataError where a folder has no tokenizer.json and its tokenizer_config.json is one of
-    a tokenizer that lies nowhere else. A tokenizer_file says so too, unless there is another file:
-    transformers writes where a tokenizer was once loaded from."""
+    """Raise DataError if a folder has no tokenizer.json, but the tokenizer_config.json of a
+    tokenizer that needs one. A field tokenizer_file counts only if no other file is there:
+    transformers writes into it where a tokenizer was once loaded from."""
     file = folder / "tokenizer.json"
     config = folder / CONFIG
     if is_there(file, error=DataError) or not is_there(config, error=DataError):
@@ -107,13 +107,13 @@ def require_named(folder: Path) -> None:
 
 
 def _is_ranks(file: Path) -> bool:
-    """Return whether a ``.model`` file begins as LLaMA 3's does, with a base64 word and a number.
+    """Whether a ``.model`` file begins as LLaMA 3's does, with a base64 word and a number.
     Sentencepiece's begins with the byte 0x0A."""
     try:
         with file.open("rb") as opened:
             return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", opened.read(4096)) is not None
     except OSError:
-        return False  # the reader of sentencepiece's files says why
+        return False  # the reader of sentencepiece's files reports it
 
 
 def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
@@ -134,17 +134,15 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
     if path.is_dir():
         if "tokenizer.json" in names:
             require_named(path)
-        found = next(
-            (path / name for name in names if is_there(path / name, error=DataError)), None
-        )
-        if found is None:
+        file = next((path / name for name in names if is_there(path / name, error=DataError)), None)
+        if file is None:
             raise DataError(
                 path,
                 got="a folder without them",
                 expected=" or ".join(names),
                 do="give the folder of a tokenizer",
             )
-        return found
+        return file
     if not path.is_file():
         expected = "a .model file, a tokenizer.json, a tekken.json or a folder with one"
         raise DataError(path, got="no such file", expected=expected, do="check the path")

@@ -1,7 +1,7 @@
 """Ids as bytes: native 32-bit integers, end to end.
 
 A corpus is millions of words that are looked up. Joining their ids as bytes costs a copy of memory.
-As lists it took a Python object for each id, and most of the time of ``preprocess``.
+Lists took a Python object for each id, and most of the time of ``preprocess``.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ def pack(ids: Iterable[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[int]:
-    """Return the ids that ``pack`` was given."""
+    """Return the ids that were given to ``pack``."""
     return array("i", packed).tolist()

@@ -26,7 +26,7 @@ BPE = 2
 
 _VARINT = 0
 LONGEST_VARINT = 63
-"""Bits before the last byte of a number of 64 bits."""
+"""Largest number of bits before the last byte of a number of 64 bits."""
 _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5

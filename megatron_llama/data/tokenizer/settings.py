@@ -1,4 +1,4 @@
-"""What lies beside a tokenizer's file: its special tokens by name, and tokens that were added to
+"""The files beside a tokenizer's file: special tokens by name, and tokens that were added to
 it."""
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FILES_BESIDE = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""Files beside a tokenizer that belong to it, as its chat templates do; the last one lists the
+"""Files beside a tokenizer that belong to it, as its chat templates do. The last one lists the
 tokens that end an answer."""
 
 
 def files_beside(file: Path) -> dict[str, bytes]:
-    """Return the content of each of them that is there, by its path in the folder."""
+    """Return the content of each such file that is there, by its path in the folder."""
     folder = file.parent
     names = [*FILES_BESIDE, *template_files(folder)]
     present = [name for name in names if is_there(folder / name, error=DataError)]
@@ -50,15 +50,15 @@ def files_beside(file: Path) -> dict[str, bytes]:
 
 def template_files(folder: Path) -> list[str]:
     """Return the paths of the files with templates in a folder, relative to it."""
-    found = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
-    present = [path for path in found if is_there(path, error=DataError)]
+    paths = [folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
+    present = [path for path in paths if is_there(path, error=DataError)]
     return [str(path.relative_to(folder)) for path in present]
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return the fields of the tokenizer_config.json beside a tokenizer's file; none if there is
-    no such file. As in transformers, special_tokens_map.json wins where the configuration does not
-    list its added tokens, and they come from added_tokens.json. Raises DataError."""
+    """Return the fields of the tokenizer_config.json beside a tokenizer's file; none without such a
+    file. As in transformers, if it does not list its added tokens, special_tokens_map.json takes
+    precedence and added_tokens.json has these tokens. Raises DataError."""
     settings = _read(file, CONFIG)
     _require_kinds(settings, file.with_name(CONFIG))
     if "added_tokens_decoder" in settings:
@@ -94,7 +94,7 @@ def _added_ids(file: Path) -> dict[str, int]:
 
 
 def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
-    """Raise DataError for a field of another kind than transformers writes."""
+    """Raise DataError for a field of another type than transformers writes."""
     with read_fields(settings, where, do=_RESTORE, error=DataError) as fields:
         for name in SPECIAL_NAMES:
             token = fields.value(name, None)
@@ -131,8 +131,8 @@ def _require_kinds(settings: Mapping[str, Any], where: Path) -> None:
 
 
 def _is_template(value: object) -> bool:
-    """Return whether a value is what transformers writes as chat_template: one template, or several
-    with their names."""
+    """Whether a value is a chat_template as transformers writes it: one template, or several with
+    their names."""
     if isinstance(value, list):
         return all(
             isinstance(entry, Mapping)
@@ -162,18 +162,18 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def denies(settings: Mapping[str, Any], name: str) -> bool:
-    """Return whether the settings say that there is no such special token: its name stands there
-    with ``null`` or an empty text."""
+    """Whether the settings deny such a special token: they have its name with ``null`` or an empty
+    text."""
     return name in settings and not settings[name]
 
 
 def tokens_to_add(
     settings: Mapping[str, Any], present: Sequence[AddedToken], where: Path
 ) -> list[AddedToken]:
-    """Return what ``AutoTokenizer`` adds to a tokenizer that has the added tokens ``present``, in
-    its order: those of ``added_tokens_decoder`` by id, then special tokens with a name, then the
-    other special ones. A token that is present with other properties gets these. ``where`` is the
-    file of the tokenizer."""
+    """Return the tokens that ``AutoTokenizer`` adds to a tokenizer with the added tokens
+    ``present``, in its order: those of ``added_tokens_decoder`` by id, then special tokens with a
+    name, then the other special ones. A token that is present with other properties gets these.
+    ``where`` is the file of the tokenizer."""
     listed = [
         _added_token(entry, "added_tokens_decoder", where)
         for _, entry in sorted(_listed(settings).items())
@@ -194,7 +194,7 @@ def tokens_to_add(
 
 
 def require_listed_ids(settings: Mapping[str, Any], ids: Mapping[str, int], where: Path) -> None:
-    """Raise DataError if ``added_tokens_decoder`` says another id for one of these tokens, which
+    """Raise DataError if ``added_tokens_decoder`` has another id for one of these tokens, which
     were added."""
     listed = {
         id: str(entry["content"])
@@ -216,7 +216,7 @@ def _listed(settings: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the special tokens that have a name: the usual ones first, then those of one model
+    """Return the special tokens with a name: the usual ones first, then those of one model
     (``image_token``)."""
     more = settings.get("extra_special_tokens")
     own = [

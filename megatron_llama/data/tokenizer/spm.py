@@ -57,7 +57,7 @@ class SentencePieceTokenizer:
         self.base_vocab_size: int = self._processor.get_piece_size()
         special = [piece.text for piece in self._pieces if piece.type in SPECIAL]
         self._to_add = tokens_to_add(self._settings, [*map(special_token, special)], self.path)
-        """What ``AutoTokenizer`` adds: tokens behind the model's, and pieces that are special."""
+        """Tokens behind the model's that ``AutoTokenizer`` adds, and pieces that are special."""
         pieces = frozenset(piece.text for piece in self._pieces)
         self._added = [token for token in self._to_add if token.content not in pieces]
         self._ids_behind = {
@@ -94,18 +94,18 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _words(self) -> Words | None:
-        """The same ids in less time, or None where the model does not allow it."""
+        """An encoder with the same ids in less time, or None if the model allows none."""
         model = self._parsed
         return sentencepiece_words(self._model, model) if splits(model) else None
 
     @cached_property
     def _twin(self) -> Tokenizer:
-        """What ``transformers`` makes of the file and its settings. Raises DataError if there is
-        no such tokenizer."""
+        """The tokenizer that ``transformers`` makes of the file and its settings. Raises DataError
+        if there is no such tokenizer."""
         model = self._parsed
         twin = hf_tokenizer(model, str(self.path), None)
         if self._settings.get("legacy") is False and model.add_dummy_prefix:
-            # What follows a special token then begins no word: "[INST]" behind "<s>" has no space.
+            # Then no word begins behind a special token: "[INST]" behind "<s>" has no space.
             twin.normalizer = None
             twin.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first", split=False)
         twin.add_tokens(self._to_add)
@@ -113,11 +113,11 @@ class SentencePieceTokenizer:
         eos = self._piece(self.eos_id) if self._settings.get("add_eos_token", False) else None
         in_front = [] if bos is None else [bos]
         behind = [] if eos is None else [eos]
-        one = [*in_front, "$A", *behind]
-        other = [f"{text}:1" for text in (*in_front, "$B", *behind)]
+        single = [*in_front, "$A", *behind]
+        second = [f"{text}:1" for text in (*in_front, "$B", *behind)]
         twin.post_processor = processors.TemplateProcessing(
-            single=" ".join(one),
-            pair=" ".join([*one, *other]),
+            single=" ".join(single),
+            pair=" ".join([*single, *second]),
             special_tokens=[(text, twin.token_to_id(text)) for text in {*in_front, *behind}],
         )
         return twin
@@ -149,7 +149,7 @@ class SentencePieceTokenizer:
             "add_eos_token": False,
             "clean_up_tokenization_spaces": False,
             **{name: value for name, value in given.items() if name != "auto_map"},
-            # Other classes make a tokenizer of their own from the vocabulary in tokenizer.json.
+            # Other classes make their own tokenizer from the vocabulary in tokenizer.json.
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         files = {
@@ -260,5 +260,5 @@ def _training_problem(error: str, vocab_size: int) -> str:
 
 
 def _known(id: int) -> int | None:
-    """Return None for -1, by which sentencepiece means that the model lacks a token."""
+    """Return None for -1, sentencepiece's id of a token that the model lacks."""
     return id if id >= 0 else None

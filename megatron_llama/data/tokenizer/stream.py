@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_llama.data.tokenizer.base import Tokenizer
 
 UNFINISHED = "\ufffd"
-"""What a decoder shows for bytes that are no character yet."""
+"""Character that a decoder shows for bytes that are no character yet."""
 
 
 class TextStream:
@@ -48,7 +48,7 @@ class TextStream:
 class StopStrings:
     """Ends a text that comes piece by piece before the first of some strings.
 
-    What may be the beginning of such a string is kept back until it is known. The string that is
+    A possible beginning of such a string is kept back until it is decided. The string that is
     complete first counts, so the text does not depend on where the pieces end."""
 
     def __init__(self, strings: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ UNNAMED = (
     *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     "[TOOL_CONTENT]",
 )
-"""The special tokens of files up to version 7 that do not list them."""
+"""Special tokens of files up to version 7 that do not list them."""
 LAST_UNNAMED = 7
 COPY = "copy the file again, or give the model's tokenizer.json"
 
@@ -51,7 +51,7 @@ class TekkenTokenizer(TiktokenTokenizer):
         return ranks
 
     def save_beside(self, folder: Path) -> None:
-        """Write nothing more: beside a tekken.json transformers reads no tokenizer.json where
+        """Write nothing more: beside a tekken.json transformers would not read a tokenizer.json if
         mistral-common is installed."""
 
     def _damaged(self, got: object) -> DataError:
@@ -61,7 +61,7 @@ class TekkenTokenizer(TiktokenTokenizer):
 
 
 def _ranks(content: Mapping[str, Any]) -> Ranks:
-    """Raises KeyError, TypeError or ValueError for content that is no tekken.json."""
+    """Return the ranks. Raises KeyError, TypeError or ValueError if it is no tekken.json."""
     config = content["config"]
     with read_fields(config, "config", do=COPY, error=DataError) as fields:
         number = fields.integer("default_num_special_tokens", high=LARGEST_VOCABULARY)
@@ -97,7 +97,7 @@ def _special_tokens(content: Mapping[str, Any], number: int) -> list[str]:
 
 
 def _problem(ranks: Ranks) -> str:
-    """Return what keeps the tokens from being a vocabulary, or nothing."""
+    """Return the reason why the tokens are no vocabulary, or an empty text."""
     tokens = frozenset(ranks.tokens)
     if len(tokens) != len(ranks.tokens) or len({*ranks.special}) != len(ranks.special):
         return "a token that comes twice"

@@ -5,8 +5,8 @@ The ``tokenizers`` library runs it. tiktoken joins the neighbours whose joint to
 rank; a byte-level BPE with every split of every token as a merge, in the order of ranks, does the
 same. Where tiktoken is installed it encodes many texts at once: the ids are the same, in less time.
 
-The file has neither the expression that cuts a text nor the special tokens: both are known by the
-ranks, and of ranks that are not LLaMA's nothing is known.
+The file has neither the expression that cuts a text nor the special tokens. Both follow from the
+ranks, and are unknown for ranks that are not LLaMA's.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""The expression by which LLaMA 3 cuts a text before it looks for tokens. It is part of the format,
-though the file does not hold it."""
+"""Expression by which LLaMA 3 cuts a text before it looks for tokens. It is part of the format,
+though it is not in the file."""
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
 NAMED: Mapping[str, Mapping[int, str]] = MappingProxyType(
@@ -67,9 +67,9 @@ NAMED: Mapping[str, Mapping[int, str]] = MappingProxyType(
         ),
     }
 )
-"""The special tokens that have a name, by version of LLaMA 3. The others are numbered."""
+"""Special tokens with a name, by version of LLaMA 3. The others are numbered."""
 SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({"3": 256, "3.1": 256, "4": 2048})
-"""How many special tokens follow the vocabulary of each LLaMA."""
+"""Number of special tokens behind the vocabulary of each LLaMA."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 SPLIT_4 = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -78,44 +78,44 @@ SPLIT_4 = (
     + _CONTRACTIONS
     + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""The expression of LLaMA 4: a word in capitals ends before the next one."""
+"""Expression of LLaMA 4: a word in capitals ends before the next one."""
 SPLIT_TEKKEN = SPLIT_4.replace(_CONTRACTIONS, "").replace("{1,3}", "")
-"""The expression of Mistral's tekken."""
+"""Expression of Mistral's tekken."""
 CUTS: Mapping[str, Cut] = MappingProxyType(
     {
         SPLIT: split_cut,
         SPLIT.replace("{1,3}", ""): split_cut,  # Qwen's
         SPLIT_TEKKEN: split_cut,
-        # A word takes what an apostrophe begins with it.
+        # A word includes its contraction, which an apostrophe begins.
         SPLIT_4: space_cut,
     }
 )
-"""Where a long text can be cut, by the expression that cuts it into words."""
+"""Functions that cut a long text, by the expression that cuts it into words."""
 LLAMA = MappingProxyType(
     {
         "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": "3",
         "d0bdbaf59b0762c8c807617e2d8ea51420eb1b1de266df2495be755c8e0ed6ed": "4",
     }
 )
-"""The LLaMA to which ranks belong, by the SHA-256 of their lines."""
+"""LLaMA to which ranks belong, by the SHA-256 of their lines."""
 _SHOWN = 10
 _USUAL = 25_000
 _LONGEST = 400_000
 _RUN = re.compile(rf"\S{{{_USUAL}}}|\s{{{_USUAL}}}")
-"""tiktoken fails on long runs of characters with or without white space, and on huge texts. Meta's
-own reader cuts texts at these lengths."""
+"""Runs of characters with or without white space that are too long for tiktoken, which also fails
+on huge texts. Meta's own reader cuts texts at these lengths."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a tokenizer of ranks is made of."""
+    """The parts of a tokenizer of ranks."""
 
     tokens: Sequence[bytes]
-    """In the order of their ranks."""
+    """Tokens in the order of their ranks."""
     special: Sequence[str]
-    """The special tokens, in the order of their ids."""
+    """Special tokens in the order of their ids."""
     split: str
-    """The expression that cuts a text before tokens are looked for."""
+    """Expression that cuts a text before tokens are searched."""
     bos: str
     eos: str
     special_first: bool = False
@@ -123,12 +123,12 @@ class Ranks:
 
     @property
     def first_token(self) -> int:
-        """The id of the first token that is not special."""
+        """Id of the first token that is not special."""
         return len(self.special) if self.special_first else 0
 
     @property
     def first_special(self) -> int:
-        """The id of the first special token."""
+        """Id of the first special token."""
         return 0 if self.special_first else len(self.tokens)
 
 
@@ -153,7 +153,7 @@ class TiktokenTokenizer:
         self.eos_id: int | None = ranks.first_special + ranks.special.index(ranks.eos)
 
     def read_ranks(self) -> Ranks:
-        """Return what the file holds. Raises DataError."""
+        """Return the ranks in the file. Raises DataError."""
         tokens = parse_ranks(self._content, str(self.path))
         version = version_of(self.path, tokens)
         split = SPLIT_4 if version == "4" else SPLIT
@@ -173,14 +173,14 @@ class TiktokenTokenizer:
 
     @cached_property
     def _words(self) -> Words | None:
-        """The same ids in less time, or None where words are not known to be independent."""
+        """An encoder with the same ids in less time, or None if words may not be independent."""
         if self._ranks.split != SPLIT:
             return None
         return Words(SPLIT_WORD, partial(encode_many, self._tokenizer), split_cut)
 
     @cached_property
     def _library(self) -> Any:
-        """tiktoken's encoding, or None where tiktoken is not installed."""
+        """Encoding of tiktoken, or None if tiktoken is not installed."""
         try:
             import tiktoken
         except ImportError:
@@ -216,7 +216,7 @@ class TiktokenTokenizer:
             yield from encode_many(self._tokenizer, [piece])
 
     def _encode_alone(self, texts: Sequence[str]) -> list[bytes]:
-        """Encode without tiktoken."""
+        """Return the packed ids of each text, encoded without tiktoken."""
         words = self._words
         return encode_many(self._tokenizer, texts) if words is None else words.encode(texts)
 
@@ -252,7 +252,7 @@ class TiktokenTokenizer:
         replace_file(folder / "tokenizer_config.json", to_json(config))
 
     def save_beside(self, folder: Path) -> None:
-        """Write what goes with tokenizer.json: the file itself."""
+        """Write the file itself beside tokenizer.json."""
         replace_file(folder / "tokenizer.model", self._content)
 
 
@@ -262,7 +262,7 @@ def _is_usual(text: str) -> bool:
 
 def parse_ranks(content: bytes, name: str) -> list[bytes]:
     """Return the tokens in the order of their ranks; ``name`` is for messages. Raises DataError
-    with what is wrong, line by line."""
+    with all problems, line by line."""
     tokens: list[bytes] = []
     seen: set[bytes] = set()
     problems = []
@@ -338,7 +338,7 @@ def hf_tokenizer(ranks: Ranks) -> Tokenizer:
     merges = [(spelt[left], spelt[right]) for left, right in _merges(ranks.tokens)]
     vocabulary = {text: id for id, text in enumerate(spelt, ranks.first_token)}
     if ranks.special_first:
-        # The library gives an id in front of others only to what is in the vocabulary.
+        # The library can give ids in front of others only to tokens in the vocabulary.
         vocabulary |= {text: id for id, text in enumerate(ranks.special)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(ranks.split), "isolated")
@@ -362,8 +362,8 @@ def hf_tokenizer(ranks: Ranks) -> Tokenizer:
 
 
 def byte_characters() -> tuple[str, ...]:
-    """Return the character that stands for each byte in a byte-level vocabulary: the byte's own
-    where that can be printed, or else one from U+0100 on (Radford et al., 2019)."""
+    """Return the character that stands for each byte in a byte-level vocabulary: the byte's own if
+    it can be printed, or else one from U+0100 on (Radford et al., 2019)."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = count(0x100)
     return tuple(chr(byte if byte in printed else next(others)) for byte in range(256))
@@ -371,7 +371,7 @@ def byte_characters() -> tuple[str, ...]:
 
 def _merges(tokens: Sequence[bytes]) -> Iterator[tuple[int, int]]:
     """Yield every pair of tokens, as ranks, whose concatenation is a token, in the order of that
-    token's rank: tiktoken does not ask how the parts were built."""
+    token's rank: tiktoken joins them however they were built."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for token in tokens:
         halves = ((ranks.get(token[:at]), ranks.get(token[at:])) for at in range(1, len(token)))
@@ -382,7 +382,7 @@ def _merges(tokens: Sequence[bytes]) -> Iterator[tuple[int, int]]:
 
 def version_of(path: Path, tokens: Sequence[bytes]) -> str:
     """Return ``3``, ``3.1`` or ``4``: the LLaMA of the ranks in a file. Raises DataError for other
-    ranks: what cuts a text for them, and their special tokens, are not known."""
+    ranks, whose expression and special tokens are not known."""
     beside = path.with_name("params.json")
     params = read_json_object(beside) if beside.is_file() else {}
     lines = b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))

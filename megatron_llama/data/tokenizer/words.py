@@ -1,4 +1,4 @@
-"""Encodes text with a sentencepiece BPE word by word. The ids are those of the whole text, and most
+"""Encodes text with a sentencepiece BPE word by word. The ids are those of the whole text, but most
 words are looked up instead of encoded again.
 
 BPE joins two neighbouring pieces only into a piece of the vocabulary. If two characters follow each
@@ -23,39 +23,39 @@ from megatron_llama.data.tokenizer.packed import pack
 from megatron_llama.data.tokenizer.proto import SentencePieceModel
 
 KEPT_WORDS = 1 << 18
-"""So many words are remembered before all are forgotten."""
+"""Number of words that are remembered before all are forgotten."""
 KEPT_LENGTH = 64
 """Words of more characters are not remembered: they hardly repeat."""
 _ALONE = "\n\t0123456789"
-"""Characters that may be in no longer piece; whether they are is looked up in the model."""
+"""Characters that may be in no longer piece; the model tells whether they are in none."""
 SPLIT_WORD = re.compile(
-    # the usual word, which need not be looked at character by character
+    # the usual word, which is not matched character by character
     r" *[!-~]+(?:\n+(?= *[!-~])|(?= ))"
     r"|[\s\S]+?(?:(?<=[!-~])(?= )|(?<=\n)(?= *[!-~])|\Z)"
 )
-"""The words that LLaMA 3's tokenizer can encode one by one; ``hf_words`` says why."""
+"""Words that LLaMA 3's tokenizer can encode one by one; ``hf_words`` gives the reason."""
 PIECE = 1 << 18
-"""A text of more characters is encoded in pieces of at least so many: its words would take a
-multiple of the memory of the text, each being a Python object."""
+"""Characters above which a text is encoded in pieces, each of at least so many. Its words would
+take a multiple of the memory of the text, since each is a Python object."""
 Cut = Callable[[str, int], int]
-"""Returns the first place, from a given one on, at which a text can be cut without other ids; its
-end if there is none."""
+"""Returns the first place, from a given one on, at which a text can be cut without changing ids;
+the text's end if there is none."""
 SPLIT_CUT = re.compile(
     r"(?<=[!-~])(?= )"
     r"|(?<=[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
     r"(?=[!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
 )
-"""Where the expressions of byte-level tokenizers end a word whatever surrounds it, in text of any
-kind; ``hf_words`` says why."""
+"""Places where the expressions of byte-level tokenizers end a word whatever surrounds it, in text
+of any kind; ``hf_words`` gives the reason."""
 _SPACE_CUT = re.compile("(?<=[!-~])(?= )")
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 """The field normalizer_spec { add_dummy_prefix: false }. Appended to a serialized model it
-overrides what the model says, since protocol buffers merge."""
+overrides the model's own field, since protocol buffers merge."""
 
 
 def splits(model: SentencePieceModel) -> bool:
-    """Return whether words of this model can be encoded one by one: whether it is a BPE that does
-    not normalize text, and whose pieces have spaces only at their beginning."""
+    """Whether words of this model can be encoded one by one: whether it is a BPE that does not
+    normalize text, and whose pieces have spaces only at their beginning."""
     plain = (
         model.model_type == proto.BPE
         and model.byte_fallback
@@ -75,12 +75,12 @@ def word_pattern(space: str, joined: Iterable[str]) -> re.Pattern[str]:
     ``joined`` holds all its pieces of two or more characters."""
     used = set(chain.from_iterable(joined))
     alone = "".join(re.escape(char) for char in _ALONE if char not in used)
-    one = f"[{alone}]|" if alone else ""
-    return re.compile(f"{one}{space}*[^{space}{alone}]+|{space}+")
+    single = f"[{alone}]|" if alone else ""
+    return re.compile(f"{single}{space}*[^{space}{alone}]+|{space}+")
 
 
 def sentencepiece_words(content: bytes, model: SentencePieceModel) -> Words:
-    """Return the encoder of a model that ``splits``; ``content`` is that of its file."""
+    """Return the encoder of a model that ``splits``; ``content`` is its file's."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_PREFIX)
     joined = [
         piece.text for piece in model.pieces if piece.type == proto.NORMAL and len(piece.text) > 1
@@ -91,8 +91,8 @@ def sentencepiece_words(content: bytes, model: SentencePieceModel) -> Words:
 
 
 def pair_cut(joined: Iterable[str]) -> Cut:
-    """Return the cut of a model that joins characters only into its pieces, of which ``joined`` has
-    all of two or more: between two characters that follow each other in no piece."""
+    """Return the cut of a model that joins characters only into its pieces: between two characters
+    that follow each other in no piece. ``joined`` has all pieces of two or more characters."""
     pairs = {left + right for text in joined for left, right in pairwise(text)}
 
     def cut(text: str, least: int) -> int:
@@ -105,20 +105,20 @@ def pair_cut(joined: Iterable[str]) -> Cut:
 
 
 def split_cut(text: str, least: int) -> int:
-    """The cut of byte-level tokenizers (``SPLIT_CUT``)."""
-    found = SPLIT_CUT.search(text, least)
-    return len(text) if found is None else found.start()
+    """Return the cut of byte-level tokenizers (``SPLIT_CUT``)."""
+    match = SPLIT_CUT.search(text, least)
+    return len(text) if match is None else match.start()
 
 
 def space_cut(text: str, least: int) -> int:
-    """The cut before a space behind a printed ASCII character, where each of these expressions ends
-    a word."""
-    found = _SPACE_CUT.search(text, least)
-    return len(text) if found is None else found.start()
+    """Return the cut before a space behind a printed ASCII character, where each of these
+    expressions ends a word."""
+    match = _SPACE_CUT.search(text, least)
+    return len(text) if match is None else match.start()
 
 
 def no_cut(text: str, least: int) -> int:
-    """The cut of tokenizers of which no place is known: the end."""
+    """Return the text's end, the cut of tokenizers for which no other place is known."""
     return len(text)
 
 
@@ -159,9 +159,9 @@ class Words:
         cut: Cut,
         prepare: Callable[[str, bool], str] = _as_it_is,
     ) -> None:
-        """``prepare`` is applied to a text that is not empty, or to a piece of one, with whether it
-        is the first. Then ``pattern`` finds its words, and ``encode`` returns the packed ids of
-        those that are new."""
+        """``prepare`` is applied to a text that is not empty, or to a piece of it, and gets whether
+        that is the first. Then ``pattern`` finds its words, and ``encode`` returns the packed ids
+        of the new ones."""
         self._pattern = pattern
         self._encode = encode
         self._cut = cut
@@ -175,7 +175,7 @@ class Words:
         return self._encode_texts(texts, True)
 
     def encode_long(self, text: str, first: bool = True) -> Iterator[bytes]:
-        """Yield the packed ids of a text piece by piece. ``first``: whether it is no part of a text
+        """Yield the packed ids of a text piece by piece. ``first`` is false for a part of a text
         that began before."""
         for piece in cut_pieces(text, self._cut):
             yield self._encode_texts([piece], first)[0]

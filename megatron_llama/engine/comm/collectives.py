@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.engine.comm.host.gloo import carries
+from megatron_llama.engine.comm.exchange import (
+    all_gather_single,
+    carried_by_gloo,
+    reduce_scatter_single,
+    same_place,
+)
 from megatron_llama.engine.comm.recorder import Note
 from megatron_llama.engine.mesh import Axis
-
-# torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Pending:
         return self.operation if self.axis is None else f"{self.operation} on {self.axis.name}"
 
     def wait(self) -> None:
-        """Make the result usable by what is issued next."""
+        """Make the result usable by work that is issued next."""
         if self.work is not None and self.axis is not None:
             with self.axis.recorder.exposed(self):
                 self.work.wait()
@@ -61,13 +62,6 @@ DONE = Pending(None, None)
 
 def _issue(axis: Axis, operation: str, tensor: Tensor) -> Note | None:
     return axis.recorder.count(axis.name, operation, tensor.numel() * tensor.element_size())
-
-
-def same_place(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors begin with the same element of the same storage."""
-    # Not ``data_ptr``: the tensors of a traced run have no memory.
-    same_storage = first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    return same_storage and first.storage_offset() == second.storage_offset()
 
 
 def _start(
@@ -123,7 +117,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = 
             shard.data.copy_(full.data)
         return Pending(axis, None)
     note = _issue(axis, "reduce_scatter", full)
-    if carries(axis, full.device):
+    if carried_by_gloo(axis, full.device):
         return _exchange_and_sum(shard.data, full.data, axis, note)
 
     def issue(is_async: bool) -> Any:
@@ -145,7 +139,7 @@ def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None
     def add_in_rank_order() -> None:
         total = shard.view(-1)
         total.copy_(parts[0])
-        for part in parts[1:]:
-            total.add_(part)
+        for addend in parts[1:]:
+            total.add_(addend)
 
     return Pending(axis, work, add_in_rank_order, "reduce_scatter", note)

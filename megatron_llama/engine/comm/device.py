@@ -1,4 +1,4 @@
-"""The only module that knows which accelerator runs the model. Everything else asks here."""
+"""The only module that knows which accelerator runs the model. All others ask it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import torch.utils.deterministic
 from torch._subclasses.fake_tensor import FakeTensor
 
 _LEAST_PRIORITY = 19
-"""Of a thread on Linux."""
+"""The least priority of a thread on Linux."""
 
 
 def accelerator(local_rank: int) -> torch.device:
-    """The device of this process: its GPU where there is one, else the CPU."""
+    """Return the device of this process: its GPU where there is one, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -36,15 +36,15 @@ class HelperThread(threading.Thread):
 
 
 def computes() -> bool:
-    """Return whether the calling thread is one that computes: that of the loop, or the one in which
+    """Whether the calling thread is one that computes: that of the loop, or the one in which
     autograd runs the backward pass of a device's tensors. Both were started by others."""
     return not isinstance(threading.current_thread(), HelperThread)
 
 
 def start_thread(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
     """Start a daemon thread that calls ``target(*args)`` on the device of the calling thread, and
-    return it. Together with ``thread_pool`` it is the only way in which the package starts a
-    thread, so no thread can be on another device than its rank."""
+    return it. The package starts threads only here and in ``thread_pool``, so each is on the device
+    of its rank."""
     thread = HelperThread(
         target=_run_on, args=(_chosen_device(), target, *args), name=name, daemon=True
     )
@@ -67,7 +67,7 @@ def take_least_priority() -> None:
 
 def _chosen_device() -> int | None:
     """Return the index of the calling thread's device; None where this process uses none."""
-    # Asking for the current device would create a context on a GPU that nobody uses.
+    # Asking for the current device would create a context on a GPU that is not used.
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.current_device()
@@ -86,7 +86,7 @@ def _nothing() -> None:
 
 
 def use_allocator(settings: str) -> None:
-    """Set how a GPU's memory is handed out, in the words of PYTORCH_ALLOC_CONF. Called before the
+    """Set how a GPU's memory is allocated, in the syntax of PYTORCH_ALLOC_CONF. Called before the
     first tensor there; does nothing on a host."""
     if torch.cuda.is_available():
         # torch.cuda.memory._set_allocator_settings calls this, and warns, since torch 2.11, that
@@ -96,8 +96,8 @@ def use_allocator(settings: str) -> None:
 
 @contextmanager
 def deterministic(*, wanted: bool) -> Iterator[None]:
-    """A section in which, if it is ``wanted``, torch takes every sum in a fixed order, and raises
-    where it cannot. ``fix_sums`` of ``launcher.py`` does the same for cuBLAS and NCCL."""
+    """Let torch, if ``wanted``, take every sum in a fixed order in a section, and raise where it
+    cannot. ``fix_sums`` of ``launcher.py`` does the same for cuBLAS and NCCL."""
     if not wanted:
         yield
         return
@@ -105,7 +105,7 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     filled = switches.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # It would write NaN into every new tensor: for those who read what nobody has written.
+    # It would write NaN into every new tensor, to reveal reads of unwritten memory.
     switches.fill_uninitialized_memory = False
     try:
         yield
@@ -115,26 +115,40 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
 
 
 def accelerator_count() -> int:
-    """The number of GPUs of this machine."""
+    """Return the number of GPUs of this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def accelerators() -> tuple[torch.device, ...]:
+    """Return the GPUs of this machine. None is chosen."""
+    return tuple(torch.device("cuda", index) for index in range(accelerator_count()))
+
+
+def toolkits() -> dict[str, str]:
+    """Return the versions of torch's GPU toolkits; none if it was built for the host."""
+    if torch.version.cuda is None:
+        return {}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {"CUDA": torch.version.cuda, "NCCL": nccl}
+
+
 def backend(device: torch.device) -> str:
-    """The torch.distributed backend. CPU tensors (checkpoint metadata) always travel over gloo."""
+    """Return the torch.distributed backend. CPU tensors (checkpoint metadata) always go over
+    gloo."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def axis_backend(device: torch.device) -> str | None:
-    """The torch.distributed backend of a group that moves tensors of the device only. None: that of
-    the group of all ranks."""
+    """Return the torch.distributed backend of a group that moves only tensors of the device. None:
+    that of the group of all ranks."""
     return None if is_host(device) else "nccl"
 
 
 def one_connection_per_peer(device: torch.device) -> bool:
     """Whether operations over the same ranks should share one communicator."""
-    # Over sockets, messages of one communicator go out in the order in which they were issued,
-    # those of two share the link as they like. A GPU's communicator runs one operation at a time,
-    # so two of them are needed to run two operations concurrently.
+    # Over sockets, messages of one communicator go out in the order in which they were issued;
+    # those of two communicators share the link in any order. A GPU's communicator runs one
+    # operation at a time, so two of them are needed to run two operations concurrently.
     return is_host(device)
 
 
@@ -145,13 +159,13 @@ def is_host(device: torch.device) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory because a run is only traced. What suits the processor that
-    traces must not decide anything then."""
+    """Whether a tensor has no memory because a run is only traced. The processor that traces must
+    not decide anything then."""
     return isinstance(tensor, FakeTensor)
 
 
 def name(device: torch.device) -> str:
-    """The vendor's name of the device."""
+    """Return the vendor's name of the device."""
     return (
         platform.processor() or platform.machine()
         if is_host(device)
@@ -177,10 +191,26 @@ def prefers_onednn() -> bool:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether the host's processor has instructions for matrix products in bf16 (AVX-512 or
-    AMX)."""
+    """Whether torch has instructions for matrix products in bf16 on the host's processor (AVX-512,
+    AMX or ARM's). Where it has none, products in fp32 take a tenth to a half of the time."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)
+    if not torch.backends.mkldnn.is_available() or not supported():  # type: ignore[no-untyped-call]
+        return False
+    # With AVX-512 alone oneDNN accepts bf16 too, and computes it by instructions for fp32.
     kinds = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, kind, bool)()) for kind in kinds)
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return not is_x86 or any(bool(getattr(torch.cpu, kind, bool)()) for kind in kinds)
+
+
+def widens_bf16(values: torch.Tensor) -> bool:
+    """Whether products of these values are computed in fp32 although they are in bf16: on a host
+    without instructions for it."""
+    return (
+        values.dtype is torch.bfloat16
+        and is_host(values.device)
+        and not is_fake(values)
+        and not multiplies_bf16()
+    )
 
 
 def synchronize(device: torch.device) -> None:
@@ -190,7 +220,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start ``peak_memory_bytes`` anew, where the system knows it."""
+    """Start ``peak_memory_bytes`` anew, if the system supports it."""
     if is_host(device):
         with suppress(FileNotFoundError), open("/proc/self/clear_refs", "w") as switch:
             switch.write("5")
@@ -200,7 +230,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, the resident
-    set of the process on a CPU. None where the system does not say (only Linux does)."""
+    set of the process on a CPU. None where the system does not tell it (only Linux does)."""
     if is_host(device):
         return _largest_resident_set(Path("/proc/self/status"))
     return torch.cuda.max_memory_allocated(device)
@@ -212,22 +242,22 @@ def _largest_resident_set(status: Path) -> int | None:
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """An event with a time, recorded on the current stream."""
+    """Return an event with a time, recorded on the current stream."""
     event = torch.Event(device, enable_timing=True)
     event.record(current_stream(device))
     return event
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes of memory of the device; on a CPU, of the machine."""
+    """Return bytes of memory of the device; on a CPU, of the machine."""
     if is_host(device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels may run: Triton is installed, and the device can do what they need.
-    On a host they run only in Triton's interpreter, which tests choose before they import it."""
+    """Whether Triton's kernels may run: Triton is installed, and the device supports them. On a
+    host they run only in Triton's interpreter, which tests choose before they import it."""
     if is_host(device):
         triton = sys.modules.get("triton")
         return triton is not None and bool(triton.knobs.runtime.interpret)
@@ -239,29 +269,29 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU, (9, 0) for Hopper; (0, 0) for a host."""
+    """Return the compute capability of a GPU, (9, 0) for Hopper; (0, 0) for a host."""
     return (0, 0) if is_host(device) else torch.cuda.get_device_capability(device)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of the device's multiprocessors; on a host, 2."""
+    """Return the number of the device's multiprocessors; on a host, 2."""
     if is_host(device):
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A new stream, for work that runs concurrently with the computation."""
+    """Return a new stream, for work that runs concurrently with the computation."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that the caller's work goes to."""
+    """Return the stream that the caller's work goes to."""
     return torch.cuda.current_stream(device)
 
 
 def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
-    """A context in which work is issued to ``stream``."""
+    """Return a context in which work is issued to ``stream``."""
     return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
 
@@ -296,8 +326,8 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
 
 
 def host_event(device: torch.device) -> torch.Event:
-    """An event, recorded on the current stream, for which the host waits asleep: its processor is
-    needed for updates."""
+    """Return an event, recorded on the current stream, for which the host waits asleep: its
+    processor is needed for updates."""
     # torch.Event has the argument too, but ignores it.
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(current_stream(device))
@@ -305,8 +335,8 @@ def host_event(device: torch.device) -> torch.Event:
 
 
 def physical_cores() -> tuple[int, ...]:
-    """One processor of each physical core, of those that this process may use; all of them where
-    the system does not say."""
+    """Return one processor of each physical core that this process may use; all processors if the
+    system does not tell."""
     allowed = (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")

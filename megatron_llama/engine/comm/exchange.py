@@ -2,8 +2,8 @@
 again.
 
 On a device they are those of the backend. Over gloo they are direct transfers (``host/gloo.py``):
-gloo's own collectives would send twice the minimum and finish only inside ``wait``. Which of the
-two is taken is decided here and nowhere else.
+gloo's own collectives would send twice the minimum and finish only inside ``wait``. Only this
+module chooses between the two.
 """
 
 from __future__ import annotations
@@ -16,34 +16,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.engine.comm.collectives import (
-    all_gather_single,
-    reduce_scatter_single,
-    same_place,
-)
 from megatron_llama.engine.comm.host import gloo
 from megatron_llama.engine.comm.recorder import Note
 from megatron_llama.engine.mesh import Axis
 
+# torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 CHUNK_BYTES = 1 << 20
 """Between two hosts, larger pieces go one way at a time: gloo's control messages queue behind
 them."""
+Group = dist.ProcessGroup | None
+"""The communicator of an axis; None for an axis of size 1."""
 
 
 class Exchange(Protocol):
     """One collective. ``start``, ``wait``, then again; RuntimeError in another order.
 
-    Ranks may start and wait for their exchanges in different orders, except that an ``all_reduce``
-    on the host sends its sums inside ``wait``: two of them must be waited for in the same order on
-    all ranks. A peer's death is an error of ``wait``."""
+    Ranks may start and wait for their exchanges in different orders, except that an all-reduce on
+    the host sends its sums inside ``wait``: two of them must be waited for in the same order on all
+    ranks. A peer's death is an error of ``wait``."""
 
     def start(self) -> None:
-        """Send the source, which is complete. What is received may be written from now on. Never
+        """Send the source, which is complete. Received data may be written from now on. Never
         blocks."""
 
     def wait(self) -> None:
-        """Wait until the result is in place and the source may be overwritten; on a device, for
-        what its current stream does next."""
+        """Wait until the result is in place and the source may be overwritten; on a device, for the
+        next work of its current stream."""
+
+
+def carried_by_gloo(axis: Axis, device: torch.device) -> bool:
+    """Whether gloo moves tensors of a device along an axis."""
+    return (
+        axis.communicator is not None
+        and device.type == "cpu"
+        and axis.communicator._get_backend(device).name() == "gloo"
+    )
+
+
+def same_place(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors begin with the same element of the same storage."""
+    # Not ``data_ptr``: the tensors of a traced run have no memory.
+    same_storage = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return same_storage and first.storage_offset() == second.storage_offset()
 
 
 def gather(
@@ -57,14 +73,14 @@ def gather(
     copy = None if same_place(place, shard) else _copying(place, shard)
     if axis.size == 1:
         return _LocalExchange(copy, full.device)
-    if gloo.carries(axis, full.device):
+    if carried_by_gloo(axis, full.device):
         exchange = gloo.Gather(full.data, axis, index, chunk_bytes)
         return _CheckedExchange(exchange, axis, "all_gather", index, full.nbytes, before=copy)
 
-    def issue() -> Any:
-        return all_gather_single(full.data, shard.data, group=axis.communicator, async_op=True)
+    def issue(group: Group) -> Any:
+        return all_gather_single(full.data, shard.data, group=group, async_op=True)
 
-    return _CheckedExchange(_BackendExchange(issue), axis, "all_gather", index, full.nbytes)
+    return _CheckedExchange(_BackendExchange(axis, issue), axis, "all_gather", index, full.nbytes)
 
 
 class StagingBuffer:
@@ -82,21 +98,21 @@ class StagingBuffer:
         self._free: torch.Event | None = None
 
     def acquire(self, user: _CheckedExchange) -> None:
-        """The user is about to write the memory. Raises RuntimeError if the last user was not
-        waited for."""
+        """Reserve the memory for a user who is about to write it. Raises RuntimeError if the last
+        user was not waited for."""
         if self._user is not None:
             raise RuntimeError(
                 f"{user} needs the receive buffer of {self._user}, which was not waited for"
             )
         self._user = user
-        # The stream in which the user starts waits until the last user's sum has been read, in the
-        # stream that followed it. Nobody else waits: not the host, not the layers.
+        # Only the stream in which the user starts waits, until the last user's sum has been read in
+        # the stream that followed it. The host and the layers do not wait.
         if self._free is not None:
             devices.current_stream(self._device).wait_event(self._free)
 
     def release(self) -> None:
-        """The user was waited for, and what its stream was given so far is all that reads the
-        memory."""
+        """Release the memory: the user was waited for, and only the work so far of its stream reads
+        it."""
         self._user = None
         if not devices.is_host(self._device):
             self._free = devices.current_stream(self._device).record_event()
@@ -129,7 +145,7 @@ class Reductions:
         self._chunk_bytes = chunk_bytes
         self._received = (
             gloo.ReceivedParts.allocate(axis, largest, wire or dtype, dtype, in_flight)
-            if gloo.carries(axis, device)
+            if carried_by_gloo(axis, device)
             else []
         )
         self._buffers = [
@@ -169,14 +185,14 @@ class Reductions:
         else:
             target = shard.data
             if self._casts:
-                # In place: the sum takes the place of this rank's part of what is sent.
+                # In place: the sum replaces this rank's part of the sent buffer.
                 target = sent[axis.rank * shard.numel() : (axis.rank + 1) * shard.numel()]
                 cast_back = _copying(shard, target)
 
-            def issue() -> Any:
-                return reduce_scatter_single(target, sent, group=axis.communicator, async_op=True)
+            def issue(group: Group) -> Any:
+                return reduce_scatter_single(target, sent, group=group, async_op=True)
 
-            exchange = _BackendExchange(issue)
+            exchange = _BackendExchange(axis, issue)
         return _CheckedExchange(
             exchange,
             axis,
@@ -190,7 +206,7 @@ class Reductions:
         )
 
 
-def all_reduce(
+def all_reduce_exchange(
     tensor: Tensor,
     axis: Axis,
     *,
@@ -203,9 +219,8 @@ def all_reduce(
     bits on every rank, and those of a reduce-scatter. With ``wire`` the sums travel in that dtype
     too, so every rank keeps the rounded ones.
 
-    ``staging`` is where a tensor with a ``wire`` of another dtype is cast; the last user of it must
-    have been waited for when this exchange starts. Without one the exchange has memory of its own
-    for that."""
+    A tensor with a ``wire`` of another dtype is cast in ``staging``, whose last user must have been
+    waited for when this exchange starts. Without it the exchange has its own memory for that."""
     if axis.size == 1:
         return _LocalExchange(None, tensor.device)
     sent = tensor.data
@@ -217,14 +232,14 @@ def all_reduce(
         cast = _copying(sent, tensor)
         cast_back = _copying(tensor, sent)
     exchange: Exchange
-    if gloo.carries(axis, tensor.device):
+    if carried_by_gloo(axis, tensor.device):
         exchange = gloo.AllReduce(sent, tensor.dtype, axis, index, chunk_bytes)
     else:
 
-        def issue() -> Any:
-            return dist.all_reduce(sent, group=axis.communicator, async_op=True)
+        def issue(group: Group) -> Any:
+            return dist.all_reduce(sent, group=group, async_op=True)
 
-        exchange = _BackendExchange(issue)
+        exchange = _BackendExchange(axis, issue)
     return _CheckedExchange(
         exchange,
         axis,
@@ -252,29 +267,29 @@ def transfer(
     phase: int = 0,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Exchange:
-    """Send some tensors to peers, and receive others from them. What goes from one rank to another
-    stands in the same order in the lists of both.
+    """Send some tensors to peers, and receive others from them. The tensors from one rank to
+    another are in the same order in the lists of both.
 
     ``index`` tells the exchanges of one axis apart, reductions and gathers among them, and
     ``phase``, 0 or 1, two transfers with one index; both are the same on all ranks."""
     exchange: Exchange
     if not outgoing and not incoming:
         return _LocalExchange(None, device)
-    if gloo.carries(axis, device):
+    if carried_by_gloo(axis, device):
         exchange = gloo.Transfer(outgoing, incoming, axis, index, phase, chunk_bytes)
     else:
 
-        def issue() -> Any:
+        def issue(group: Group) -> Any:
             # One batch: NCCL would otherwise run them one after the other, and two ranks that both
             # first send would wait forever.
             operations = [
-                dist.P2POp(function, tensor.data, group=axis.communicator, group_peer=peer)
+                dist.P2POp(function, tensor.data, group=group, group_peer=peer)
                 for function, pieces in ((dist.isend, outgoing), (dist.irecv, incoming))
                 for peer, tensor in pieces
             ]
             return _Batch(dist.batch_isend_irecv(operations))
 
-        exchange = _BackendExchange(issue)
+        exchange = _BackendExchange(axis, issue)
     sent = sum(tensor.nbytes for _, tensor in outgoing)
     return _CheckedExchange(exchange, axis, operation, index, sent)
 
@@ -301,7 +316,7 @@ def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
 
 
 class _LocalExchange:
-    """There is no other rank: the own part is everything."""
+    """An exchange without other ranks: the own part is everything."""
 
     def __init__(self, copy: Callable[[], None] | None, device: torch.device) -> None:
         self._copy = copy
@@ -324,12 +339,13 @@ class _LocalExchange:
 class _BackendExchange:
     """A collective of the device's backend."""
 
-    def __init__(self, issue: Callable[[], Any]) -> None:
+    def __init__(self, axis: Axis, issue: Callable[[Group], Any]) -> None:
+        self._axis = axis
         self._issue = issue
         self._work: Any = None
 
     def start(self) -> None:
-        self._work = self._issue()
+        self._work = self._issue(self._axis.communicator)
 
     def wait(self) -> None:
         if self._work is None:
@@ -391,8 +407,7 @@ class _CheckedExchange:
             self._note.end()
         if self._after is not None:
             self._after()
-        # Only now: an exchange whose peer died stays started, and raises again when it is waited
-        # for once more.
+        # Only now: an exchange whose peer died stays started, and raises again at another wait.
         self._started = False
         if self._buffer is not None:
             self._buffer.release()

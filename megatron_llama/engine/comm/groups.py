@@ -1,4 +1,4 @@
-"""The process groups of this process: which there are, their first messages, and their end."""
+"""The process groups of this process, their first messages, and their end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_llama.engine.mesh import Axis
 
 
 def present_groups() -> tuple[dist.ProcessGroup, ...]:
-    """The process groups to which this process belongs, in the order in which they were made."""
+    """Return the process groups to which this process belongs, in the order of their creation."""
     return tuple(dist.distributed_c10d._world.pg_map)
 
 
 def leave_group(*, abort: bool = False, kept: Collection[dist.ProcessGroup] = ()) -> None:
-    """Leave the process group, if this process has joined it; where groups are to be ``kept``, all
-    others. On a device that waits for everything that has been issued, so all ranks must have
-    issued it: ``abort`` waits for nothing, for a rank that leaves alone."""
+    """Leave the process group, if this process has joined it; with ``kept`` groups, all others. On
+    a device that waits for everything that has been issued, so all ranks must have issued it:
+    ``abort``, for a rank that leaves alone, waits for nothing."""
     if not dist.is_initialized():
         return
     if kept:

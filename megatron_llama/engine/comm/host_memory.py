@@ -1,4 +1,4 @@
-"""How much of this machine's memory is left for the processes of a run."""
+"""The memory of this machine that is left for the processes of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class _Controller:
-    """Where one version of Linux's control groups keeps the numbers of a group."""
+    """The files in which one version of Linux's control groups keeps the numbers of a group."""
 
     mount: str
     name: str
@@ -36,9 +36,9 @@ _OLD = _Controller(
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Bytes that processes may still take: what the machine has left, within the limits of the
-    control groups of this process (those of containers and of batch systems). Where the system does
-    not say, all memory of the machine. ``root`` is the root of the file system, for tests."""
+    """Return the bytes that processes may still take: the machine's free memory, within the limits
+    of this process's control groups (those of containers and batch systems). If the system does not
+    tell, all memory of the machine. ``root`` is the root of the file system, for tests."""
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     info = root / "proc/meminfo"
     if info.exists():
@@ -55,8 +55,8 @@ def free_bytes(root: Path = Path("/")) -> int:
 
 
 def _groups(root: Path, controller: _Controller) -> Iterator[Path]:
-    """The folders of this process's group and of all groups around it. Inside a container the mount
-    itself is a group of the container."""
+    """Yield the folders of this process's group and of all groups around it. Inside a container the
+    mount itself is a group of the container."""
     mount = root / controller.mount
     own = root / "proc/self/cgroup"
     yield mount
@@ -64,11 +64,11 @@ def _groups(root: Path, controller: _Controller) -> Iterator[Path]:
         _, names, path = line.split(":", 2)
         if controller.name in names.split(","):
             inner = Path(path.lstrip("/"))
-            yield from (mount / part for part in (inner, *inner.parents))
+            yield from (mount / group for group in (inner, *inner.parents))
 
 
 def _left(group: Path, controller: _Controller) -> int:
-    """Bytes that one group has left. Raises OSError or ValueError if it has no limit."""
+    """Return the bytes that one group has left. Raises OSError or ValueError if it has no limit."""
     limit, used = (int((group / name).read_text()) for name in (controller.limit, controller.used))
     entries = (line.split() for line in (group / "memory.stat").read_text().splitlines())
     return limit - used + sum(int(size) for name, size in entries if name in controller.files)

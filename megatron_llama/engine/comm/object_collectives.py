@@ -1,7 +1,7 @@
 """Collectives of Python values and of errors, over the host's backend.
 
-A rank that leaves alone makes the others hang in their next collective. So an error that one rank
-alone can see (a file, a sample) becomes an error of all before anyone acts on it.
+A rank that leaves alone makes the others hang in their next collective. So an error that only one
+rank can see (a file, a sample) becomes an error of all ranks before any rank acts on it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_llama.engine.comm.collectives import Pending, all_gather_single
+from megatron_llama.engine.comm.collectives import Pending
+from megatron_llama.engine.comm.exchange import all_gather_single
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import UserError
 
 T = TypeVar("T")
 AGREEMENT = "what other ranks have to say"
-"""What a hang report says of a rank that waits in one of these functions."""
+"""The wait that a hang report names for a rank in one of these functions."""
 MEETING_SECONDS = 1.0
-"""Ranks that wait for something other than a message meet so often. So nobody waits longer in a
-collective, and everybody learns when a rank is gone."""
+"""Interval at which ranks meet that wait for something other than a message. So no rank waits
+longer in a collective, and all learn when a rank is gone."""
 
 
 def all_reduce_max(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
@@ -30,25 +31,25 @@ def all_reduce_max(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
     the wait.
 
     It lives on the host, so that asking never waits for a device."""
-    found = torch.tensor(value)
+    largest = torch.tensor(value)
     work = (
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.communicator, async_op=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.communicator, async_op=True)
         if axis.size > 1
         else None
     )
-    return found, Pending(axis, work, operation="agreement")
+    return largest, Pending(axis, work, operation="agreement")
 
 
 def all_gather_float(value: float, axis: Axis) -> list[float]:
-    """A number of every rank, in rank order, on all of them. Collective.
+    """Return the numbers of all ranks, in rank order, on every rank. Collective.
 
     Cheaper than ``all_gather_object``: one message of known size, nothing pickled."""
-    found = torch.full((axis.size,), value, dtype=torch.float64)
+    values = torch.full((axis.size,), value, dtype=torch.float64)
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
-            own = found[axis.rank : axis.rank + 1].clone()
-            all_gather_single(found, own, group=axis.communicator)
-    return found.tolist()
+            own = values[axis.rank : axis.rank + 1].clone()
+            all_gather_single(values, own, group=axis.communicator)
+    return values.tolist()
 
 
 def sum_over_ranks(values: torch.Tensor, axis: Axis) -> None:
@@ -59,8 +60,8 @@ def sum_over_ranks(values: torch.Tensor, axis: Axis) -> None:
 
 
 def gather_object(value: T, axis: Axis) -> list[T] | None:
-    """The picklable value of every rank, in rank order, on the first rank of the axis; None on the
-    others. Collective."""
+    """Return the picklable value of every rank, in rank order, on the first rank of the axis; None
+    on the others. Collective."""
     if axis.size == 1:
         return [value]
     found: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
@@ -70,7 +71,7 @@ def gather_object(value: T, axis: Axis) -> list[T] | None:
 
 
 def all_gather_object(value: T, axis: Axis) -> list[T]:
-    """The picklable value of every rank, in rank order, on all ranks. Collective."""
+    """Return the picklable value of every rank, in rank order, on all ranks. Collective."""
     found: list[Any] = [value] * axis.size
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
@@ -79,22 +80,22 @@ def all_gather_object(value: T, axis: Axis) -> list[T]:
 
 
 def raise_error_on_all_ranks(error: UserError | None, axis: Axis) -> None:
-    """If any rank has an error, every rank raises that of the first rank which has one, with the
-    rank's name and a count of the others. Collective."""
+    """Raise, on every rank, the error of the first rank that has one, with the rank's name and a
+    count of the others. Collective."""
     if axis.size == 1:
         if error is not None:
             raise error
         return
-    found: list[UserError | None] = [None] * axis.size
+    errors: list[UserError | None] = [None] * axis.size
     with axis.recorder.waiting(AGREEMENT):
-        dist.all_gather_object(found, error, group=axis.communicator)
-    failed = [(rank, one) for rank, one in enumerate(found) if one is not None]
+        dist.all_gather_object(errors, error, group=axis.communicator)
+    failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if failed:
         raise common_error(failed, axis.size)
 
 
 def common_error(failed: Sequence[tuple[int, UserError]], size: int) -> UserError:
-    """The error that all ``size`` ranks raise when these ranks failed."""
+    """Return the error that all ``size`` ranks raise when these ranks failed."""
     rank, first = failed[0]
     text = str(first)
     if len(failed) < size or any(str(error) != text for _, error in failed):
@@ -106,7 +107,7 @@ def common_error(failed: Sequence[tuple[int, UserError]], size: int) -> UserErro
 
 
 def broadcast_object(value: T, axis: Axis) -> T:
-    """The picklable value of the first rank, on every rank. Collective."""
+    """Return the picklable value of the first rank, on every rank. Collective."""
     box = [value]
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
@@ -117,23 +118,23 @@ def broadcast_object(value: T, axis: Axis) -> T:
 def on_rank0(decide: Callable[[], T], axis: Axis) -> T:
     """Call ``decide`` on the first rank, and return its result on every rank. A UserError of it is
     raised on every rank. Collective."""
-    found: list[T] = []
+    results: list[T] = []
     error = None
     if axis.rank == 0:
         try:
-            found.append(decide())
+            results.append(decide())
         except UserError as caught:
             error = caught
             error.everywhere = True
-    found, error = broadcast_object((found, error), axis)
+    results, error = broadcast_object((results, error), axis)
     if error is not None:
         raise error
-    return found[0]
+    return results[0]
 
 
 @contextmanager
 def raise_on_all_ranks(axis: Axis) -> Iterator[None]:
-    """A section in which a UserError of any rank becomes an error of all, at its end. Nothing
+    """Turn a UserError of any rank in a section into an error of all ranks at its end. Nothing
     inside may be collective, because a rank that has failed does not come to it."""
     error = None
     try:

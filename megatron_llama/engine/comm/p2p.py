@@ -71,7 +71,7 @@ def exchange_with(
     outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], axis: Axis
 ) -> Pending:
     """Start sending each tensor of ``outgoing``, and receiving each buffer of ``incoming``, to and
-    from the ranks at the positions that are their keys. The ranks agree on who sends to whom."""
+    from the ranks at the positions that are their keys. The ranks agree on the pairs."""
     return _start(list(outgoing.items()), list(incoming.items()), axis, "messages to neighbours")
 
 
@@ -99,7 +99,7 @@ def _start(
         with axis.recorder.exposed(pending):
             for work in works:
                 work.wait()
-        # Until here they have kept alive what is sent.
+        # Until here they have kept the sent tensors alive.
         operations.clear()
         for note in notes:
             if note is not None:

@@ -1,5 +1,5 @@
-"""Who issues the exchanges of one communicator, in one order on all ranks: on a device a stream, on
-the host threads that keep a window (``host/queues.py``)."""
+"""Queues that issue the exchanges of one communicator, in one order on all ranks: on a device in a
+stream, on the host by threads that keep a window (``host/queues.py``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CommQueue(Protocol):
         place."""
 
     def fail(self, error: BaseException) -> None:
-        """Have waits for what is not done raise ``error``, where threads of the host wait for it:
+        """Let waits for unfinished exchanges raise ``error``, if threads of the host wait for them:
         gloo may never end the wait of a thread."""
 
     def close(self) -> None:
@@ -36,11 +36,11 @@ class CommQueue(Protocol):
 def open_comm_queue(
     device: torch.device, stream: Stream, *, inline: bool, paced: bool = False
 ) -> CommQueue:
-    """The queue for exchanges of tensors of ``device``.
+    """Return the queue for exchanges of tensors of ``device``.
 
-    ``stream``: what else is issued on the host. ``inline``: there is no rank to exchange with.
-    ``paced``: sources are long in coming (the host updates them), and nothing but their own
-    exchange may wait for them."""
+    ``stream``: issues the other work on the host. ``inline``: there is no rank to exchange with.
+    ``paced``: sources take long (the host updates them), and only their own exchange may wait for
+    them."""
     host = devices.is_host(device)
     if paced:
         return HostPacedCommQueue() if host else PacedCommQueue(device)
@@ -68,7 +68,7 @@ class InlineCommQueue:
 
 class DeviceCommQueue:
     """Issues exchanges in a stream of its own, at the point of the program where they are
-    submitted. ``after`` is not looked at: the source is made in the stream from which ``submit`` is
+    submitted. ``after`` is ignored: the source is made in the stream from which ``submit`` is
     called, so the exchange runs after it anyway."""
 
     def __init__(self, device: torch.device) -> None:

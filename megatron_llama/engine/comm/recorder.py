@@ -1,8 +1,8 @@
-"""What a rank has sent, how long it waited, and where it is: counts for tests and reports, exposed
-communication time for the log, and notes for hang reports and timelines.
+"""The record of a rank: counts of messages for tests and reports, exposed communication time for
+the log, and notes of its position for hang reports and timelines.
 
 Every thread of a rank writes here, and the watch's thread reads at any moment. So a note is one
-assignment of values that nobody changes, and nothing is formatted when it is written."""
+assignment of immutable values, and nothing is formatted when it is written."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Note(Protocol):
     """Something in progress that a timeline shows."""
 
     def end(self) -> None:
-        """End it now; on a device, when the current stream has done what it was given so far."""
+        """End the note now; on a device, after the work so far of the current stream."""
 
 
 class Disconnects(Protocol):
     """Something that holds on to connections."""
 
     def disconnect(self) -> None:
-        """Let go of them. It cannot be used any more."""
+        """Let go of them. The object cannot be used any more."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a thread waits for."""
+    """One wait of a thread."""
 
     what: object
-    """Its ``str`` names it."""
+    """The awaited thing, named by its ``str``."""
     since: float
     """A time of ``time.perf_counter``."""
     computes: bool
-    """Whether the thread is one that computes. Others wait so that it need not."""
+    """Whether the thread is one that computes. Other threads wait on its behalf."""
 
 
 @dataclass
@@ -62,15 +62,14 @@ class Recorder:
     evaluation_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Those bytes of ``traffic`` that evaluations have issued."""
     events: list[str] | None = None
-    """If a list, what happened, in the order of issue; tests set it."""
+    """If a list, the events in the order of issue; tests set it."""
     exposed_seconds: float = 0.0
     """Time that the computing threads spent waiting for communication. It means nothing on a GPU,
     where the host does not wait."""
     mark: Callable[[], Any] | None = None
     """If set, called before and after every wait, on the stream that waits."""
     marks: list[tuple[Any, Any]] = field(default_factory=list)
-    """What ``mark`` returned before and after each wait: events that tell how long a device
-    waited."""
+    """Results of ``mark`` before and after each wait: events that tell how long a device waited."""
     timeline: Callable[[str, object], Note] | None = None
     """If set, begins a note: of an ``action`` of the schedule, a ``message`` (axis, operation,
     bytes, bucket or None), a ``wait``, or the ``update`` of a bucket."""
@@ -80,27 +79,27 @@ class Recorder:
     evaluating: bool = False
     """Whether the action belongs to an evaluation."""
     doing: object = "the start"
-    """The current action of the schedule, or words."""
+    """The current action of the schedule, or a description."""
     part: Hashable = None
-    """What kind of part of a step ``doing`` is; None for what is no part of a step, and may take as
-    long as files take."""
+    """The kind of part of a step that ``doing`` is; None if it is no part of a step, and may take
+    as long as files take."""
     performed: set[Hashable] = field(default_factory=set)
     """The parts of steps that this rank has done before. The first time they compile kernels, and
     may take as long as that takes."""
     progress: int = 0
-    """Grows with everything that this rank begins or sends. While it stands still, nothing that
-    happens on this rank can be seen."""
+    """A count that grows with everything that this rank begins or sends. While it stands still,
+    this rank makes no visible progress."""
     issued: object = None
-    """What was sent last: an exchange, or axis and operation."""
+    """The last message: an exchange, or axis and operation."""
     waits: dict[int, Wait] = field(default_factory=dict)
-    """By thread, what it waits for."""
+    """The current wait of each thread."""
     told: Callable[[str], None] | None = None
-    """If set, called with what the watch says of ranks that hang or are gone, from any thread."""
+    """If set, called with the watch's words about ranks that hang or are gone, from any thread."""
     transfers: WeakSet[Disconnects] = field(default_factory=WeakSet, repr=False)
-    """What holds on to connections of gloo, which end only when nobody does any more."""
+    """Holders of connections of gloo, which end only when all holders have let go."""
 
     def enter(self, doing: object, part: Hashable = None) -> None:
-        """Say what this rank does from now on, and which kind of part of a step that is."""
+        """Note what this rank does from now on, and which kind of part of a step that is."""
         if self.part is not None:
             self.performed.add(self.part)
         self.part = part
@@ -109,7 +108,7 @@ class Recorder:
 
     @contextmanager
     def outside_steps(self, words: str) -> Iterator[None]:
-        """A section of the loop that is no part of a step, and may take as long as files take."""
+        """Mark a section of the loop as no part of a step: it may take as long as files take."""
         doing = self.doing
         self.evaluating = False
         self.enter(words)
@@ -117,7 +116,7 @@ class Recorder:
         self.enter(doing)
 
     def tell(self, words: str) -> None:
-        """Hand ``words`` about hanging or missing ranks to whoever keeps them."""
+        """Hand ``words`` about hanging or missing ranks to ``told``."""
         if self.told is not None:
             self.told(words)
 
@@ -144,7 +143,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, what: object) -> Iterator[None]:
-        """A section in which this thread waits for ``what``, whose ``str`` names it."""
+        """Note, in a section, that this thread waits for ``what``, whose ``str`` names it."""
         thread = get_ident()
         outer = self.waits.get(thread)
         self.waits[thread] = Wait(what, time.perf_counter(), devices.computes())
@@ -158,8 +157,8 @@ class Recorder:
 
     @contextmanager
     def exposed(self, what: object) -> Iterator[None]:
-        """A section in which this thread waits for communication. It counts as exposed if the
-        thread is one that computes."""
+        """Note, in a section, that this thread waits for communication. The time counts as exposed
+        if the thread is one that computes."""
         if not devices.computes():
             with self.waiting(what):
                 yield

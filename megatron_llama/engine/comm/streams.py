@@ -1,5 +1,5 @@
-"""Where the follow-up work of communication runs: on a device in CUDA streams of its own, on the
-host in threads (``host/threads.py``).
+"""Streams for the follow-up work of communication: on a device separate CUDA streams, on the host
+threads (``host/threads.py``).
 
 Nothing here waits for a whole device, and no tensor is recorded on a stream for the allocator
 (``Tensor.record_stream``): the buffers that streams share live as long as the engine.
@@ -21,7 +21,7 @@ class Future(Protocol):
 
     def wait(self) -> None:
         """Wait until the work is done; on a device, let the current stream wait for it instead of
-        the host. Raises what the work raised, where a thread did it."""
+        the host. Raises the error of the work if a thread did it."""
 
 
 class Stream(Protocol):
@@ -31,8 +31,8 @@ class Stream(Protocol):
         """Start something that does not block, after everything that was issued here before. The
         future is done when it has been started.
 
-        On the host a thread does so. On a device it happens in a stream of its own, after
-        everything that the caller's current stream was given so far."""
+        On the host a thread does so. On a device it happens in a separate stream, after all work so
+        far of the caller's current stream."""
 
     def run(self, work: Work) -> Future:
         """Run ``work`` without autograd, after everything that was run here before. Work that is
@@ -47,8 +47,8 @@ class Stream(Protocol):
         it there takes the host no longer than issuing it anywhere else."""
 
     def fail(self, error: BaseException) -> None:
-        """Have waits for what is not done raise ``error``, where threads of the host wait for it:
-        gloo may never end the wait of a thread."""
+        """Let waits for unfinished work raise ``error``, if threads of the host wait for it: gloo
+        may never end the wait of a thread."""
 
     def close(self) -> None:
         """Take no more work."""
@@ -59,22 +59,22 @@ class Stream(Protocol):
 
 
 def open_stream(device: torch.device, *, inline: bool) -> Stream:
-    """The stream for tensors of ``device``. ``inline`` runs everything at once in the caller, for
-    an engine that has no other rank to communicate with."""
+    """Return the stream for tensors of ``device``. ``inline`` runs everything at once in the
+    caller, for an engine that has no other rank to communicate with."""
     if inline:
         return InlineStream()
     return ThreadStream() if devices.is_host(device) else DeviceStream(device)
 
 
 class CompletedFuture:
-    """A future of work that is done, or that the current stream does before anything later."""
+    """The future of work that is done, or that the current stream does before any later work."""
 
     def wait(self) -> None:
         pass
 
 
 class InlineStream:
-    """Everything runs at once, in the caller."""
+    """A stream that runs everything at once, in the caller."""
 
     def issue(self, work: Work) -> Future:
         work()
@@ -109,15 +109,15 @@ class DeviceStream:
         self._follow_up = devices.new_stream(device)
 
     def issue(self, work: Work) -> Future:
-        # The caller's stream computes what is sent.
+        # The caller's stream computes the tensors that are sent.
         self._issuing.wait_stream(devices.current_stream(self._device))
         with devices.on_stream(self._issuing):
             work()
         return CompletedFuture()
 
     def run(self, work: Work) -> Future:
-        # What was issued before includes copies into the buffers that this work reads, and comes
-        # after what the caller's stream computed for them.
+        # The work that was issued before includes copies into the buffers that this work reads, and
+        # comes after the caller's stream has computed their sources.
         self._follow_up.wait_stream(self._issuing)
         with torch.no_grad(), devices.on_stream(self._follow_up):
             work()

@@ -15,8 +15,8 @@ Work = Callable[[], object]
 
 
 class Task:
-    """Work for a thread. It is a ``Future``: ``wait`` returns when the work is done and raises what
-    the work raised, each time it is called."""
+    """Work for a thread. It is a ``Future``: ``wait`` returns when the work is done and raises its
+    error, each time it is called."""
 
     def __init__(self, work: Work) -> None:
         self._work: Work | None = work
@@ -26,7 +26,7 @@ class Task:
     def perform(self) -> None:
         """Do the work. Called once, by the thread."""
         work = self._work
-        # Whoever holds the Task later must not keep alive the tensors that the work used.
+        # A later holder of the Task must not keep the tensors alive that the work used.
         self._work = None
         assert work is not None
         if self._finished.is_set():
@@ -38,7 +38,7 @@ class Task:
         self._finished.set()
 
     def fail(self, error: BaseException) -> None:
-        """Have all waits raise ``error``, unless the work is done. The thread may go on with it."""
+        """Let all waits raise ``error``, unless the work is done. The thread may go on with it."""
         if not self._finished.is_set():
             self._error = error
             self._finished.set()
@@ -59,7 +59,7 @@ class Worker:
         self._made = WeakSet[Task]()
         self._failed: BaseException | None = None
         self._lock = threading.Lock()
-        """Covers the two of them."""
+        """Covers both."""
         # The thread knows the queue and not the Worker, so that it does not keep its owner alive.
         self._thread = devices.start_thread(_serve, self._queue, name=name)
 
@@ -72,7 +72,7 @@ class Worker:
         self._queue.put(task)
 
     def task(self, work: Work) -> Task:
-        """Make a task that this thread is to perform. It has yet to be put."""
+        """Make a task for this thread, without putting it."""
         task = Task(work)
         with self._lock:
             self._made.add(task)
@@ -88,7 +88,7 @@ class Worker:
         return task
 
     def fail(self, error: BaseException) -> None:
-        """Fail all tasks of ``task`` that are not done, and those to come: nobody may wait for this
+        """Fail all unfinished tasks of ``task``, and those to come: no wait may depend on this
         thread any more, because it may itself wait for ever."""
         with self._lock:
             self._failed = error

@@ -1,2 +1,2 @@
-"""Optimizer state in the memory of the host: what it lives in, who copies, who updates, and the
-rules."""
+"""Optimizer state in the memory of the host: the memory, the copies, the worker that updates, and
+the update rules."""

@@ -25,7 +25,7 @@ from megatron_llama.registry import Registry
 
 @dataclass(frozen=True)
 class Host:
-    """What a rule on the host is built of beside the ``RuleInputs``."""
+    """The parts of which a rule on the host is built, beside the ``RuleInputs``."""
 
     plan: OffloadPlan
     worker: HostWorker
@@ -61,7 +61,7 @@ def offloaded_rules(inputs: RuleInputs) -> UpdateRules:
     with raise_on_all_ranks(mesh.world):
         require_memory(sum(rank.needed for rank in here), len(here), plan)
         cores = rank_cores(cores_option, *place_among(ranks, mesh.rank, apart=cores_option == AUTO))
-    # A section of its own: nobody allocates before all ranks have found enough free memory.
+    # A section of its own: no rank allocates before all have found enough free memory.
     with raise_on_all_ranks(mesh.world):
         # On a machine without a device OMP_NUM_THREADS says how ranks share the processors.
         threads = min(len(cores), torch.get_num_threads()) if on_cpu else len(cores)
@@ -91,14 +91,14 @@ class Neighbour:
 
 
 def place_among(ranks: Sequence[Neighbour], rank: int, *, apart: bool) -> tuple[int, int]:
-    """Returns (i, n): a rank is the i-th of n ranks that divide processors among them. These are
+    """Return (i, n): a rank is the i-th of n ranks that divide processors among them. These are
     all ranks of its machine, or with ``apart`` those that may use the same processors: a launcher
     that binds each rank to processors of its own has divided them already."""
     me = ranks[rank]
     sharing = [
         number
-        for number, one in enumerate(ranks)
-        if one.machine == me.machine and (one.cores == me.cores or not apart)
+        for number, peer in enumerate(ranks)
+        if peer.machine == me.machine and (peer.cores == me.cores or not apart)
     ]
     return sharing.index(rank), len(sharing)
 

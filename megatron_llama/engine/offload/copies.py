@@ -26,7 +26,7 @@ class Copies(Protocol):
     of the calls."""
 
     def given(self) -> Future:
-        """Returns the end of the work that the caller's current stream has been given so far."""
+        """Return the end of the work that the caller's current stream has been given so far."""
 
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
         """Copy from the device, after the work that the caller's current stream has been given so
@@ -42,7 +42,7 @@ class Copies(Protocol):
 
 
 def open_copies(device: torch.device) -> Copies:
-    """Returns the copies for tensors of this device."""
+    """Return the copies for tensors of this device."""
     return HostCopies() if devices.is_host(device) else DeviceCopies(device)
 
 
@@ -99,8 +99,8 @@ class DeviceCopies:
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
         self._to_host.wait_stream(devices.current_stream(self._device))
         copy = self._copy(self._to_host, target, source)
-        # Whoever drops the last reference need not have waited for the copy, and the memory would
-        # go to another tensor of the stream that made it.
+        # The last reference may go before the copy has ended, and the memory would go to another
+        # tensor of the stream that made it.
         source.record_stream(self._to_host)
         return copy
 

@@ -36,7 +36,7 @@ from megatron_llama.engine.rules.update_rule import Shard, UpdateRule, adamw_ste
 
 UPDATING = "updating"
 COPYING_STATE = "copying state"
-"""What the worker's time is spent on."""
+"""Kinds of work on which the worker spends its time."""
 
 
 @dataclass
@@ -68,7 +68,6 @@ class _HostShard:
     """Where the gradient arrives."""
     factors: Tensor
     """[2], room for scale and skip."""
-    decay: float
     spare: _State | None = None
     """Room for a second copy; None: this bucket is not updated speculatively."""
     arrival: Copy | None = None
@@ -80,7 +79,7 @@ class _HostShard:
     update: Task | None = None
     """The update of the last step."""
     live: _State = field(init=False)
-    """The state at the end of the last step: ``attached``, or what was the second copy."""
+    """The state at the end of the last step: ``attached``, or the former second copy."""
 
     def __post_init__(self) -> None:
         self.live = self.attached
@@ -120,6 +119,7 @@ class ExactOffload(UpdateRule):
     ``blocking`` waits for every copy and update at once: the reference for comparisons."""
 
     is_async = True
+    takes_options = True
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class ExactOffload(UpdateRule):
         self._sent = 0
         self._shards: dict[int, _HostShard] = {}
         self._speculative_lr: dict[int, float] = {}
-        """Learning rates of speculative updates that nobody has begun. Two threads look: whoever
+        """Learning rates of speculative updates that have not begun. Two threads look: the one that
         pops the entry decides whether the update is made."""
         self._factors: _Factors | None = None
         self._unscaled = torch.full((), unclipped)
@@ -196,127 +196,144 @@ class ExactOffload(UpdateRule):
     def attach(self, shard: Shard) -> Tensor:
         numel = shard.param_shard.numel()
         bucket = shard.bucket
-        self._shards[bucket] = one = _HostShard(
+        self._shards[bucket] = host_shard = _HostShard(
             shard,
             self._label(bucket),
             _take_state(self._buffers["state"], numel),
             torch.zeros((), dtype=torch.float32),
             self._buffers["gradients"].take(numel),
             self._buffers["factors"].take(2),
-            self._groups[shard.kind.group].weight_decay if shard.kind.decay else 0.0,
             _take_state(self._buffers["undo"], numel) if bucket in self._plan.speculated else None,
         )
-        return one.attached[0]
+        return host_shard.attached[0]
+
+    def change_options(self, groups: Sequence[UpdateOptions]) -> None:
+        for host_shard in self._shards.values():
+            if host_shard.update is not None:
+                # It reads the options when the host comes to it.
+                host_shard.update.wait()
+        self._groups = tuple(groups)
 
     def on_reduced(self, bucket: int, grad: Tensor, *, speculative_lr: float | None) -> None:
-        one = self._shards[bucket]
-        if one.update is not None:
+        host_shard = self._shards[bucket]
+        if host_shard.update is not None:
             # It reads the gradient that is overwritten now. It ended long ago, since a forward pass
             # has read what it made; waiting brings its error here.
-            one.update.wait()
-        one.arrival = self._copies.to_host(one.grad, grad)
+            host_shard.update.wait()
+        host_shard.arrival = self._copies.to_host(host_shard.grad, grad)
         self.to_host_bytes += grad.nbytes
         if self._blocking:
-            with errors_of_bucket(one.label), self._recorder.exposed("the optimizer on the host"):
-                one.arrival.complete()
-        elif speculative_lr is not None and one.spare is not None:
+            with (
+                errors_of_bucket(host_shard.label),
+                self._recorder.exposed("the optimizer on the host"),
+            ):
+                host_shard.arrival.complete()
+        elif speculative_lr is not None and host_shard.spare is not None:
             self._speculative_lr[bucket] = speculative_lr
-            one.attempt = Task(partial(self._speculate, one))
-            self._worker.put(one.attempt, priority=one.shard.position)
+            host_shard.attempt = Task(partial(self._speculate, host_shard))
+            self._worker.put(host_shard.attempt, priority=host_shard.shard.position)
 
     def before_grad_reuse(self, bucket: int) -> None:
-        one = self._shards[bucket]
-        if one.arrival is not None:
-            with errors_of_bucket(one.label):
-                one.arrival.wait()
+        host_shard = self._shards[bucket]
+        if host_shard.arrival is not None:
+            with errors_of_bucket(host_shard.label):
+                host_shard.arrival.wait()
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
-        one = self._shards[bucket]
+        host_shard = self._shards[bucket]
         # With the scale on its way, a speculative update that has not begun would only cost time.
         self._speculative_lr.pop(bucket, None)
-        factors = self._factors_on_host(one, scale, skip)
-        # What the current stream has been given so far may still read the shard (its last gather):
-        # the copy of the new weights to the device waits for that.
-        update = _Update(self, one, lr, factors, self._copies.given())
-        one.update = update.task
-        self._worker.put(update.task, priority=one.shard.position)
+        factors = self._factors_on_host(host_shard, scale, skip)
+        # The work that the current stream has been given so far may still read the shard (its last
+        # gather): the copy of the new weights to the device waits for it.
+        update = _Update(self, host_shard, lr, factors, self._copies.given())
+        host_shard.update = update.task
+        self._worker.put(update.task, priority=host_shard.shard.position)
         if self._blocking:
             with self._recorder.exposed("the optimizer on the host"):
                 update.complete()
         return update
 
-    def _factors_on_host(self, one: _HostShard, scale: Tensor, skip: Tensor) -> _Factors:
+    def _factors_on_host(self, host_shard: _HostShard, scale: Tensor, skip: Tensor) -> _Factors:
         """Copy scale and skip to the host, once for all buckets that have them in common. Neither
         thread waits for the copy here: the worker does."""
         factors = self._factors
         # The tensors themselves are compared: to compare their values would wait for the device.
         if factors is None or factors.scale is not scale or factors.skip is not skip:
-            copy = self._copies.to_host(one.factors, torch.stack([scale, skip]))
-            factors = self._factors = _Factors(scale, skip, one.factors, copy)
+            copy = self._copies.to_host(host_shard.factors, torch.stack([scale, skip]))
+            factors = self._factors = _Factors(scale, skip, host_shard.factors, copy)
         return factors
 
-    def _speculate(self, one: _HostShard) -> None:
+    def _speculate(self, host_shard: _HostShard) -> None:
         """Called by the worker: update a second copy as if nothing were clipped or skipped, unless
         the step has come meanwhile."""
-        lr = self._speculative_lr.pop(one.shard.bucket, None)
+        lr = self._speculative_lr.pop(host_shard.shard.bucket, None)
         if lr is None:
             return
-        assert one.arrival is not None and one.spare is not None
-        one.arrival.complete()
-        with self._worker.working(COPYING_STATE, one.grad.numel()):
-            for copy, tensor in zip(one.spare, one.live, strict=True):
+        assert host_shard.arrival is not None and host_shard.spare is not None
+        host_shard.arrival.complete()
+        with self._worker.working(COPYING_STATE, host_shard.grad.numel()):
+            for copy, tensor in zip(host_shard.spare, host_shard.live, strict=True):
                 copy.copy_(tensor)
-        count = one.count.clone()
-        self._adamw(one, one.spare, count, self._unscaled, self._unskipped, lr)
-        one.speculative_count = count
+        count = host_shard.count.clone()
+        self._adamw(host_shard, host_shard.spare, count, self._unscaled, self._unskipped, lr)
+        host_shard.speculative_count = count
 
-    def perform(self, one: _HostShard, lr: float, factors: _Factors) -> None:
+    def perform(self, host_shard: _HostShard, lr: float, factors: _Factors) -> None:
         """Called by the worker: bring master and moments to the end of the step."""
-        assert one.arrival is not None, f"{one.label}: no gradient has arrived"
-        if one.attempt is not None:
+        assert host_shard.arrival is not None, f"{host_shard.label}: no gradient has arrived"
+        if host_shard.attempt is not None:
             # It was before this in the queue, so it has ended; waiting raises its error.
-            one.attempt.wait()
-            one.attempt = None
+            host_shard.attempt.wait()
+            host_shard.attempt = None
         # ``complete`` and not ``wait``: this is a thread of the host, which no stream holds back.
-        one.arrival.complete()
+        host_shard.arrival.complete()
         factors.copy.complete()
         scale = factors.on_host[0]
         skip = factors.on_host[1]
-        if one.speculative_count is not None:
-            count = one.speculative_count
-            one.speculative_count = None
+        if host_shard.speculative_count is not None:
+            count = host_shard.speculative_count
+            host_shard.speculative_count = None
             if bool(scale == self._unscaled) and not bool(skip):
                 self.speculation.kept += 1
-                assert one.spare is not None
+                assert host_shard.spare is not None
                 # The two copies change roles. Nothing is moved before ``settle``.
-                one.live, one.spare = one.spare, one.live
-                one.count.copy_(count)
+                host_shard.live, host_shard.spare = host_shard.spare, host_shard.live
+                host_shard.count.copy_(count)
                 return
             # Nothing has to be restored: the guess was made on the second copy.
             self.speculation.redone += 1
-        self._adamw(one, one.live, one.count, scale, skip, lr)
+        self._adamw(host_shard, host_shard.live, host_shard.count, scale, skip, lr)
 
     def _adamw(
-        self, one: _HostShard, values: _State, count: Tensor, scale: Tensor, skip: Tensor, lr: float
+        self,
+        host_shard: _HostShard,
+        values: _State,
+        count: Tensor,
+        scale: Tensor,
+        skip: Tensor,
+        lr: float,
     ) -> None:
         master, exp_avg, exp_avg_sq = values
         state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": count}
+        kind = host_shard.shard.kind
+        options = self._groups[kind.group]
         with self._worker.working(UPDATING, master.numel()):
             adamw_step(
                 master,
-                one.grad,
+                host_shard.grad,
                 state,
-                self._groups[one.shard.kind.group],
-                decay=one.decay,
+                options,
+                decay=options.weight_decay if kind.decay else 0.0,
                 scale=scale,
                 skip=skip,
                 lr=lr,
             )
 
-    def send(self, one: _HostShard, given: Future) -> Copy:
+    def send(self, host_shard: _HostShard, given: Future) -> Copy:
         """Called by the worker: copy the new weights to the device, once ``given`` is over."""
-        param_shard = one.shard.param_shard
-        source = one.live[0]
+        param_shard = host_shard.shard.param_shard
+        source = host_shard.live[0]
         if self._staging:
             # The host casts, so that half as many bytes cross the bus. There are two buffers:
             # weights are cast into one while the other one is copied.
@@ -333,34 +350,38 @@ class ExactOffload(UpdateRule):
         return copy
 
     def refresh(self, bucket: int) -> None:
-        one = self._shards[bucket]
-        one.shard.param_shard.copy_(one.attached[0])
+        host_shard = self._shards[bucket]
+        host_shard.shard.param_shard.copy_(host_shard.attached[0])
 
     def settle(self) -> Mapping[int, Future]:
-        """Nothing is put off beyond its step. Wait for the updates, and put the state that became
-        live by speculation where everybody looks for it."""
-        for one in self._shards.values():
-            if one.update is not None:
-                with errors_of_bucket(one.label), self.waiting():
-                    one.update.wait()
+        """Wait for the updates, and put the state that became live by speculation into
+        ``attached``. No update is put off beyond its step."""
+        for host_shard in self._shards.values():
+            if host_shard.update is not None:
+                with errors_of_bucket(host_shard.label), self.waiting():
+                    host_shard.update.wait()
             # The engine's masters and checkpoints are views of ``attached``.
-            if one.live is not one.attached:
-                for tensor, copy in zip(one.attached, one.live, strict=True):
+            if host_shard.live is not host_shard.attached:
+                for tensor, copy in zip(host_shard.attached, host_shard.live, strict=True):
                     tensor.copy_(copy)
-                one.live, one.spare = one.attached, one.live
+                host_shard.live, host_shard.spare = host_shard.attached, host_shard.live
         return {}
 
     def reset(self) -> None:
-        for one in self._shards.values():
-            for tensor in (*one.attached[1:], one.count):
+        for host_shard in self._shards.values():
+            for tensor in (*host_shard.attached[1:], host_shard.count):
                 tensor.zero_()
 
     def state(self, bucket: int) -> dict[str, Tensor]:
-        one = self._shards[bucket]
-        return {"exp_avg": one.attached[1], "exp_avg_sq": one.attached[2], "step": one.count}
+        host_shard = self._shards[bucket]
+        return {
+            "exp_avg": host_shard.attached[1],
+            "exp_avg_sq": host_shard.attached[2],
+            "step": host_shard.count,
+        }
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Returns a section in which somebody waits for the host."""
+        """Return a section in which the calling thread waits for the host."""
         return self._recorder.waiting("the optimizer on the host")
 
     def close(self, timeout: float = 0.0) -> None:
@@ -376,17 +397,22 @@ class _Update:
     """The update of one bucket in one step, including the copy to the device: a Future."""
 
     def __init__(
-        self, rule: ExactOffload, one: _HostShard, lr: float, factors: _Factors, given: Future
+        self,
+        rule: ExactOffload,
+        host_shard: _HostShard,
+        lr: float,
+        factors: _Factors,
+        given: Future,
     ) -> None:
         self._rule = rule
-        self._one = one
+        self._host_shard = host_shard
         self._sent: Copy | None = None
         self.task = Task(partial(self._run, lr, factors, given))
 
     def _run(self, lr: float, factors: _Factors, given: Future) -> None:
-        with errors_of_bucket(self._one.label):
-            self._rule.perform(self._one, lr, factors)
-            self._sent = self._rule.send(self._one, given)
+        with errors_of_bucket(self._host_shard.label):
+            self._rule.perform(self._host_shard, lr, factors)
+            self._sent = self._rule.send(self._host_shard, given)
 
     def _copy(self) -> Copy:
         """The host waits for the update itself, which no event of a device can announce."""
@@ -397,11 +423,11 @@ class _Update:
 
     def wait(self) -> None:
         sent = self._copy()
-        with errors_of_bucket(self._one.label):
+        with errors_of_bucket(self._host_shard.label):
             sent.wait()
 
     def complete(self) -> None:
         """The host waits for the copy too."""
         sent = self._copy()
-        with errors_of_bucket(self._one.label):
+        with errors_of_bucket(self._host_shard.label):
             sent.complete()

@@ -68,7 +68,7 @@ class PinnedBuffer:
         return self._whole.nbytes
 
     def take(self, numel: int) -> Tensor:
-        """Returns the next part [numel]. Raises RuntimeError if the buffer was planned smaller."""
+        """Return the next part [numel]. Raises RuntimeError if the buffer was planned smaller."""
         start = self._taken
         self._taken += align_up(numel, ALIGN)
         if self._taken > self._whole.numel():

@@ -22,7 +22,7 @@ from megatron_llama.errors import ConfigError, OffloadError, describe
 
 
 def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...]:
-    """Returns the processors of one of this machine's ``local_ranks`` ranks: an equal part of those
+    """Return the processors of one of this machine's ``local_ranks`` ranks: an equal part of those
     that --offload-cores names (auto: one of each physical core). If there are fewer processors than
     ranks, ranks share. Raises ConfigError for processors that this process may not use."""
     here = devices.physical_cores()
@@ -102,8 +102,8 @@ WorkerFactory = Callable[[Sequence[int], int], HostWorker]
 @contextmanager
 def errors_of_bucket(label: str) -> Iterator[None]:
     """A section in which any error of a copy or of the worker becomes an OffloadError about the
-    bucket ``label``. An OffloadError passes as it is: others than its own bucket may wait for
-    it."""
+    bucket ``label``. An OffloadError passes as it is, because other buckets than its own may
+    wait for it."""
     try:
         yield
     except OffloadError:
@@ -133,7 +133,7 @@ class _TaskQueue:
     def put(self, task: Task, priority: int) -> None:
         with self._changed:
             if self._closed:
-                # Nobody would ever perform the task, and its waiter would hang.
+                # The task would never be performed, and its waiter would hang.
                 raise RuntimeError("the optimizer's worker is closed")
             heapq.heappush(self._heap, (priority, next(self._numbers), task))
             self._changed.notify()

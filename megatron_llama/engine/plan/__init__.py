@@ -1,3 +1,3 @@
-"""What the engine does in a step, decided beforehand as integers: buckets, gathers, memory.
+"""The plan of the engine's steps, as integers: buckets, gathers, memory.
 
 Nothing in here imports torch."""

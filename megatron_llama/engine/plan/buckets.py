@@ -1,7 +1,7 @@
-"""Where every parameter element lives: buckets, shards, segments, slots. Integers only.
+"""The place of every parameter element: buckets, shards, segments, slots. Integers only.
 
-The engine moves data with this table, checkpoints reshard with it, the planner reads it: there is
-no other copy.
+The engine moves data with this table, checkpoints reshard with it, the planner reads it. It is the
+only copy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_llama.engine.plan.specs import ParamSpec, Rectangle, UnitSpec, rec
 Slot = tuple[int, int]
 """(pool, number in the pool)."""
 AUTO = "auto"
-"""In the place of a strategy: ``train/setup/auto.py`` chooses one before buckets are planned."""
+"""Stands for a strategy that ``train/setup/auto.py`` chooses before buckets are planned."""
 MAX_PIECES = 1 << 15
-"""Most pieces of one message over gloo: each needs a tag."""
+"""The most pieces of one message over gloo: each needs a tag."""
 NO_SHARD = "no_shard"
 OWN_SLOT_POOL = 0
 """The pool of slots that have one user each."""
@@ -31,8 +31,8 @@ tail rounds differently, and this way there is no tail."""
 
 @dataclass(frozen=True)
 class BucketKind:
-    """What all parameters of one bucket have in common, so that one update call and one message
-    serve the bucket. The fields are those of ``ParamSpec``."""
+    """The common properties of all parameters of one bucket: one update call and one message serve
+    the bucket. The fields are those of ``ParamSpec``."""
 
     decay: bool
     copies: int
@@ -49,7 +49,7 @@ class BucketKind:
 
     @staticmethod
     def of(spec: ParamSpec) -> BucketKind:
-        """Returns the kind of bucket that a parameter belongs to."""
+        """Return the kind of bucket that a parameter belongs to."""
         return BucketKind(
             spec.decay,
             spec.copies,
@@ -104,15 +104,15 @@ class Segment:
     length: int
 
     def blocks(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields the rectangles of the parameter, seen as a matrix, that the segment consists of:
-        at most the tail of a row, whole rows, and the head of a row. Each is (start in the shard,
+        """Yield the rectangles of the parameter, seen as a matrix, that the segment consists of: at
+        most the tail of a row, whole rows, and the head of a row. Each is (start in the shard,
         rows, first column, columns)."""
         width = self.spec.width
         low = self.in_param
         stop = self.in_param + self.length
         while low < stop:
             col = low % width
-            # From the start of a row as many whole rows as there are; else the rest of this row.
+            # At the start of a row all whole rows that are left; else the rest of this row.
             whole = (stop - low) // width if col == 0 else 0
             cols = width if whole else min(width - col, stop - low)
             rows = max(whole, 1)
@@ -136,23 +136,22 @@ class BucketPlan:
     parameter_slots: tuple[Slot, ...]
     """For each bucket, the slot of its whole parameters."""
     gradient_slots: tuple[Slot, ...]
-    """For each bucket, the slot of its whole gradients. Frozen buckets have one that nobody
-    allocates."""
+    """For each bucket, the slot of its whole gradients. That of a frozen bucket is never
+    allocated."""
     gathers_first: bool
     """Whether gathers are issued before reductions (``gathers_before_reductions``)."""
 
     def shard_numel(self, bucket: int) -> int:
-        """Returns the elements of one shard of a bucket."""
+        """Return the elements of one shard of a bucket."""
         return self.buckets[bucket].numel // self.shards
 
     def shard(self, bucket: int, rank: int) -> slice:
-        """Returns the elements of a bucket that a rank owns."""
+        """Return the elements of a bucket that a rank owns."""
         size = self.shard_numel(bucket)
         return slice(rank * size, (rank + 1) * size)
 
     def segments(self, bucket: int, rank: int) -> Iterator[Segment]:
-        """Yields the parts of parameters inside one shard, in order. What lies between them is
-        padding."""
+        """Yield the parts of parameters inside one shard, in order. Padding lies between them."""
         shard = self.shard(bucket, rank)
         for placed in self.buckets[bucket].placements:
             low = max(placed.start, shard.start)
@@ -161,7 +160,7 @@ class BucketPlan:
                 yield Segment(placed.spec, low - placed.start, low, low - shard.start, high - low)
 
     def rectangles(self, bucket: int, rank: int) -> Iterator[tuple[Rectangle, slice]]:
-        """Yields the shard as rectangles of HuggingFace tensors, each with its place in the
+        """Yield the shard as rectangles of HuggingFace tensors, each with its place in the
         shard."""
         for segment in self.segments(bucket, rank):
             for piece in rectangles(
@@ -171,12 +170,11 @@ class BucketPlan:
                 yield piece, slice(start, start + piece.numel)
 
     def parameter_slot_numel(self) -> dict[Slot, int]:
-        """Returns the elements of every parameter slot: those of the largest bucket that uses
-        it."""
+        """Return the elements of every parameter slot: those of the largest bucket that uses it."""
         return _largest(zip(self.parameter_slots, self.buckets, strict=True))
 
     def gradient_slot_numel(self) -> dict[Slot, int]:
-        """Returns the elements of every gradient slot: those of the largest trainable bucket that
+        """Return the elements of every gradient slot: those of the largest trainable bucket that
         uses it."""
         pairs = zip(self.gradient_slots, self.buckets, strict=True)
         return _largest((slot, bucket) for slot, bucket in pairs if bucket.kind.trainable)
@@ -194,7 +192,7 @@ class BucketPlan:
         )
 
     def label(self, bucket: int) -> str:
-        """Returns a bucket's name for messages: its number, its units and its parameters."""
+        """Return a bucket's name for messages: its number, its units and its parameters."""
         units = [
             name
             for name, buckets in zip(self.unit_names, self.unit_buckets, strict=True)
@@ -221,13 +219,13 @@ def _range(names: Sequence[str]) -> str:
 
 
 def align_up(value: int, multiple: int) -> int:
-    """Returns the smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a ``--data-parallel-sharding-strategy`` means for the engine."""
+    """The meaning of a ``--data-parallel-sharding-strategy`` for the engine."""
 
     sharded: bool
     """Whether each data-parallel rank owns 1/dp of every bucket; otherwise it owns all of it."""
@@ -238,7 +236,7 @@ class Strategy:
 
 
 def strategy_named(name: str) -> Strategy:
-    """Returns what a strategy means. This is the only place that knows strategies by name."""
+    """Return the meaning of a strategy. Only this function knows strategies by name."""
     return {
         NO_SHARD: Strategy(sharded=False, reduce_every_microbatch=False),
         "optim": Strategy(sharded=True, reduce_every_microbatch=False),
@@ -248,7 +246,7 @@ def strategy_named(name: str) -> Strategy:
 
 
 BY_TRAFFIC = ("optim", "optim_grads", "optim_grads_params")
-"""Sharding strategies by what they send in a step: parameters and gradients once; gradients once
+"""Sharding strategies by their messages in a step: parameters and gradients once; gradients once
 per microbatch; both."""
 
 
@@ -287,7 +285,7 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
     for index, unit in reversed(list(enumerate(units))):
         for spec in reversed(unit.params):
             kind = BucketKind.of(spec)
-            # Norms of all units together: alone each would be a message of nothing but latency.
+            # Norms of all units together: a message of one norm alone would be pure latency.
             filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
     closed = in_backward_order(filled.values(), reverse, shards)
@@ -300,7 +298,7 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
 def stage_bucket_plan(
     units: Sequence[UnitSpec], options: EngineOptions, *, shards: int
 ) -> BucketPlan:
-    """Returns the bucket plan of a rank's pipeline stages. ``units`` are in forward order."""
+    """Return the bucket plan of a rank's pipeline stages. ``units`` are in forward order."""
     slots = shared_slots(options)
     if strategy_named(options.strategy).by_unit:
         return bucket_plan_by_unit(units, shards=shards, slots=slots)
@@ -308,7 +306,7 @@ def stage_bucket_plan(
 
 
 def shared_slots(options: EngineOptions) -> Slots:
-    """Returns the numbers of slots that buckets share by a strategy."""
+    """Return the numbers of slots that buckets share by a strategy."""
     strategy = strategy_named(options.strategy)
     return Slots(
         options.param_slots if strategy.by_unit else None,
@@ -317,8 +315,8 @@ def shared_slots(options: EngineOptions) -> Slots:
 
 
 def reduces_every_microbatch(options: EngineOptions) -> bool:
-    """Returns whether gradients are reduced after every microbatch, and shards accumulate. Where
-    ranks may leave out different parameters they are not: only the end of a step shows which."""
+    """Whether gradients are reduced after every microbatch, and shards accumulate. They are not
+    where ranks may leave out different parameters: only the end of a step shows which."""
     strategy = strategy_named(options.strategy)
     return strategy.reduce_every_microbatch and not options.find_unused
 
@@ -337,8 +335,8 @@ def assemble_bucket_plan(
         placed.spec.name: bucket.index for bucket in closed for placed in bucket.placements
     }
     own = [tuple(dict.fromkeys(bucket_of[spec.name] for spec in unit.params)) for unit in units]
-    # What the units around a unit have gathered is read again when it is done: as long as it needs
-    # that too, nothing takes those slots.
+    # The units around a unit read their weights again when it is done. It also needs these buckets,
+    # so no other bucket takes their slots meanwhile.
     unit_buckets = tuple(
         tuple(dict.fromkeys(bucket for number in (*unit.inside, index) for bucket in own[number]))
         for index, unit in enumerate(units)
@@ -354,16 +352,16 @@ def assemble_bucket_plan(
 def gathers_before_reductions(parameter_slots: int | None, gradient_slots: int) -> bool:
     """Whether backward issues the gathers of a unit before the reductions of the unit before it.
 
-    What is needed sooner goes first, because messages of one connection go out in the order in
-    which they are issued. With p parameter slots, the gather that is launched after a unit is
-    needed p - 1 units later; with g gradient slots, its reduction has to end at the end of the g-th
-    unit. So gathers go first where p <= g. Without shared parameter slots (None) backward launches
-    no gathers."""
+    The message that is needed sooner goes first, because messages of one connection go out in the
+    order in which they are issued. With p parameter slots, the gather that is launched after a unit
+    is needed p - 1 units later; with g gradient slots, its reduction has to end at the end of the
+    g-th unit. So gathers go first where p <= g. Without shared parameter slots (None) backward
+    launches no gathers."""
     return parameter_slots is not None and parameter_slots <= gradient_slots
 
 
 def fill_buckets(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
-    """Returns the parameters of each bucket. The cap does not hold for norms: all norms of a stage
+    """Return the parameters of each bucket. The cap does not hold for norms: all norms of a stage
     are small together, and one message serves them."""
     full: list[list[ParamSpec]] = []
     open_buckets: dict[BucketKind, list[ParamSpec]] = {}
@@ -397,7 +395,7 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
     for spec in specs:
         placements.append(PlacedParam(spec, at, at + spec.numel))
         at = align_up(at + spec.numel, ALIGN)
-    # A bucket of nothing but empty tensors still has a shard, of padding.
+    # A bucket of only empty tensors still has a shard, of padding.
     numel = align_up(max(at, 1), shards * ALIGN)
     return Bucket(index, BucketKind.of(specs[0]), numel, tuple(placements))
 
@@ -405,16 +403,15 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
 def _assign_slots(
     buckets: Sequence[Bucket], count: int | None, ends: frozenset[str] | None
 ) -> tuple[Slot, ...]:
-    """Returns the slot of each bucket. ``count`` is the number of slots in a pool; ``ends`` names
+    """Return the slot of each bucket. ``count`` is the number of slots in a pool; ``ends`` names
     the parameters of embedding and head, and is None where buckets are filled by size.
 
     Buckets of weight matrices share the slots of their pool, in the order of their accesses.
-    Embedding and head have a pool of their own, because a common slot size would waste memory
-    in one of the two pools, and it has one slot less: the embedding is not read again in backward,
-    so the head may follow it. Each group has pools of its own: a unit needs the buckets of all its
-    groups at once. Every other bucket has a slot to itself. So have buckets of shared
-    key/value heads where a bucket may hold several layers, because the last of them stays open for
-    long."""
+    Embedding and head have a pool of their own, because a common slot size would waste memory in
+    one of the two pools, and it has one slot less: the embedding is not read again in backward, so
+    the head may follow it. Each group has pools of its own: a unit needs the buckets of all its
+    groups at once. Every other bucket has a slot to itself. So do buckets of shared key/value heads
+    if a bucket may hold several layers, because the last of them stays open for long."""
     slots = []
     users = Counter[int]()
     pools = dict[tuple[bool | int, ...], int]()

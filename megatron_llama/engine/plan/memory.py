@@ -27,29 +27,29 @@ STEP_COUNT = 4
 SCALE = 4
 """Bytes of the scale of a block of a moment in 8 bits, in fp32."""
 TABLES = 2 * (256 * 4 + 2**16) + ALIGN * 8
-"""Bytes of what all moments in 8 bits share."""
+"""Bytes of the tables that all moments in 8 bits share."""
 WEIGHT_SUM = 8
 """Bytes of the sum of weights of schedule-free AdamW's average, in fp64."""
 REDUCTIONS_IN_FLIGHT = 8
-"""Most reductions that may be in flight at once, where the backend is gloo: each has a receive
+"""The most reductions that may be in flight at once, where the backend is gloo: each has a receive
 buffer. With links that stand still for 100 ms in 470, a step took 60 ms longer with eight and 79 ms
 longer with four, because backward waits for a buffer."""
 STAGED_REDUCTIONS = 2
-"""Buffers of a device in which gradients are cast to the dtype in which they travel, where that is
-not their own: one is filled while the sum of the other is under way. A communicator makes one sum
-at a time, so more buffers would wait full."""
+"""Buffers of a device in which gradients are cast to the dtype in which they travel, if that is
+another one: one is filled while the sum of the other is under way. A communicator makes one sum at
+a time, so more buffers would wait full."""
 UPDATE_PIECE = 1 << 20
-"""Elements that an update takes at a time where it needs memory besides, outside kernels. It cuts
-no SIMD vector."""
+"""Elements that an update takes at a time if it needs more memory, outside kernels. It cuts no SIMD
+vector."""
 
 
 def state_bytes(
     options: EngineOptions, bucket_plan: BucketPlan, *, shard_rank: int = 0, tp: int = 1
 ) -> dict[str, int]:
-    """Bytes that one process holds on the device throughout a run, by component, as the engine
-    allocates them. What is offloaded to the host is not counted, and neither is what messages need
-    besides (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``;
-    ``tp``: tensor-parallel ranks."""
+    """Return the bytes that one process holds on the device throughout a run, by component, as the
+    engine allocates them. They do not include offloaded state, nor the buffers of messages
+    (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``; ``tp``:
+    tensor-parallel ranks."""
     itemsize = options.itemsize
     fp32 = options.master_itemsize
     trainable = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
@@ -57,7 +57,7 @@ def state_bytes(
     offload = offload_plan(options, bucket_plan, shard_rank=shard_rank)
     offloaded = offload.buckets if offload is not None else ()
     updated = [bucket for bucket in trainable if bucket not in offloaded]
-    # Of buckets that are updated on the host, ZenFlow counts the updates on the device too.
+    # ZenFlow also counts the updates of the host's buckets on the device.
     counted = len(trainable)
     muon = planned_muon(options, bucket_plan, tp=tp)
     averages = options.rule == SCHEDULE_FREE
@@ -73,10 +73,10 @@ def state_bytes(
     return {
         "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
         "parameter shards": apart * itemsize,
-        # Reduced gradients have memory of their own where microbatches accumulate in it; else they
-        # are a part of the slot.
+        # Reduced gradients have their own memory if microbatches accumulate in it; else they are a
+        # part of the slot.
         "gradients": (slots + (trained if reduces_every_microbatch(options) else 0)) * fp32,
-        # In fp32 the shard itself is the master copy, unless the model is trained with others.
+        # In fp32 the shard itself is the master copy, unless training uses others.
         "master weights": sum(map(bucket_plan.shard_numel, updated)) * fp32
         if itemsize != fp32 or averages
         else 0,
@@ -100,7 +100,7 @@ def state_bytes(
 
 
 def _moment_bytes(options: EngineOptions, kind: BucketKind) -> int:
-    """Bytes that the optimizer keeps of ALIGN elements of a bucket beside their masters."""
+    """Return the bytes that the optimizer keeps of ALIGN elements beside their masters."""
     if kind.muon:
         return ALIGN * options.master_itemsize
     if options.rule == SCHEDULE_FREE:
@@ -115,12 +115,12 @@ def keeps_fp32(kind: BucketKind) -> bool:
 
 
 def moment_names(options: EngineOptions) -> tuple[str, str]:
-    """The dtypes of both moments. They are the same in all groups."""
+    """Return the dtypes of both moments. They are the same in all groups."""
     return options.groups[0].exp_avg_dtype, options.groups[0].exp_avg_sq_dtype
 
 
 def _kept_bytes(options: EngineOptions, name: str, kind: BucketKind) -> int:
-    """Bytes of ALIGN elements of a moment."""
+    """Return the bytes of ALIGN elements of a moment."""
     if name == BF16:
         return 2 * ALIGN
     if name == EIGHT_BIT and not keeps_fp32(kind):
@@ -129,16 +129,16 @@ def _kept_bytes(options: EngineOptions, name: str, kind: BucketKind) -> int:
 
 
 def planned_muon(options: EngineOptions, bucket_plan: BucketPlan, *, tp: int) -> MuonPlan | None:
-    """Returns whose matrices Muon orthogonalises; None where there is no Muon."""
+    """Return the plan of Muon's matrices; None without Muon."""
     if options.rule != MUON:
         return None
     return muon_plan(bucket_plan, tp=tp)
 
 
 def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
-    """Bytes of the buffers in which a device casts gradients to the dtype in which they travel,
-    where that is not their own; they come on top of ``state_bytes``. ``dp``: data-parallel ranks,
-    context-parallel ones included."""
+    """Return the bytes of the buffers in which a device casts gradients to the dtype in which they
+    travel, if that is another one; they come on top of ``state_bytes``. ``dp``: data-parallel
+    ranks, context-parallel ones included."""
     wire = options.wire_itemsize
     trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
     if wire == options.master_itemsize or not trained:
@@ -154,10 +154,10 @@ def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -
 
 
 def host_buffer_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
-    """Bytes of the buffers in which gloo receives gradients, and of casts to the dtype in which
-    they are sent; they come on top of ``state_bytes``, on a host, where there is nothing else that
-    is staged. A GPU's backend has buffers of its own.
-    ``dp``: data-parallel ranks, context-parallel ones included."""
+    """Return the bytes of the buffers in which gloo receives gradients, and of casts to the dtype
+    in which they are sent; they come on top of ``state_bytes``, on a host, where nothing else is
+    staged. A GPU's backend has its own buffers. ``dp``: data-parallel ranks, context-parallel ones
+    included."""
     fp32 = options.master_itemsize
     wire = options.wire_itemsize
     cast = wire < fp32
@@ -167,21 +167,21 @@ def host_buffer_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: in
     total = 0
     if shards > 1:
         largest = max(trained, default=0)
-        part = -(-largest // shards)
-        each = (shards - 1) * part * wire + cast * (largest * wire + part * fp32)
-        total += min(REDUCTIONS_IN_FLIGHT, len(bucket_plan.gradient_slot_numel())) * each
+        share = -(-largest // shards)
+        buffer = (shards - 1) * share * wire + cast * (largest * wire + share * fp32)
+        total += min(REDUCTIONS_IN_FLIGHT, len(bucket_plan.gradient_slot_numel())) * buffer
     if replicas > 1:
         for numel in trained:
-            part = align_up(-(-numel // shards // replicas), ALIGN)
-            total += (replicas - 1) * part * wire + cast * (
-                numel // shards * wire + 2 * part * fp32
+            share = align_up(-(-numel // shards // replicas), ALIGN)
+            total += (replicas - 1) * share * wire + cast * (
+                numel // shards * wire + 2 * share * fp32
             )
     return total
 
 
 def squares_bytes(options: EngineOptions, bucket_plan: BucketPlan) -> int:
-    """Bytes of the largest tensor that the engine allocates for the gradient's norm: one number for
-    every ALIGN elements of a shard."""
+    """Return the bytes of the largest tensor that the engine allocates for the gradient's norm: one
+    number for every ALIGN elements of a shard."""
     shards = (
         bucket_plan.shard_numel(bucket.index)
         for bucket in bucket_plan.buckets
@@ -191,7 +191,7 @@ def squares_bytes(options: EngineOptions, bucket_plan: BucketPlan) -> int:
 
 
 def least_chunk_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
-    """The smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
+    """Return the smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
     MAX_PIECES."""
     itemsize = options.itemsize
     wire = options.wire_itemsize
@@ -212,8 +212,8 @@ def least_chunk_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: in
 def chunk_problem(
     options: EngineOptions, bucket_plans: Iterable[BucketPlan], *, dp: int
 ) -> str | None:
-    """What is wrong with ``--exchange-chunk-bytes`` where the backend is gloo; None if nothing is.
-    ``bucket_plans``: those of all pipeline ranks."""
+    """Return the problem of ``--exchange-chunk-bytes`` where the backend is gloo; None if it has
+    none. ``bucket_plans``: those of all pipeline ranks."""
     given = options.chunk_bytes
     least = max(least_chunk_bytes(options, bucket_plan, dp=dp) for bucket_plan in bucket_plans)
     if given >= least:
@@ -225,7 +225,7 @@ def chunk_problem(
 
 
 def sized(size: int) -> str:
-    """Bytes for people, in the unit that fits."""
+    """Return readable bytes, in the unit that fits."""
     if size >= 2**30:
         return f"{size / 2**30:.2f} GiB"
     if size >= 2**20:

@@ -1,4 +1,4 @@
-"""Whose matrices Muon orthogonalises, and what that sends. Integers only.
+"""The owners of the matrices that Muon orthogonalises, and the messages for that. Integers only.
 
 Newton-Schulz needs whole matrices, and they are those of the HuggingFace model: q_proj, k_proj and
 v_proj are three although they are stored as one. A rank has some rows of each, its shard, of the
@@ -33,20 +33,20 @@ class Matrix:
 
     name: str
     shape: tuple[int, int]
-    """Of the HuggingFace matrix."""
+    """The shape of the HuggingFace matrix."""
     bucket: int
     start: int
     """Its first element in the bucket."""
     rows: int
     width: int
     slices: tuple[HFSlice, ...]
-    """Where its rows are in the HuggingFace matrix."""
+    """The places of its rows in the HuggingFace matrix."""
     copies: int
-    """How many consecutive tensor-parallel ranks have this part."""
+    """Number of consecutive tensor-parallel ranks that have this part."""
     owner: int
-    """Of the ranks that share a bucket."""
+    """The owner among the ranks that share a bucket."""
     tp_owner: int
-    """Of the tensor-parallel ranks."""
+    """The owner among the tensor-parallel ranks."""
 
     @property
     def numel(self) -> int:
@@ -78,15 +78,15 @@ class MuonPlan:
         return tuple(dict.fromkeys(matrix.bucket for matrix in self.matrices))
 
     def of(self, bucket: int) -> tuple[Matrix, ...]:
-        """The matrices of a bucket."""
+        """Return the matrices of a bucket."""
         return tuple(matrix for matrix in self.matrices if matrix.bucket == bucket)
 
     def part(self, matrix: Matrix, rank: int) -> Part:
-        """What ``rank`` of those that share the bucket has of a matrix; perhaps nothing."""
+        """Return the part of a matrix that ``rank`` of the bucket's ranks has, perhaps empty."""
         return _part(self.bucket_plan, matrix.bucket, matrix.start, matrix.numel, rank)
 
     def parts(self, matrix: Matrix) -> Iterator[tuple[int, Part]]:
-        """Yields every rank that has something of a matrix, with what it has."""
+        """Yield every rank that has a part of a matrix, with that part."""
         for rank in range(self.bucket_plan.shards):
             part = self.part(matrix, rank)
             if part.length:
@@ -99,8 +99,8 @@ class MuonPlan:
 
     @cached_property
     def gathered_numel(self) -> int:
-        """Elements of the matrices that an owner gathers along dp: those of the rank with most.
-        Nothing where a shard is the whole bucket."""
+        """Elements of the matrices that an owner gathers along dp: those of the rank with most. 0
+        if a shard is the whole bucket."""
         if self.bucket_plan.shards == 1:
             return 0
         total = [0] * self.bucket_plan.shards
@@ -110,8 +110,8 @@ class MuonPlan:
 
     @cached_property
     def whole_numel(self) -> int:
-        """Elements of the matrices that an owner gathers along tp: those of the rank with most.
-        Nothing without tensor parallelism."""
+        """Elements of the matrices that an owner gathers along tp: those of the rank with most. 0
+        without tensor parallelism."""
         if self.tp == 1:
             return 0
         total = dict[tuple[int, int], int]()
@@ -122,15 +122,15 @@ class MuonPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers in which matrices travel and are orthogonalised. Ranks that own less
-        than others have as many."""
+        """Bytes of the buffers in which matrices travel and are orthogonalised. All ranks have as
+        many, whatever they own."""
         return (self.shard_numel + self.gathered_numel + self.whole_numel) * ITEMSIZE
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of what one Newton-Schulz iteration allocates, of the largest matrix: two matrices
-        and two of the products of its shorter side, and with tensor parallelism the matrix itself,
-        put together from its parts."""
+        """Bytes that one Newton-Schulz iteration of the largest matrix allocates: two matrices and
+        two of the products of its shorter side, and with tensor parallelism the matrix itself, put
+        together from its parts."""
         return max(
             (
                 ((2 + (self.tp > 1)) * rows * columns + 2 * min(rows, columns) ** 2) * ITEMSIZE
@@ -140,13 +140,13 @@ class MuonPlan:
         )
 
     def sent(self, rank: int, tp_rank: int) -> tuple[int, int]:
-        """Bytes that leave a rank in a step along dp and along tp. ``rank`` is that among the ranks
-        that share a bucket."""
+        """Return the bytes that leave a rank in a step along dp and along tp. ``rank`` is its
+        number among the ranks that share a bucket."""
         along_dp = along_tp = 0
         for matrix in self.matrices:
-            for other, part in self.parts(matrix):
+            for holder, part in self.parts(matrix):
                 # To the owner, and back from it.
-                along_dp += part.length * ((rank == other) ^ (rank == matrix.owner))
+                along_dp += part.length * ((rank == holder) ^ (rank == matrix.owner))
             if rank == matrix.owner:
                 if tp_rank != matrix.tp_owner:
                     along_tp += matrix.numel * (tp_rank % matrix.copies == 0)
@@ -156,8 +156,8 @@ class MuonPlan:
 
     @property
     def lag(self) -> int:
-        """After how many further buckets the owners have orthogonalised one: so many have a matrix
-        for every rank. Who waits for a result sooner waits while others still compute."""
+        """Number of further buckets after which a bucket is orthogonalised: so many together have a
+        matrix for every rank. A sooner wait would last while other owners still compute."""
         ranks = self.bucket_plan.shards * self.tp
         return max(1, -(-ranks * len(self.buckets) // max(1, len(self.matrices))))
 
@@ -165,8 +165,8 @@ class MuonPlan:
 def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
     """Give every matrix an owner. ``bucket_plan`` is that of any tensor-parallel rank.
 
-    Of the ranks with at least half as much of a matrix as the one with most, the owner is the one
-    with the fewest multiplications so far; of several the one with most of the matrix."""
+    Of the ranks with at least half as much of a matrix as the one with most, the owner has the
+    fewest multiplications so far; of several it is the one with most of the matrix."""
     shards = bucket_plan.shards
     work = [[0] * tp for _ in range(shards)]
     matrices = []
@@ -177,7 +177,7 @@ def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
                 continue
             for name, slices in _hf_matrices(spec):
                 first = slices[0].row
-                rows = sum(part.rows for part in slices)
+                rows = sum(hf_slice.rows for hf_slice in slices)
                 start = placed.start + first * spec.width
                 held = [
                     _part(bucket_plan, bucket, start, rows * spec.width, rank).length
@@ -209,7 +209,7 @@ def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
 
 
 def _hf_matrices(spec: ParamSpec) -> Iterator[tuple[str, tuple[HFSlice, ...]]]:
-    """Yields the HuggingFace matrices that a parameter consists of, with their rows in it."""
+    """Yield the HuggingFace matrices that a parameter consists of, with their rows in it."""
     for name, slices in groupby(spec.slices, attrgetter("name")):
         yield name, tuple(slices)
 
@@ -222,18 +222,19 @@ def _part(bucket_plan: BucketPlan, bucket: int, start: int, numel: int, rank: in
 
 
 def split_matrices(units: Sequence[UnitSpec]) -> list[str]:
-    """Returns the HuggingFace matrices of which several parameters hold rows, so that no bucket has
-    all of a rank's."""
+    """Return the HuggingFace matrices whose rows are in several parameters, so that no bucket has
+    all rows of a rank."""
     holders: dict[str, set[str]] = {}
     for spec in (spec for unit in units for spec in unit.params if spec.muon):
-        for part in spec.slices:
-            holders.setdefault(part.name, set()).add(spec.name)
+        for hf_slice in spec.slices:
+            holders.setdefault(hf_slice.name, set()).add(spec.name)
     return [name for name, names in holders.items() if len(names) > 1]
 
 
 def with_muon(unit: UnitSpec) -> UnitSpec:
-    """The unit, with its matrices for Muon if it is a block. Norms, biases, embedding and head have
-    no rows and columns that are alike in kind; low-rank additions are no weights of the model."""
+    """Return the unit, with its matrices marked for Muon if it is a block. Norms, biases, embedding
+    and head do not have rows and columns of one kind; low-rank additions are no weights of the
+    model."""
     if not unit.is_block:
         return unit
     params = (

@@ -1,5 +1,5 @@
-"""What optimizer offload takes: which buckets are updated on the host, how much memory that needs,
-and what a step copies. Integers only."""
+"""The plan of optimizer offload: the buckets that are updated on the host, the memory for that, and
+the copies of a step. Integers only."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ other one is copied."""
 STATES = 3
 """Values of each element on the host: weight and two moments."""
 FACTORS = ALIGN
-"""Elements of fp32 that a bucket has for the scale of its gradient and for whether to skip it: two,
+"""Elements of fp32 that a bucket has for the scale of its gradient and for the skip: two,
 padded."""
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What one rank's optimizer on the host holds and copies. All sizes are in bytes."""
+    """The state and copies of one rank's optimizer on the host. All sizes are in bytes."""
 
     buckets: tuple[int, ...]
     """The buckets that are updated on the host, in the order in which backward completes them."""
     speculated: tuple[int, ...]
-    """The buckets of these that may be updated before the gradient norm is known."""
+    """Those of ``buckets`` that may be updated before the gradient norm is known."""
     state: int
     """Weights and moments in fp32."""
     gradients: int
-    """Where gradients arrive."""
+    """The buffers of arriving gradients."""
     staging: int
     """Weights on their way to the device, if the compute dtype is not fp32, and scales of
     gradients."""
@@ -48,10 +48,10 @@ class OffloadPlan:
     """Weights that a step copies; with zenflow on average, and at most where its update interval is
     auto."""
     on_device: int = 0
-    """Device memory that is needed nevertheless: hot columns, and buffers for what is copied."""
+    """Device memory that is needed nevertheless: hot columns, and buffers of copies."""
     column_numbers: int = 0
-    """Device memory for which columns are hot and how often they have been updated, for the norms
-    of all columns, and for what decides when to update them."""
+    """Device memory for the list of hot columns and the counts of their updates, for the norms of
+    all columns, and for the numbers that decide when to update."""
 
     @property
     def held(self) -> int:
@@ -60,7 +60,7 @@ class OffloadPlan:
 
 
 def host_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
-    """Returns the buckets that are updated on the host: ``fraction`` of the elements, up to whole
+    """Return the buckets that are updated on the host: ``fraction`` of the elements, up to whole
     buckets. Those of the first layers stay on the device, because a forward pass would wait longest
     for them, and so does a tied embedding, unless everything is updated on the host."""
     buckets = bucket_plan.buckets
@@ -83,8 +83,8 @@ def host_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
 def speculated_buckets(
     bucket_plan: BucketPlan, buckets: Sequence[int], budget: int, master_itemsize: int
 ) -> tuple[int, ...]:
-    """Returns as many buckets, in the order in which their gradients arrive, as second copies of
-    ``budget`` bytes allow. Left out are gradients that arrive too late to gain time: those that are
+    """Return as many buckets, in the order in which their gradients arrive, as second copies of
+    ``budget`` bytes allow. Gradients that arrive too late to gain time are left out: those that are
     summed over copies arrive with the norm, and those of the first two units right before it.
     Trying these would delay the updates that are needed first."""
     chosen = []
@@ -101,7 +101,7 @@ def speculated_buckets(
 def offload_plan(
     options: EngineOptions, bucket_plan: BucketPlan, *, shard_rank: int = 0
 ) -> OffloadPlan | None:
-    """Returns the plan of one rank; None if nothing is offloaded.
+    """Return the plan of one rank; None if nothing is offloaded.
 
     ``shard_rank`` says which shard of each bucket the rank has. Under ZenFlow shards that begin in
     the middle of a row need a little more than others."""
@@ -145,7 +145,7 @@ def offload_plan(
 
 
 def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
-    """Returns those of the host's buckets in which ZenFlow selects columns. Norms, biases and
+    """Return those of the host's buckets in which ZenFlow selects columns. Norms, biases and
     low-rank additions are left out: they are small, and AdamW updates them on the device."""
     kinds = [bucket.kind for bucket in bucket_plan.buckets]
     return tuple(
@@ -163,7 +163,7 @@ def _zenflow_plan(
     weight_itemsize: int,
     shard_rank: int,
 ) -> OffloadPlan:
-    """Returns the plan under ZenFlow. Columns are selected over all ranks, so the number of hot
+    """Return the plan under ZenFlow. Columns are selected over all ranks, so the number of hot
     columns in a shard is an expected value where it has parts of rows, or tensor parallelism cuts
     them; elsewhere it is exact."""
     zenflow = options.zenflow
@@ -206,7 +206,7 @@ def _zenflow_plan(
 def _columns_on_device(
     options: EngineOptions, bucket_plan: BucketPlan, buckets: Sequence[int], shard_rank: int
 ) -> tuple[int, int]:
-    """Returns the elements of all hot columns of a rank, those of each bucket padded, and the bytes
+    """Return the elements of all hot columns of a rank, those of each bucket padded, and the bytes
     of ``OffloadPlan.column_numbers``."""
     zenflow = options.zenflow
     is_auto = zenflow.zenflow_update_interval == AUTO
@@ -225,10 +225,10 @@ def _columns_on_device(
         # Updates since columns were selected; scale and skip of the last step. All are fp32.
         numbers += 4 + 2 * 4
         for placed in bucket_plan.buckets[bucket].placements:
-            # A norm in fp32; under auto whether it is hot.
+            # A norm in fp32; under auto also whether the column is hot.
             numbers += placed.spec.width * (4 + is_auto)
     if is_auto:
-        # Queries, keys and values are one matrix, also where our own model stores them as two. Each
+        # Queries, keys and values are one matrix, even if our own model stores them as two. Each
         # has two numbers of columns, and hot and cold magnitudes of a step and of a window; the
         # steps of the window and two counts of votes are those of all.
         names = {

@@ -1,4 +1,4 @@
-"""Which buckets the engine updates and gathers while backward still computes: policies over a
+"""The buckets that the engine updates and gathers while backward still computes: policies over a
 ``BucketPlan``, integers only."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def updated_during_backward(bucket_plan: BucketPlan, bucket: int, *, is_async: b
     """Whether a bucket may be updated during backward, in a step without clipping.
 
     Its own reduction has to complete its gradient (copies over tensor-parallel ranks are summed
-    after backward), and nobody may read it, or take its slot, before the next step. With
+    after backward), and no access may read it, or take its slot, before the next step. With
     ``is_async`` the update rule works in threads of its own: then other users of the slot do not
     matter, because the shard is not in the slot, and the engine announces the new values at the end
     of the step."""
@@ -26,15 +26,15 @@ def updated_during_backward(bucket_plan: BucketPlan, bucket: int, *, is_async: b
 
 
 def gathered_during_backward(bucket_plan: BucketPlan) -> Iterator[int]:
-    """Returns the buckets that are gathered during backward, of those that are updated then: a
-    third of all elements, evenly spread over the layers.
+    """Return the buckets that are gathered during backward, of those that are updated then: a third
+    of all elements, evenly spread over the layers.
 
     A third, because backward is two thirds of a step: where communication takes as long as
     computing, it has room for all reductions and for that many gathers. Evenly spread, so that no
     layer of the next forward pass lacks more than another: the first third at once cost 7 % of a
-    step, a third spread over the layers saves 7 %. What the first two units read is never among
-    them: these are reduced last, right before ``step`` gathers them, and nothing may be in the way
-    then."""
+    step, a third spread over the layers saves 7 %. The buckets of the first two units are never
+    among them: these are reduced last, right before ``step`` gathers them, and no other message may
+    delay them then."""
     first_units = {bucket for unit in bucket_plan.unit_buckets[:2] for bucket in unit}
     updated = gathered = 0
     for bucket in bucket_plan.buckets:

@@ -1,33 +1,33 @@
-"""Which bucket of parameters is gathered when: a plan of integers that walks the list of weight
-accesses.
+"""The order in which buckets of parameters are gathered: a plan of integers that walks the list of
+weight accesses.
 
 Whole parameters live in *slots*. A bucket always uses the same slot, several buckets may share one,
 and a bucket alone in its slot stays unsharded. Otherwise only shards exist between accesses: an
 access to a bucket that its slot does not hold needs a gather. A slot keeps its contents until
 another bucket takes it, so the last units of a forward pass are still there for the backward pass.
 
-One rule orders all gathers: **in the order of access, and none evicts what is accessed sooner**.
-Prefetching stops at the first bucket that has to wait. A later one could often go at once, but its
-message would delay the one that is needed first. The map from buckets to slots is fixed, so
-prefetching costs no gather: each slot is filled as often as its bucket changes along the list,
-whatever the limit in bytes.
+One rule orders all gathers: **in the order of access, and none evicts a bucket that is accessed
+sooner**. Prefetching stops at the first bucket that has to wait. A later bucket could often go at
+once, but its message would delay the one that is needed first. The map from buckets to slots is
+fixed, so prefetching costs no gather: each slot is filled as often as its bucket changes along the
+list, whatever the limit in bytes.
 
-Why ranks cannot deadlock: what is gathered depends on the arguments and on the sequence of calls,
-never on what has completed. The ranks of a data-parallel group make the same calls, so they issue
-the same gathers in the same order, and each gather waits only for what was issued before it.
-``invalidate`` and ``try_gather`` therefore have to be called at fixed points of the program.
+Why ranks cannot deadlock: gathers depend on the arguments and on the sequence of calls, never on
+what has completed. The ranks of a data-parallel group make the same calls, so they issue the same
+gathers in the same order, and each gather waits only for earlier ones. ``invalidate`` and
+``try_gather`` therefore have to be called at fixed points of the program.
 
 There is one exception, for updates during backward. A bucket with a slot of its own may be
 invalidated and gathered at any time after its last access, if that access is in backward, as long
 as all ranks call ``try_gather`` in the same order. The proof: backward accesses buckets in the
 reverse order of their first accesses. ``try_gather`` accepts a bucket only for the first round of
-gathers, which fits into the slots and the limit at once. What backward has still to access comes
-before this bucket in that round, so all of it had been gathered when the last access of the bucket
-began. Prefetching has then come to its end, and there is room for the bucket, now as later.
+gathers, which fits into the slots and the limit at once. The buckets that backward has still to
+access come before this bucket in that round, so all had been gathered when the last access of the
+bucket began. Prefetching has then come to its end, and there is room for the bucket, now as later.
 
 An access that is in no list (``access_unplanned``: the first step of a user's model, evaluation)
 takes the slots that it needs, whatever they hold. A list that is being walked goes on afterwards
-and gathers again what was taken from it.
+and gathers the evicted buckets again.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class _AccessList:
         """Position of the last need of each bucket."""
 
     def start(self, index: int) -> int:
-        """Returns the position of the first need of the access with this index, or the end."""
+        """Return the position of the first need of the access with this index, or the end."""
         return self.starts[index] if index < len(self.starts) else len(self.needs)
 
 
 class PrefetchPlan:
-    """What every slot holds or is being filled with, and what to gather next. A walk costs O(1) for
-    each need, amortised.
+    """The contents of every slot, present or arriving, and the gathers to come. A walk costs O(1)
+    for each need, amortised.
 
     ``prefetch_bytes`` limits the bytes that are gathered, or being gathered, but not yet accessed,
     beyond what the current access needs. None: only the slots limit. 0: nothing is prefetched, and
@@ -94,8 +94,8 @@ class PrefetchPlan:
         self._end = 0
         """Position behind its last need."""
         self._reached = 0
-        """How far prefetching has come. Every need from ``_start`` up to this position is in its
-        slot, and stays there until its access."""
+        """The position up to which prefetching has come. Every need from ``_start`` up to this
+        position is in its slot, and stays there until its access."""
         self._reserved: dict[Slot, int] = {}
         """For each slot, the last position before ``_reached`` that needs it. The slot is free
         once that position lies behind ``_start``."""
@@ -122,7 +122,7 @@ class PrefetchPlan:
         if the previous list was not walked to its end."""
         self._check_walked()
         accesses = tuple(accesses)
-        # By identity: the same tuple comes in every step, and its first round is worked out once.
+        # By identity: the same tuple comes in every step, and its first round is computed once.
         if accesses is not self._list.accesses:
             self._list = _AccessList(accesses, self.unit_buckets)
             self._first_round = frozenset(self._first_gathers())
@@ -134,7 +134,7 @@ class PrefetchPlan:
         return tuple(self._prefetch())
 
     def advance(self, access: WeightAccess) -> tuple[int, ...]:
-        """The next access begins. Returns the buckets to gather now, in the order of issue: those
+        """Begin the next access. Returns the buckets to gather now, in the order of issue: those
         that it lacks, then those of later accesses. Raises RuntimeError if another access was
         planned."""
         accesses = self._list.accesses
@@ -154,12 +154,12 @@ class PrefetchPlan:
         return missing + tuple(self._prefetch())
 
     def access_unplanned(self, unit: int, following: int | None = None) -> tuple[int, ...]:
-        """An access begins that is in no list. Returns the buckets to gather now, in the order of
+        """Begin an access that is in no list. Returns the buckets to gather now, in the order of
         issue: those that it lacks, then those that the unit ``following`` lacks, which is expected
         next, up to the first whose slot this access reads or that exceeds the limit.
 
-        The walk of the present list may continue: the next ``advance`` gathers again what was
-        evicted."""
+        The walk of the present list may continue: the next ``advance`` gathers the evicted buckets
+        again."""
         own = self.unit_buckets[unit]
         launched = []
         for bucket in own:
@@ -180,8 +180,8 @@ class PrefetchPlan:
         return tuple(launched)
 
     def _forget_evicted(self) -> None:
-        """An access outside of the list has evicted buckets: prefetching goes back to the first of
-        them that a later access of the list needs."""
+        """Set prefetching back to the first bucket that an access outside of the list has evicted
+        and that a later access of the list needs."""
         for position in range(self._end, self._reached):
             if not self.holds(self._list.needs[position]):
                 self._reached = position
@@ -193,7 +193,7 @@ class PrefetchPlan:
                 return
 
     def abandon(self) -> None:
-        """No later access of the present list will come. What has been gathered stays."""
+        """End the present list: no later access of it will come. Gathered buckets stay."""
         needs = len(self._list.needs)
         self._entered = len(self._list.accesses)
         self._start = needs
@@ -202,8 +202,8 @@ class PrefetchPlan:
         self._reserved.clear()
 
     def try_gather(self, bucket: int) -> bool:
-        """The engine has new values for this bucket. Returns whether to gather it at once, for the
-        next walk of the same list; if not, ``begin`` or ``advance`` gathers it later.
+        """Return whether to gather a bucket, which has new values, at once for the next walk of the
+        same list; if not, ``begin`` or ``advance`` gathers it later.
 
         The answer is yes, and the bucket takes its slot, for buckets that ``begin`` would gather
         into empty slots, once the rest of the present list is in place and no access of it reads
@@ -224,8 +224,8 @@ class PrefetchPlan:
         return True
 
     def invalidate(self, bucket: int) -> None:
-        """The values of a bucket change: its slot holds it no longer. Raises RuntimeError if the
-        present list still accesses it."""
+        """Note that the values of a bucket change: its slot holds it no longer. Raises RuntimeError
+        if the present list still accesses it."""
         if self._list.last.get(bucket, -1) >= self._end:
             at = f"{self._entered} of {len(self._list.accesses)} accesses"
             raise RuntimeError(
@@ -233,7 +233,7 @@ class PrefetchPlan:
                 f"update after the last"
             )
         if self.holds(bucket):
-            # It is no longer waiting to be read, so it must not count in the limit.
+            # The bucket no longer waits to be read, so it must not count in the limit.
             self._stop_counting(bucket)
             del self._occupants[self.slots[bucket]]
 
@@ -242,7 +242,7 @@ class PrefetchPlan:
         return self._occupants.get(self.slots[bucket]) == bucket
 
     def occupant(self, slot: Slot) -> int | None:
-        """Returns the bucket that a slot holds or is being filled with."""
+        """Return the bucket that a slot holds or is being filled with."""
         return self._occupants.get(slot)
 
     @property
@@ -260,8 +260,8 @@ class PrefetchPlan:
             )
 
     def _fill_current(self) -> Iterator[int]:
-        """Gather what the current access lacks. Nothing is in the way: prefetching has not come
-        past it, so no later access has reserved a slot."""
+        """Gather the buckets that the current access lacks. Their slots are free: prefetching has
+        not come past it, so no later access has reserved a slot."""
         while self._reached < self._end:
             bucket = self._list.needs[self._reached]
             if not self.holds(bucket):
@@ -275,7 +275,7 @@ class PrefetchPlan:
         while self.gathers_to_come:
             bucket = self._list.needs[self._reached]
             if not self.holds(bucket):
-                # No later one instead: its message would delay this one, which is needed first.
+                # No later bucket instead: its message would delay this one, which is needed first.
                 if not self._is_free(self.slots[bucket]) or not self._within_limit(bucket):
                     return
                 self._occupy(bucket, prefetched=True)
@@ -284,8 +284,8 @@ class PrefetchPlan:
 
     def _within_limit(self, bucket: int) -> bool:
         """Whether a bucket may be prefetched under the limit in bytes. A bucket larger than a
-        positive limit still goes when nothing else is prefetched, because otherwise nothing would
-        ever overlap."""
+        positive limit still goes if no other is prefetched, because otherwise no gather would ever
+        overlap."""
         limit = self.prefetch_bytes
         return (
             limit is None
@@ -298,8 +298,8 @@ class PrefetchPlan:
         self._reached += 1
 
     def _is_free(self, slot: Slot) -> bool:
-        """Whether neither the current access reads the slot nor any that comes before the next one
-        to be prefetched."""
+        """Whether no access reads the slot, from the current one to the last before the next
+        prefetch."""
         return self._reserved.get(slot, -1) < self._start
 
     def _still_read(self, bucket: int) -> bool:
@@ -319,13 +319,13 @@ class PrefetchPlan:
             self._prefetched_bytes += self.sizes[bucket]
 
     def _stop_counting(self, bucket: int) -> None:
-        """A bucket is accessed, evicted or invalid: it no longer counts in the limit."""
+        """Stop counting a bucket in the limit: it is accessed, evicted or invalid."""
         if bucket in self._prefetched:
             self._prefetched.remove(bucket)
             self._prefetched_bytes -= self.sizes[bucket]
 
     def _first_gathers(self) -> Iterator[int]:
-        """Yields what ``begin`` would gather for this list if every slot were empty."""
+        """Yield the buckets that ``begin`` would gather for this list if every slot were empty."""
         taken: dict[Slot, int] = {}
         total = 0
         limit = self.prefetch_bytes
@@ -339,8 +339,8 @@ class PrefetchPlan:
 
 
 def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
-    """The plan of when buckets are gathered. ``itemsize``: bytes of a parameter;
-    ``prefetch_bytes``: 0 for no limit."""
+    """Return the plan of gathers. ``itemsize``: bytes of a parameter; ``prefetch_bytes``: 0 for no
+    limit."""
     return PrefetchPlan(
         slots=bucket_plan.parameter_slots,
         sizes=[bucket.numel * itemsize for bucket in bucket_plan.buckets],

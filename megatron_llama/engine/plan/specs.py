@@ -1,13 +1,13 @@
 """A parameter as the engine knows it: its local shape, the whole tensors in which its elements sit,
 and the unit with which it is gathered.
 
-Those of a run come from ``model/plan``, those of a user's model from its modules. An example, with
-hidden size 64, 8 heads of 8 dims, 8 key/value heads and tp 2: rank 1 holds ``qkv_proj`` of shape
-[96, 64]. It has three *slices*: its rows 0-31 are rows 32-63 of HuggingFace's ``q_proj``, its rows
-32-63 the same rows of ``k_proj``, its rows 64-95 those of ``v_proj``. A shard of the engine is any
-range of the flattened parameter, say its elements 100 to 1500. In HuggingFace's tensor that is no
-block of rows: it is the rest of row 1, whole rows, and the beginning of a row. These blocks are its
-*rectangles*.
+The parameters of a run come from ``model/plan``, those of a user's model from its modules. An
+example, with hidden size 64, 8 heads of 8 dims, 8 key/value heads and tp 2: rank 1 holds
+``qkv_proj`` of shape [96, 64]. It has three *slices*: its rows 0-31 are rows 32-63 of HuggingFace's
+``q_proj``, its rows 32-63 the same rows of ``k_proj``, its rows 64-95 those of ``v_proj``. A shard
+of the engine is any range of the flattened parameter, say its elements 100 to 1500. In
+HuggingFace's tensor that is no block of rows: it is the rest of row 1, whole rows, and the
+beginning of a row. These blocks are its *rectangles*.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ParamSpec:
     decay: bool
     """Whether weight decay applies: to two or more dims, unless a group says otherwise."""
     copies: int = 1
-    """How many consecutive tensor-parallel ranks hold the same values."""
+    """Number of consecutive tensor-parallel ranks that hold the same values."""
     partial_grad: bool = False
     """Whether each copy sees only a part of the gradient, so that the copies' gradients have to be
     summed."""
@@ -65,8 +65,8 @@ class ParamSpec:
     group: int = 0
     """The number of its group: parameters that share learning rate, betas, eps and decay."""
     resident: bool = False
-    """Whether it is so small that it stays unsharded, in one bucket for all units: what has fewer
-    than two dims, and the score of a reward model."""
+    """Whether it is so small that it stays unsharded, in one bucket for all units: parameters with
+    fewer than two dims, and the score of a reward model."""
     muon: bool = False
     """Whether Muon updates it, and not AdamW."""
 
@@ -84,8 +84,8 @@ class ParamSpec:
 @dataclass(frozen=True)
 class UnitSpec:
     """Parameters that are gathered together: the embedding, one transformer block, or the final
-    norm with the head; of a user's model one of the modules that were named as units, or what is
-    left over of a module."""
+    norm with the head; of a user's model one of the modules that were named as units, or the rest
+    of a module."""
 
     name: str
     params: tuple[ParamSpec, ...]
@@ -125,22 +125,22 @@ def rectangles(spec: ParamSpec, start: int, stop: int) -> Iterator[Rectangle]:
     order: for a matrix at most three for each slice, the end of a row, whole rows, and the
     beginning of a row; with d dims at most 2 d - 1. Padding belongs to no slice and is left out."""
     width = spec.width
-    for part in spec.slices:
-        low = max(start, part.row * width)
-        high = min(stop, (part.row + part.rows) * width)
+    for hf_slice in spec.slices:
+        low = max(start, hf_slice.row * width)
+        high = min(stop, (hf_slice.row + hf_slice.rows) * width)
         while low < high:
             offset, size = _largest_box(spec.shape, low, high)
             # The first element of the slice, in the coordinates of the HuggingFace tensor.
-            shift = (part.hf_row - part.row, part.hf_col)
+            shift = (hf_slice.hf_row - hf_slice.row, hf_slice.hf_col)
             moved = (at + by for at, by in zip_longest(offset, shift[: len(offset)], fillvalue=0))
-            yield Rectangle(part.name, part.shape, tuple(moved), size, low)
+            yield Rectangle(hf_slice.name, hf_slice.shape, tuple(moved), size, low)
             low += math.prod(size)
 
 
 def _largest_box(
     shape: tuple[int, ...], low: int, high: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns offset and size of the largest box that begins at element ``low`` of a flattened
+    """Return offset and size of the largest box that begins at element ``low`` of a flattened
     tensor, is contiguous, and ends at ``high`` at the latest."""
     offset = []
     rest = low

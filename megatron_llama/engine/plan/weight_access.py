@@ -1,6 +1,6 @@
-"""An entry of the list that says which weights a rank reads, in which order. The trainer makes the
-list of its pipeline schedule (``pipeline/plan/stage_accesses.py``); for a user's model it is
-recorded (``engine/shard/order.py``)."""
+"""An entry of the list of weights that a rank reads, in order. The trainer makes the list of its
+pipeline schedule (``pipeline/plan/stage_accesses.py``); for a user's model it is recorded
+(``engine/shard/order.py``)."""
 
 from __future__ import annotations
 

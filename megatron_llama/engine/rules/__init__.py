@@ -1,4 +1,4 @@
-"""How one shard of a bucket is updated: AdamW, moments in fewer bits, Muon, schedule-free AdamW.
+"""Updates of one shard of a bucket: AdamW, moments in fewer bits, Muon, schedule-free AdamW.
 
-``update_rule.py`` is the interface and AdamW, ``registry.py`` says where the others are; what
-updates on the host is in ``engine/offload/``."""
+``update_rule.py`` is the interface and AdamW, ``registry.py`` lists the other rules. Rules that
+update on the host are in ``engine/offload/``."""

@@ -34,7 +34,7 @@ def _count_step(step, skip, corrections, LOG1: tl.constexpr, LOG2: tl.constexpr)
 
 @triton.jit
 def _read(kept, scales, numbers, place, inside, IN_BYTES: tl.constexpr):
-    """A moment in fp32, as ``EightBitMoment.read`` and ``PlainMoment.read``."""
+    """Return a moment in fp32, as ``EightBitMoment.read`` and ``PlainMoment.read``."""
     values = tl.load(kept + place, mask=inside, other=0)
     if IN_BYTES:
         scale = tl.load(scales + place // ALIGNED, mask=inside, other=0.0)
@@ -109,8 +109,8 @@ def _adamw(
     if tl.load(skip) == 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
-        # ``_count_step`` has made them once for all threads: nothing here is fp64, of which many
-        # GPUs compute a sixty-fourth as much as of fp32.
+        # ``_count_step`` has computed them once for all threads: nothing here is fp64, at which
+        # many GPUs have a sixty-fourth of the speed of fp32.
         correction1 = tl.load(corrections)
         correction2 = tl.load(corrections + 1)
         g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) / tl.load(scale)
@@ -122,7 +122,7 @@ def _adamw(
         v += REST2 * (g * g - v)
         p -= lr / correction1 * m / (tl.sqrt_rn(v) / correction2 + EPS)
         tl.store(master + place, p, mask=inside)
-        # The master has seen them before they are rounded.
+        # The master has been updated with the moments before they are rounded.
         _keep(
             m, average, average_scales, signed_numbers, signed_first, thresholds,
             place, inside, count, BYTES1, True, BLOCK,
@@ -165,9 +165,9 @@ def adamw(
     count = master.numel()
     if count == 0:
         return
-    # What is not in bytes has no scales and reads no tables.
+    # A moment that is not in bytes has no scales and reads no tables.
     first, second = (
-        each if isinstance(each, InBytes) else InBytes(each, each) for each in (average, square)
+        kept if isinstance(kept, InBytes) else InBytes(kept, kept) for kept in (average, square)
     )
     if tables is None:
         numbers = [corrections] * 5

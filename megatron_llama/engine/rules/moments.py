@@ -1,10 +1,10 @@
-"""How AdamW keeps its moments between two updates: in fp32, in bf16, or in 8 bits.
+"""AdamW's moments between two updates: in fp32, in bf16, or in 8 bits.
 
-An update computes in the master's dtype, from what is kept, and keeps what it has computed in
-fewer bits. In 8 bits that is the block-wise dynamic quantization of Dettmers et al., "8-bit
-Optimizers via Block-wise Quantization" (2022), section 2: a byte for each element says which of 256
-numbers between -1 and 1 it is, times the largest absolute value of its block. Three things are
-different here:
+An update computes in the master's dtype, from the kept moments, and keeps its results in fewer
+bits. In 8 bits that is the block-wise dynamic quantization of Dettmers et al., "8-bit Optimizers
+via Block-wise Quantization" (2022), section 2: a byte for each element says which of 256 numbers
+between -1 and 1 it is, times the largest absolute value of its block. Three things are different
+here:
 
     blocks      have ALIGN elements of one row, which no shard and no tensor-parallel rank cuts. So
                 every layout keeps the same numbers.
@@ -41,31 +41,31 @@ OF_ELEMENTS = 2**0.5
 
 
 class Moment(Protocol):
-    """A moment of one shard, as it is kept."""
+    """A moment of one shard, in its kept form."""
 
     @property
     def kept(self) -> Tensor | InBytes:
-        """What it is kept in, for a kernel."""
+        """The kept tensors, for a kernel."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What it is kept in, live: [n], and [n / ALIGN] for numbers of blocks; by the names that
+        """The kept tensors, live: [n], and [n / ALIGN] for numbers of blocks; by the names that
         follow the moment's."""
 
     def read(self, piece: slice) -> Tensor:
-        """Returns some elements in the master's dtype: what is kept itself, or a copy. ``piece``
+        """Return some elements in the master's dtype: the kept tensor itself, or a copy. ``piece``
         begins and ends at multiples of ALIGN."""
 
     def keep(self, piece: slice, values: Tensor, *, step: Tensor, skip: Tensor) -> None:
-        """Keep what an update has made of what ``read`` returned. ``step`` counts updates, this one
-        included; where ``skip`` is 1 nothing changes. Both are 0-dim."""
+        """Keep the result of an update of the values that ``read`` returned. ``step`` counts
+        updates, this one included; where ``skip`` is 1 nothing changes. Both are 0-dim."""
 
 
 class PlainMoment:
     """A moment in fp32 or bf16."""
 
     def __init__(self, master: Tensor, dtype: torch.dtype | None) -> None:
-        """Zeros, for a master [n]; None: in its dtype."""
+        """Make zeros for a master [n]; None: in its dtype."""
         self._dtype = master.dtype
         self.kept = torch.zeros_like(master, dtype=dtype)
         self.tensors = {"": self.kept}
@@ -75,8 +75,8 @@ class PlainMoment:
 
     def keep(self, piece: slice, values: Tensor, *, step: Tensor, skip: Tensor) -> None:
         kept = self.kept[piece]
-        # What is not narrower has been updated in place. A skipped update changes no value, and a
-        # value that was in bf16 is rounded to itself.
+        # A moment that is not narrower has been updated in place. A skipped update changes no
+        # value, and a value that was in bf16 is rounded to itself.
         if kept.dtype != values.dtype:
             kept.copy_(values)
 
@@ -88,67 +88,67 @@ class Table:
     numbers: Tensor
     """fp32 [256], ascending."""
     first: Tensor
-    """uint8 [65536]: by the first 16 bits of any fp32, the place of the largest number that none
-    with these bits is below."""
+    """uint8 [65536]: by the first 16 bits of any fp32, the place of the largest number that is not
+    above any value with these bits."""
 
     @staticmethod
     def on(device: torch.device, *, signed: bool) -> Table:
-        """Returns it on a device."""
+        """Make the table on a device."""
         numbers = torch.tensor(table(signed=signed), dtype=torch.float32)
         bits = torch.arange(1 << 16, dtype=torch.int32) << 16
-        # The least with these bits: of negative numbers that whose other bits are set.
+        # The least value with these bits: if negative, the one whose other bits are set.
         least = torch.where(bits < 0, bits | 0xFFFF, bits).view(torch.float32).nan_to_num()
         first = torch.bucketize(least, numbers, right=True).sub_(1).clamp_(0, len(numbers) - 2)
         return Table(numbers.to(device), first.to(torch.uint8).to(device))
 
     def below(self, values: Tensor) -> Tensor:
-        """Returns for each value between -1 and 1 the place of the largest number that it is not
-        below, at most the last but one: int32 [n].
+        """Return, for each value between -1 and 1, the place of the largest number that is not
+        above it, at most the last but one: int32 [n].
 
-        A binary search (``torch.bucketize``) takes 48 ns for an element on a CPU, this 4: no two
-        numbers have the same first 16 bits, so the place is known but for one."""
+        A binary search (``torch.bucketize``) takes 48 ns for an element on a CPU, this function 4:
+        no two numbers have the same first 16 bits, so only two places are possible."""
         place = self.first.index_select(0, (values.view(torch.int32) >> 16) & 0xFFFF).int()
         place += self.at(place + 1) <= values
         return place.clamp_(max=len(self.numbers) - 2)
 
     def at(self, places: Tensor) -> Tensor:
-        """Returns the numbers at places of the table, fp32 [n]."""
+        """Return the numbers at places of the table, fp32 [n]."""
         return self.numbers.index_select(0, places)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What all moments in 8 bits on a device share."""
+    """The tables that all moments in 8 bits on a device share."""
 
     signed: Table
     unsigned: Table
     offsets: Tensor
-    """fp64 [ALIGN]: where each element of a block begins with its thresholds."""
+    """fp64 [ALIGN]: the start of each element's sequence of thresholds."""
 
     @staticmethod
     def on(device: torch.device) -> Tables:
-        """Returns them on a device."""
+        """Make the tables on a device."""
         offsets = torch.arange(ALIGN, dtype=torch.float64, device=device).mul_(OF_ELEMENTS)
         return Tables(Table.on(device, signed=True), Table.on(device, signed=False), offsets)
 
     def thresholds(self, step: Tensor) -> Tensor:
-        """Returns from which share of the way on to the next number the elements of a block go
-        there, fp32 [ALIGN]. ``step``: see ``Moment.keep``.
+        """Return the share of the way to the next number from which on the elements of a block are
+        rounded up, fp32 [ALIGN]. ``step``: see ``Moment.keep``.
 
-        Each element has another one at every step, and over the steps all between 0 and 1 as often.
-        What lies on a number of the table, up to rounding, stays there."""
+        Each element has another share at every step, and over the steps all between 0 and 1 equally
+        often. A value on a number of the table, up to rounding, stays there."""
         share = (step.double() * OF_STEPS + self.offsets).frac_().clamp_(1e-3, 1 - 1e-3)
         return share.to(torch.float32)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """All tensors of the tables."""
         tables = (self.signed, self.unsigned)
-        return (self.offsets, *(t for each in tables for t in (each.numbers, each.first)))
+        return (self.offsets, *(t for table in tables for t in (table.numbers, table.first)))
 
 
 def table(*, signed: bool) -> list[float]:
-    """Returns the 256 numbers of the paper's dynamic type, ascending: 0, and in each power of ten
+    """Return the 256 numbers of the paper's dynamic type, ascending: 0, and in each power of ten
     below 1 twice as many, evenly spaced, as in the one below it."""
     numbers = [0.0, 1.0]
     for decade in range(DECADES):
@@ -165,7 +165,7 @@ def table(*, signed: bool) -> list[float]:
 
 
 class InBytes(NamedTuple):
-    """What a moment in 8 bits is kept in."""
+    """The kept tensors of a moment in 8 bits."""
 
     codes: Tensor
     """uint8 [n]."""
@@ -177,8 +177,8 @@ class EightBitMoment:
     """A moment in 8 bits and a scale for each block, 1.0625 bytes for each element."""
 
     def __init__(self, master: Tensor, tables: Tables, *, signed: bool) -> None:
-        """Zeros, for a master [n] in fp32. A moment that is not ``signed`` has no negative values,
-        and a positive one stays positive: the weight is divided by its root."""
+        """Make zeros for a master [n] in fp32. A moment that is not ``signed`` has no negative
+        values, and a positive one stays positive: the weight is divided by its root."""
         self._tables = tables
         self._table = tables.signed if signed else tables.unsigned
         self._signed = signed
@@ -193,7 +193,7 @@ class EightBitMoment:
         return numbers.view(-1, ALIGN).mul_(self._scales_of(piece)).view(-1)
 
     def _scales_of(self, piece: slice) -> Tensor:
-        """[blocks, 1], live."""
+        """Return the scales [blocks, 1], live."""
         return self.kept.scales[piece.start // ALIGN : piece.stop // ALIGN].unsqueeze(-1)
 
     def keep(self, piece: slice, values: Tensor, *, step: Tensor, skip: Tensor) -> None:
@@ -203,7 +203,7 @@ class EightBitMoment:
         shares = (blocks / scales.clamp(min=torch.finfo(scales.dtype).tiny)).view(-1)
         codes = self._table.below(shares)
         low = self._table.at(codes)
-        # How far each is on its way to the next number, of 1.
+        # The share of the way to the next number that each value has gone.
         way = shares.sub_(low).div_(self._table.at(codes + 1).sub_(low)).view(-1, ALIGN)
         codes += (way > self._tables.thresholds(step)).view(-1)
         if not self._signed:
@@ -218,8 +218,8 @@ class EightBitMoment:
 def open_moment(
     master: Tensor, kept: str, tables: Tables | None, *, signed: bool
 ) -> PlainMoment | EightBitMoment:
-    """Returns a moment of zeros for a master [n], kept as an option says. ``tables``: None where
-    the shard is one that keeps its moments in fp32 instead of 8 bits."""
+    """Return a moment of zeros for a master [n], in the form of an option. ``tables``: None if the
+    shard keeps its moments in fp32 instead of 8 bits."""
     if kept == EIGHT_BIT and tables is not None:
         return EightBitMoment(master, tables, signed=signed)
     return PlainMoment(master, DTYPES[kept])

@@ -1,15 +1,15 @@
 """Muon for sharded matrices: orthogonalised momentum (Jordan et al., 2024; learning rates as in Liu
-et al., "Muon is Scalable for LLM Training", 2025, section 2.2), to the bit what torch.optim.Muon
-makes of the same gradients and the HuggingFace model's matrices.
+et al., "Muon is Scalable for LLM Training", 2025, section 2.2), to the bit the results of
+torch.optim.Muon with the same gradients and the HuggingFace model's matrices.
 
     step        Each rank updates the momentum of its shard, and sends what is to be orthogonalised
                 to the owners of the matrices, in bf16: torch casts it as its first act, too.
     end_step    The owners orthogonalise what has arrived, matrix by matrix, and send each rank the
                 elements that it came with. Every rank then updates its shard.
 
-``engine/plan/muon.py`` says who owns what. The buckets go through these stages one behind the
+``engine/plan/muon.py`` decides the owners. The buckets go through these stages one behind the
 other, in forward order, so that messages of some are under way while others are orthogonalised. On
-the host a thread does all of that, and the next forward pass begins when its first weights are
+the host a thread does all of this, and the next forward pass begins when its first weights are
 there. On a device the calling thread issues it.
 """
 
@@ -36,27 +36,53 @@ from megatron_llama.engine.rules.registry import RuleInputs
 from megatron_llama.engine.rules.update_rule import AdamW, Shard, UpdateRule, UpdateRules
 
 EPS = 1e-7
-"""torch.optim.Muon's: the least norm by which a matrix is divided."""
+"""The least norm by which a matrix is divided, as in torch.optim.Muon."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""torch.optim.Muon's: a, b and c of X <- a X + (b X X^T + c (X X^T)^2) X."""
+"""As in torch.optim.Muon: a, b and c of X <- a X + (b X X^T + c (X X^T)^2) X."""
+WIDE_ELEMENTS = 2**20
+"""Elements of a matrix that are in fp32 at once where the processor does not multiply bf16."""
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz: returns a matrix with the singular vectors of ``matrix`` [m, n], bf16, and
+    """Return, by Newton-Schulz, a matrix with the singular vectors of ``matrix`` [m, n], bf16, and
     singular values around 1. ``matrix`` is overwritten. The operations are those of
-    torch.optim.Muon, in its order, so the bits are the same."""
+    torch.optim.Muon, in its order, so the bits are the same where the processor multiplies bf16."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
     x.div_(x.norm().clamp(min=EPS))
+    if devices.widens_bf16(matrix):
+        _iterate_in_fp32(matrix, steps)
+        return matrix
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
 
 
+def _iterate_in_fp32(matrix: Tensor, steps: int) -> None:
+    """Run Newton-Schulz on a bf16 matrix of norm 1, in place. X X^T and its square are not rounded.
+
+    A step multiplies all columns by one square matrix, so some at a time are widened: with two
+    square matrices that is no more memory than torch's operations take in bf16."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.size(0) > matrix.size(1)
+    short = min(matrix.shape)
+    blocks = torch.split(matrix, max(1, WIDE_ELEMENTS // short), dim=0 if is_tall else 1)
+    for _ in range(steps):
+        gram = matrix.new_zeros(short, short, dtype=torch.float32)
+        for block in blocks:
+            wide = block.float()
+            gram.addmm_(wide.T if is_tall else wide, wide if is_tall else wide.T)
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal().add_(a)
+        for block in blocks:
+            wide = block.float()
+            block.copy_(wide @ factor if is_tall else factor @ wide)
+
+
 def rate_factor(adjust: str, shape: tuple[int, int]) -> float:
-    """Returns by what --muon-adjust-lr multiplies the learning rate of a matrix."""
+    """Return the factor of a matrix's learning rate by --muon-adjust-lr."""
     rows, columns = shape
     if adjust == "original":
         return math.sqrt(max(1, rows / columns))
@@ -65,7 +91,7 @@ def rate_factor(adjust: str, shape: tuple[int, int]) -> float:
 
 @dataclass
 class _Update:
-    """What ``step`` was called with, and the end of the update: a Future."""
+    """The arguments of ``step``, and the end of the update: a Future."""
 
     scale: Tensor
     skip: Tensor
@@ -78,13 +104,13 @@ class _Update:
         self._applied: torch.Event | None = None
 
     def finish(self) -> None:
-        """The shard has its new values, or will when the current stream comes here."""
+        """End the update: the shard has its new values, or will when the stream comes here."""
         if not devices.is_host(self.device):
             self._applied = devices.current_stream(self.device).record_event()
         self._finished.set()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits is told of the error."""
+        """Let all waits raise the error."""
         self._error = error
         self._finished.set()
 
@@ -102,7 +128,8 @@ class _Bucket:
 
     matrices: tuple[Matrix, ...]
     buffer: Tensor
-    """[n], bf16: what goes to the owners, then what comes back, where the shard has it."""
+    """[n], bf16: the elements for the owners, then the returned ones, in the places of the
+    shard."""
     to_owners: Exchange
     """Along dp."""
     along_tp: Exchange
@@ -112,7 +139,7 @@ class _Bucket:
     """Along dp."""
     copies_to_owner: list[tuple[Tensor, Tensor]]
     copies_along_tp: list[tuple[Tensor, Tensor]]
-    """Of parts that stay on this rank: (target, source). They go back the other way round."""
+    """(target, source) of parts that stay on this rank. They go back the other way round."""
     whole: list[tuple[Matrix, list[Tensor]]]
     """Matrices that this rank orthogonalises, with the flat part of each tensor-parallel rank."""
     shard: Shard | None = None
@@ -166,7 +193,7 @@ class Muon(UpdateRule):
         self._worker = Worker("muon") if self._on_host and communicates and self._buckets else None
 
     def _empty(self, numel: int) -> Tensor:
-        # Zeros: the padding of a shard is sent nowhere, and is multiplied as everything else is.
+        # Zeros: the padding of a shard is not sent, but it is multiplied like all elements.
         return torch.zeros(numel, dtype=torch.bfloat16, device=self._device)
 
     def _make_buckets(self, chunk_bytes: int) -> dict[int, _Bucket]:
@@ -174,7 +201,7 @@ class Muon(UpdateRule):
         plan = self._plan
         dp = self._mesh.dp_shard
         tp = self._mesh.tp
-        # Made once, with views of the buffers: a step allocates nothing and finds no offsets.
+        # Made once, with views of the buffers: a step allocates nothing and computes no offsets.
         shards = _taking(self._buffers["shards"])
         gathered = _taking(self._buffers["gathered"])
         whole = _taking(self._buffers["whole"])
@@ -191,24 +218,24 @@ class Muon(UpdateRule):
             tp_own: list[tuple[Tensor, Tensor]] = []
             mine: list[tuple[Matrix, list[Tensor]]] = []
             for matrix in plan.of(bucket):
-                part = plan.part(matrix, dp.rank)
-                here = buffer[part.in_shard : part.in_shard + part.length]
+                held = plan.part(matrix, dp.rank)
+                here = buffer[held.in_shard : held.in_shard + held.length]
                 if matrix.owner != dp.rank:
-                    if part.length:
+                    if held.length:
                         sent.append((matrix.owner, here))
                     continue
                 local = here
                 if dp.size > 1:
                     local = gathered(matrix.numel)
-                    for rank, other in plan.parts(matrix):
-                        place = local[other.in_matrix : other.in_matrix + other.length]
+                    for rank, part in plan.parts(matrix):
+                        place = local[part.in_matrix : part.in_matrix + part.length]
                         if rank == dp.rank:
                             own.append((place, here))
                         else:
                             received.append((rank, place))
                 parts = [local]
                 if tp.size > 1:
-                    # Of ranks that hold the same part one sends it, and all need the result.
+                    # One of the ranks with the same part sends it, and all of them need the result.
                     primaries = range(0, tp.size, matrix.copies)
                     if tp.rank != matrix.tp_owner:
                         if tp.rank in primaries:
@@ -267,7 +294,7 @@ class Muon(UpdateRule):
 
     @property
     def plan(self) -> MuonPlan:
-        """Who owns which matrix."""
+        """The owners of the matrices."""
         return self._plan
 
     def attach(self, shard: Shard) -> Tensor:
@@ -305,14 +332,14 @@ class Muon(UpdateRule):
         return update
 
     def _begin(self, work: _Bucket, grad: Tensor, update: _Update) -> None:
-        """Update the momentum, and send it, or what Nesterov makes of it, to the owners."""
+        """Update the momentum, and send it, or its Nesterov form, to the owners."""
         assert work.shard is not None and work.state is not None
         options = self._groups[work.shard.kind.group]
         momentum = work.state["momentum_buffer"]
         weight: float | Tensor = 1 - options.muon_momentum
         grad.div_(update.scale)
         if not self._on_host:
-            # The host never learns of the skip: the momentum moves by nothing, towards nothing.
+            # The host never learns of the skip: the momentum moves by 0, towards 0.
             grad.masked_fill_(update.skip.bool(), 0.0)
             weight = (weight * (1 - update.skip)).to(grad.dtype)
             momentum.lerp_(grad, weight)
@@ -320,7 +347,7 @@ class Muon(UpdateRule):
             momentum.lerp_(grad, weight)
         work.state["step"].add_(1 - update.skip)
         if options.muon_nesterov:
-            # In place: nobody reads the gradient of this step any more.
+            # In place: this is the last read of the gradient of this step.
             work.buffer.copy_(grad.lerp_(momentum, options.muon_momentum))
         else:
             work.buffer.copy_(momentum)
@@ -338,8 +365,8 @@ class Muon(UpdateRule):
             self._worker.submit(lambda: self._finish(order))
 
     def _finish(self, order: Sequence[_Bucket]) -> None:
-        """Bring all buckets through what is left, each stage ``lag`` buckets behind the one before
-        it."""
+        """Bring all buckets through the remaining stages, each stage ``lag`` buckets behind the one
+        before it."""
         stages: list[Callable[[_Bucket], None]] = [self._orthogonalise_owned, self._apply]
         if self._mesh.tp.size > 1:
             stages = [
@@ -351,7 +378,7 @@ class Muon(UpdateRule):
         lag = self._plan.lag
         try:
             for tick in range(len(order) + lag * (len(stages) - 1)):
-                # The last stage first: what is complete is not kept waiting.
+                # The last stage first: complete buckets do not wait.
                 for number, stage in reversed(list(enumerate(stages))):
                     at = tick - number * lag
                     if 0 <= at < len(order):
@@ -393,9 +420,9 @@ class Muon(UpdateRule):
     def _in_whole(
         self, matrix: Matrix, parts: Sequence[Tensor], whole: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each place of a whole matrix [m, n], with the rows of a part that belong there."""
-        for part, slices in zip(parts, self._placements[matrix.name], strict=True):
-            rows = part.view(matrix.rows, matrix.width)
+        """Yield each place of a whole matrix [m, n], with the rows of a part that belong there."""
+        for flat, slices in zip(parts, self._placements[matrix.name], strict=True):
+            rows = flat.view(matrix.rows, matrix.width)
             for piece in slices:
                 first = piece.row - slices[0].row
                 place = whole[piece.hf_row : piece.hf_row + piece.rows]
@@ -430,21 +457,21 @@ class Muon(UpdateRule):
         if not self._on_host or not update.skip:
             master.mul_(kept)
             for matrix in work.matrices:
-                part = self._plan.part(matrix, self._mesh.dp_shard.rank)
-                place = slice(part.in_shard, part.in_shard + part.length)
+                held = self._plan.part(matrix, self._mesh.dp_shard.rank)
+                place = slice(held.in_shard, held.in_shard + held.length)
                 rate = update.lr * rate_factor(options.muon_adjust_lr, matrix.shape)
-                if part.length:
+                if held.length:
                     master[place].add_(work.buffer[place], alpha=-rate)
             self.refresh(work.shard.bucket)
         update.finish()
 
     def before_grad_reuse(self, bucket: int) -> None:
-        # On a device everything that reads the gradient is in the stream that writes the next one,
-        # or before it.
+        # On a device all reads of the gradient are in the stream that writes the next one, or
+        # before it.
         self._buckets[bucket].begun.wait()
 
     def settle(self) -> Mapping[int, Future]:
-        """Nothing is put off beyond its step: wait for the updates."""
+        """Wait for the updates: none is put off beyond its step."""
         for work in self._buckets.values():
             if work.update is not None:
                 with self._mesh.recorder.waiting("Muon"):
@@ -474,7 +501,7 @@ class Muon(UpdateRule):
 
 
 def _taking(buffer: Tensor) -> Callable[[int], Tensor]:
-    """Returns a function that takes the next elements of a buffer."""
+    """Return a function that takes the next elements of a buffer."""
     rest = [buffer]
 
     def take(numel: int) -> Tensor:
@@ -487,11 +514,11 @@ def _taking(buffer: Tensor) -> Callable[[int], Tensor]:
 def _placements(
     bucket_plans: Sequence[BucketPlan], tp: int
 ) -> dict[str, list[tuple[HFSlice, ...]]]:
-    """Returns where the rows of every part of each matrix are in it, of one tensor-parallel rank
-    for each part."""
-    found: dict[str, list[tuple[HFSlice, ...]]] = {}
+    """Return the places of the rows of every part of each matrix, of one tensor-parallel rank for
+    each part."""
+    placements: dict[str, list[tuple[HFSlice, ...]]] = {}
     for rank, bucket_plan in enumerate(bucket_plans):
         for matrix in muon_plan(bucket_plan, tp=tp).matrices:
             if rank % matrix.copies == 0:
-                found.setdefault(matrix.name, []).append(matrix.slices)
-    return found
+                placements.setdefault(matrix.name, []).append(matrix.slices)
+    return placements

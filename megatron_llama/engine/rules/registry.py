@@ -1,4 +1,4 @@
-"""The update rules that a run may choose: what they are built of, and where they are."""
+"""The update rules that a run may choose, their inputs, and their modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What the update rules of one rank are built of. ``build_engine`` explains the rest."""
+    """The inputs of the update rules of one rank. ``build_engine`` explains the rest."""
 
     options: EngineOptions
     bucket_plan: BucketPlan
@@ -50,8 +50,8 @@ RULES: Registry[Callable[[RuleInputs], UpdateRules]] = Registry(
         ZENFLOW: "engine.offload.build:offloaded_rules",
     }
 )
-"""Build the update rules of one rank, by the rule or else by the way in which AdamW is offloaded.
-Collective. They raise ConfigError or OffloadError, on every rank, where processors or memory for
+"""Builders of the update rules of one rank, by the rule or else by the mode of AdamW's offload.
+Collective. They raise ConfigError or OffloadError, on every rank, if processors or memory for
 offload are missing."""
 
 

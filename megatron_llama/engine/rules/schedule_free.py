@@ -34,7 +34,7 @@ def schedule_free_rules(inputs: RuleInputs) -> UpdateRules:
 class ScheduleFreeAdamW(UpdateRule):
     """Schedule-free AdamW on the device that has the shards."""
 
-    # One average for all shards: a step is in it on every rank, or on none.
+    # One average for all shards: it includes a step on every rank, or on none.
     needs_whole_step = True
     averages = True
 
@@ -55,7 +55,7 @@ class ScheduleFreeAdamW(UpdateRule):
             "z": torch.zeros_like(master),
             "exp_avg_sq": torch.zeros_like(master),
             "step": torch.zeros((), dtype=torch.float32, device=master.device),
-            # In fp64, as a Python float: in fp32 it would stop to grow after 2^24 steps.
+            # In fp64, like a Python float: in fp32 it would stop growing after 2^24 steps.
             "weight_sum": torch.zeros((), dtype=torch.float64, device=master.device),
         }
         return master
@@ -65,16 +65,16 @@ class ScheduleFreeAdamW(UpdateRule):
         options = self._groups[shard.kind.group]
         decay = options.weight_decay if shard.kind.decay else 0.0
         state = self._states[bucket]
-        # The host never learns of a skip: then everything moves by nothing.
+        # The host never learns of a skip: all values then move by 0.
         taken = 1 - skip.double()
         step = state["step"].add_(taken)
-        # The weight of this step in the average. Relative to the peak, all groups have the same:
-        # their rates follow one warm-up, and stay. To the bit, since it is rounded: one sum in a
-        # checkpoint serves them all.
+        # The weight of this step in the average. Relative to the peak, it is the same for all
+        # groups: their rates follow one warm-up, and stay. It is rounded, so it is the same to the
+        # bit, and one sum in a checkpoint serves all groups.
         weight = float(np.float32(lr / options.lr)) ** 2 if options.lr else 0.0
         weight_sum = state["weight_sum"].add_(weight * taken)
         dtype = grad.dtype
-        # A first step of warm-up has rate and weight 0.
+        # A first step of warm-up has rate 0 and weight 0.
         share = torch.where(weight_sum > 0, weight * taken / weight_sum, 0.0).to(dtype)
         rate = (lr * taken).to(dtype)
         forgets = ((1 - options.adam_beta2) * taken).to(dtype)
@@ -107,7 +107,7 @@ class ScheduleFreeAdamW(UpdateRule):
             x = master[piece]
             z = state["z"][piece]
             second = state["exp_avg_sq"][piece]
-            # In place: nobody reads the gradient of this step any more.
+            # In place: this is the last read of the gradient of this step.
             update = grad[piece].div_(scale).masked_fill_(skip.bool(), 0.0)
             second.lerp_(update.square(), forgets)
             update.div_((second / correction).sqrt_().add_(options.adam_eps))
@@ -120,7 +120,7 @@ class ScheduleFreeAdamW(UpdateRule):
 
     @staticmethod
     def _trained(x: Tensor, z: Tensor, options: UpdateOptions) -> Tensor:
-        """Returns y."""
+        """Return y."""
         return torch.lerp(x, z, 1 - options.adam_beta1)
 
     def refresh(self, bucket: int) -> None:

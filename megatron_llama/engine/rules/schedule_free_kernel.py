@@ -13,8 +13,8 @@ BLOCK = 2048
 
 @triton.jit
 def _between(x, z, REST: tl.constexpr):
-    """y. One formula for both kernels: a run that goes on from x and z has the bits of one that was
-    never interrupted."""
+    """Return y. Both kernels share the formula: a run that goes on from x and z has the bits of one
+    that was never interrupted."""
     return tl.fma(z - x, REST, x)
 
 
@@ -48,7 +48,7 @@ def _update(
         v += forgets * (g * g - v)
         update = g / (tl.sqrt_rn(v / correction) + EPS) + DECAY * _between(x, z, REST)
         z -= rate * update
-        # The first step that counts has the whole share: then x is z, and not z but for rounding.
+        # The first step that counts has the whole share: then x is z exactly, not up to rounding.
         x = tl.where(share < 0.5, x + share * (z - x), z - (1.0 - share) * (z - x))
         tl.store(average + place, x, mask=inside)
         tl.store(newest + place, z, mask=inside)

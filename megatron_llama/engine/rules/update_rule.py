@@ -1,11 +1,11 @@
-"""Update rules: what the engine asks of an optimizer, and AdamW.
+"""Update rules: the interface of an optimizer for the engine, and AdamW.
 
-A rule sees flat shards. It knows nothing of the model, of slots, or of communication. Where the
-fp32 masters live, on which processor and when they change is the rule's decision; the engine only
-waits for the Future that ``step`` returns before it gathers a shard.
+A rule sees flat shards. It knows nothing of the model, of slots, or of communication. The rule
+decides where the fp32 masters live, on which processor and when they change; the engine only waits
+for the Future that ``step`` returns before it gathers a shard.
 
-AdamW implements the five abstract methods. The other methods are for rules that work in threads of
-their own or put updates off (``engine/offload``); by default they do nothing.
+AdamW implements the five abstract methods. The other methods are for rules that work in their own
+threads or put updates off (``engine/offload``); by default they do nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Shard:
     """The dtype of master and gradient."""
     kind: BucketKind
     segments: tuple[Segment, ...]
-    """Which parts of which parameters the shard holds. What lies between them is padding, whose
-    gradient is zero."""
+    """The parts of parameters that the shard holds. Padding lies between them; its gradient is
+    zero."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ColumnState:
     total: int
     """The number of columns over all tensor-parallel ranks."""
     updates: Tensor
-    """How often each column has been updated, fp64 [columns of this rank], live."""
+    """Number of updates of each column, fp64 [columns of this rank], live."""
     selected: Tensor
     """1 for the columns that the rule has selected, else 0, fp64 [columns of this rank], live."""
 
@@ -77,11 +77,14 @@ class UpdateRule(ABC):
     with: with the masters, which ``show_average`` shows, while ``param_shard`` has the others."""
     needs_whole_step: bool = False
     """Whether a bucket may only be updated when every gradient of the step is known to be finite or
-    not: because an update needs what other ranks have, a rank cannot leave its shard out."""
+    not: an update that needs data of other ranks cannot leave out the shard of one rank."""
+
+    takes_options: bool = False
+    """Whether the numbers of its groups may change between steps, beside the learning rate."""
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """What the rule has allocated on the device beside masters and state."""
+        """The tensors that the rule has allocated on the device beside masters and state."""
         return ()
 
     @abstractmethod
@@ -95,17 +98,17 @@ class UpdateRule(ABC):
         change nothing.
 
         ``scale`` and ``skip`` are 0-dim tensors on the device: the host never learns them within a
-        step. Nobody reads ``param_shard`` between the call and the end of the returned Future,
-        which may be waited for once, several times, or never."""
+        step. ``param_shard`` is not read between the call and the end of the returned Future, which
+        may be waited for once, several times, or never."""
 
     @abstractmethod
     def refresh(self, bucket: int) -> None:
-        """Write ``param_shard`` at once: somebody has written master and state while nothing was in
+        """Write ``param_shard`` at once: master and state have been written while nothing was in
         flight, or an evaluation is over."""
 
     @abstractmethod
     def state(self, bucket: int) -> dict[str, Tensor]:
-        """Returns the live state by name: tensors [n]; tensors [n / ALIGN] with a number for each
+        """Return the live state by name: tensors [n]; tensors [n / ALIGN] with a number for each
         block of a matrix's row; and 0-dim tensors that are equal on all ranks, ``step`` among
         them."""
 
@@ -113,27 +116,31 @@ class UpdateRule(ABC):
     def reset(self) -> None:
         """Return to the state before the first step. The masters keep their values."""
 
+    def change_options(self, groups: Sequence[UpdateOptions]) -> None:
+        """Update with other betas, eps and weight decay from now on. Called between two updates of
+        every bucket, and only where ``takes_options`` is set."""
+
     def show_average(self, bucket: int) -> None:
         """Copy the master to ``param_shard`` at once, for an evaluation; nothing is in flight.
         Without ``averages`` it is there anyway."""
 
     def on_reduced(self, bucket: int, grad: Tensor, *, speculative_lr: float | None) -> None:
-        """The reduced gradient [n] of the step is final, and stays until ``before_grad_reuse``.
-        ``speculative_lr`` is the learning rate if nothing but the norm is unknown (most likely the
-        step will have scale 1 and no skip), else None."""
+        """Note that the reduced gradient [n] of the step is final; it stays until
+        ``before_grad_reuse``. ``speculative_lr`` is the learning rate if only the norm is unknown
+        (most likely the step will have scale 1 and no skip), else None."""
 
     def before_grad_reuse(self, bucket: int) -> None:
-        """The engine is about to overwrite the gradient that ``on_reduced`` announced last: wait
-        until nobody reads it (on a device: make the current stream wait)."""
+        """Wait until the gradient that ``on_reduced`` announced last is not read any more (on a
+        device: make the current stream wait): the engine is about to overwrite it."""
 
     def discard(self) -> None:
-        """The gradients that ``on_reduced`` has announced since the last ``end_step`` are not
-        used: others come in their place."""
+        """Drop the gradients that ``on_reduced`` has announced since the last ``end_step``: others
+        replace them."""
 
     def end_step(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
-        """Every bucket has had its ``step`` with these arguments; ``steps`` ends when all those
-        calls have returned. Called by the thread that computes; may be collective over all
-        ranks."""
+        """End the step: every bucket has had its ``step`` with these arguments. ``steps`` ends when
+        all those calls have returned. Called by the thread that computes; may be collective over
+        all ranks."""
 
     def settle(self) -> Mapping[int, Future]:
         """Apply all updates that were put off beyond their step. Returns the buckets whose
@@ -142,11 +149,11 @@ class UpdateRule(ABC):
         return {}
 
     def column_state(self) -> Sequence[ColumnState]:
-        """Returns what a checkpoint has to hold for single columns, complete after ``settle``."""
+        """Return the state of single columns for a checkpoint, complete after ``settle``."""
         return ()
 
     def progress(self) -> Tensor | None:
-        """Returns a live fp64 vector that says where the rule is in its own schedule, equal on all
+        """Return a live fp64 vector with the rule's position in its own schedule, equal on all
         ranks and complete after ``settle``; None if it has no schedule."""
         return None
 
@@ -161,7 +168,7 @@ class UpdateRule(ABC):
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """Which rule updates which bucket of a rank."""
+    """The update rules of a rank's buckets."""
 
     by_bucket: Sequence[UpdateRule]
     """The rule of each bucket; that of a frozen bucket is never asked."""
@@ -185,7 +192,7 @@ def adamw_step(
     ``grad / scale``, by torch's fused kernel; ``grad`` is scaled in place too.
 
     The kernel reads everything once, and applies the clip factor and the skip itself. It is called
-    directly because what ``torch.optim`` does around it takes longer than the update of a small
+    directly because the code of ``torch.optim`` around it takes longer than the update of a small
     shard."""
     step = state["step"].add_(1.0)
     torch._fused_adamw_(
@@ -223,8 +230,8 @@ def rounded_adamw_step(
     skip: Tensor,
     lr: float,
 ) -> None:
-    """Make the step of ``adamw_step`` where moments are kept in fewer bits: in the master's dtype,
-    from what is kept. ``step`` counts the updates.
+    """Make the step of ``adamw_step`` with moments that are kept in fewer bits, computing in the
+    master's dtype. ``step`` counts the updates.
 
     It goes in pieces, so that few moments exist in both at once. A skipped step changes no bit."""
     count = step.clone()
@@ -244,7 +251,7 @@ def rounded_adamw_step(
 def bias_corrections(
     counts: Tensor, options: UpdateOptions, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns 1 - beta1^n and the square root of 1 - beta2^n for elements that get their n-th
+    """Return 1 - beta1^n and the square root of 1 - beta2^n for elements that get their n-th
     update; ``counts`` has n in any shape."""
     n = counts.to(torch.float64)
     first, second = (
@@ -256,6 +263,8 @@ def bias_corrections(
 
 class AdamW(UpdateRule):
     """AdamW on the device that has the shards: one fused call for each bucket."""
+
+    takes_options = True
 
     def __init__(self, groups: Sequence[UpdateOptions]) -> None:
         """``groups`` has betas, eps, weight decay and the precision of moments of each group of
@@ -341,6 +350,9 @@ class AdamW(UpdateRule):
             tables=self._tables,
         )
         return CompletedFuture()
+
+    def change_options(self, groups: Sequence[UpdateOptions]) -> None:
+        self._groups = tuple(groups)
 
     def refresh(self, bucket: int) -> None:
         param_shard = self._shards[bucket].param_shard

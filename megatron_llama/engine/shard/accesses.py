@@ -1,9 +1,9 @@
-"""What runs now in a user's model, and what that needs: the accesses to the weights of units.
+"""The passes that run in a user's model, as accesses to the weights of units.
 
-A unit's forward or backward pass is an access: what it lacks is gathered, the next unit's weights
-are prefetched, and who is about to run waits for its own. A *root part* (what is in no unit) has
-slots that nothing else takes, so it may be read anywhere while the model runs: the first read of
-one outside of its call is an access too.
+A unit's forward or backward pass is an access: missing weights are gathered, the next unit's are
+prefetched, and the unit that is about to run waits for its own. A *root part* (parameters in no
+unit) has slots that nothing else takes, so it may be read anywhere while the model runs: the first
+read of one outside of its call is an access too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounting
-from megatron_llama.engine.shard.order import REDUCTION, AccessOrder
+from megatron_llama.engine.shard.order import REDUCTION, AccessOrder, StepPlan
 from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, Resolve
+from megatron_llama.engine.shard.readers import outside_of_its_unit
 from megatron_llama.engine.shard.specs import ModuleUnit
 from megatron_llama.errors import TrainingError, UserError
 
@@ -34,6 +35,7 @@ class PassError(TrainingError, RuntimeError):
 class Unit:
     """A unit or root part at run time, or the model itself."""
 
+    module: nn.Module
     name: str
     index: int
     """Its number; -1 for the model, where this is neither a unit nor a root part."""
@@ -100,11 +102,15 @@ class Accesses:
         self.peers = peers
         self.step = StepProgress(microbatches)
         self._find_unused = find_unused
+        self._gathers = engine.mesh.dp_gather.size > 1
         self.open_counting: OpenCounting | None = None
         """The gradients of this step as they are found out; None: they are planned."""
         self.suspended = False
         """Whether the modules hold whole parameters, so that calls are none of the engine's
         business."""
+        self.frozen = not engine.gradients.trainable
+        """Whether nothing is trained: then no pass belongs to a step, and gradients may flow
+        through the model at any time, to its inputs."""
         self.refusal: str | None = None
         """Why no pass may run any more."""
         self.listed = False
@@ -120,6 +126,7 @@ class Accesses:
         """By parameter."""
         self.units = [
             Unit(
+                unit.module,
                 unit.name,
                 unit.index,
                 tuple({self.bucket_of[name]: name for name in unit.parameters}.items()),
@@ -143,19 +150,23 @@ class Accesses:
             for name in unit.parameters
         }
         """By parameter that is in no unit."""
+        owners = {name: unit for unit in reversed(units) for name in unit.parameters}
         holders.make_placeholders(
             {
                 name: self._resolver(self.part_of[name], parameter)
                 if name in self.part_of
-                else _unreadable
+                else self._refuser(model, owners[name])
                 for name, parameter in holders.parameters.items()
             }
         )
 
     def begin_step(self) -> None:
         """Begin a step of the engine, by the plan if there is one."""
+        self.begin_announced(self.order.begin_step(self.step.microbatches))
+
+    def begin_announced(self, plan: StepPlan | None) -> None:
+        """Begin a step of the engine whose plan ``order.begin_step`` has returned."""
         microbatches = self.step.microbatches
-        plan = self.order.begin_step(microbatches)
         gradients = self.engine.gradients
         counting: Counting
         if plan is None or self._find_unused:
@@ -171,7 +182,7 @@ class Accesses:
         self.step.backward_passes = 0
 
     def _agree_to_reduce(self, bucket: int) -> None:
-        self.order.agree(REDUCTION - bucket)
+        self.order.agree_unplanned(REDUCTION - bucket)
 
     def require_working(self) -> None:
         """Raise PassError or OrderError if the engine has come to its end."""
@@ -197,8 +208,8 @@ class Accesses:
             )
 
     def refuse(self, error: UserError) -> UserError:
-        """Return an error that only this rank may have. In a planned step nobody asks what the
-        others do, and they would wait for this rank: they are told."""
+        """Return an error that only this rank may have. In a planned step ranks do not ask what the
+        others do, and would wait for this rank: they are told."""
         if self.order.plan is not None and self.step.begun and self.peers.axis.size > 1:
             self.peers.leave(f"rank {self.peers.axis.rank}: {error}")
         return error
@@ -206,16 +217,26 @@ class Accesses:
     def access(self, unit: Unit, *, backward: bool) -> None:
         """Gather what a unit reads, and wait for it."""
         access = WeightAccess(unit.index, backward)
+        parameters = self.engine.parameters
         with self.peers.explained():
             if self.listed and self.order.enter(access):
                 self.engine.access(unit.index, backward)
             else:
                 following = self.order.expected_after(access)
+                # What is whole on every rank is not sent, and each may evaluate as it likes.
+                if not self.listed and self._gathers and self._lacks(unit, following):
+                    self.order.enter_in_evaluation(access)
                 self.engine.access_unplanned(unit.index, following)
             for bucket, name in unit.reads:
                 # In forward a linear layer waits for its own weight when it is called.
                 if backward or bucket not in unit.late:
-                    self.engine.parameters.wait_unsharded(bucket, name)
+                    parameters.wait_unsharded(bucket, name)
+
+    def _lacks(self, unit: Unit, following: int | None) -> bool:
+        """Whether an access in no plan may launch a gather, also for the unit that follows."""
+        units = (unit,) if following is None else (unit, self.units[following])
+        holds = self.engine.parameters.holds
+        return not all(holds(bucket) for read in units for bucket, _ in read.reads)
 
     def access_and_return(self, unit: Unit, *, backward: bool) -> None:
         """Access a unit or root part. After a part the unit in which it is read is accessed again:
@@ -223,7 +244,7 @@ class Accesses:
         self.access(unit, backward=backward)
         if unit.pooled:
             return
-        active = (other for other in reversed(self.active) if other.pooled)
+        active = (caller for caller in reversed(self.active) if caller.pooled)
         around = self.current if backward else next(active, None)
         if around is not None:
             self.access(around, backward=backward)
@@ -231,12 +252,12 @@ class Accesses:
     def require_nested(self, unit: Unit) -> None:
         """Raise PassError for a unit that another one calls without having it: while the inner one
         runs, nothing keeps the weights of the outer one."""
-        pooled = [other for other in self.active if other.pooled and other is not unit]
-        for other in pooled if unit.pooled else ():
-            if other.index not in unit.inside:
+        pooled = [caller for caller in self.active if caller.pooled and caller is not unit]
+        for caller in pooled if unit.pooled else ():
+            if caller.index not in unit.inside:
                 raise PassError(
                     unit.name,
-                    got=f"a call inside of {other.name}",
+                    got=f"a call inside of {caller.name}",
                     expected="a call from outside of units, or from a unit that contains it",
                     do="register it in that module, or leave one of them out of units",
                 )
@@ -246,10 +267,10 @@ class Accesses:
         units that are done with hold placeholders."""
         self.current = unit
         # Its slot may be taken by the next unit; a placeholder raises where a view would be wrong.
-        for other in self.held:
-            if other is not unit and not other.related(unit):
-                other.holders.hold_placeholders()
-        self.held = [other for other in self.held if other.related(unit)]
+        for held in self.held:
+            if held is not unit and not held.related(unit):
+                held.holders.hold_placeholders()
+        self.held = [held for held in self.held if held.related(unit)]
         self.held.append(unit)
         unit.holders.hold_parameters()
 
@@ -273,11 +294,19 @@ class Accesses:
 
         return resolve
 
+    def _refuser(self, model: nn.Module, owner: ModuleUnit) -> Resolve:
+        """Return what refuses to read a unit's parameter outside of the unit: its slot may hold
+        another one."""
+
+        def refuse(placeholder: Placeholder) -> None:
+            if self.active and not self.suspended:
+                raise outside_of_its_unit(
+                    placeholder.parameter_name, model, owner.module, owner.name, owner.owned
+                )
+
+        return refuse
+
 
 def in_backward_pass() -> bool:
     """Whether autograd calls this thread inside of a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _unreadable(placeholder: Placeholder) -> None:
-    """A unit's parameter is read outside of the unit: its slot may hold another one."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron_llama.engine.comm.object_collectives import all_gather_object
 from megatron_llama.engine.param_handle import param_handle_of
 from megatron_llama.engine.shard.accesses import Accesses, PassError, Unit
-from megatron_llama.engine.shard.names import clean_name
 from megatron_llama.engine.shard.order import END_OF_BACKWARD
 from megatron_llama.engine.shard.peers import OrderError
 from megatron_llama.engine.tensors import accumulate
@@ -49,8 +49,6 @@ class BackwardPasses:
 
     def close(self) -> None:
         """Remove the hooks."""
-        # The hooks of a tensor are where Python's collector does not look: they lead to the engine,
-        # which holds the tensor, and its memory would never be free again.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -77,7 +75,7 @@ class BackwardPasses:
             if storage == slot != 0:
                 raise PassError(
                     f"the output of {unit.name}",
-                    got=f"a view of memory that {clean_name(name)} shares with other units",
+                    got=f"a view of memory that {name} shares with other units",
                     expected="a tensor of its own",
                     do="return a clone(), or leave the module out of units",
                 )
@@ -115,6 +113,16 @@ class BackwardPasses:
         if step.in_backward:
             return
         self._accesses.require_usable()
+        if not self._accesses.frozen:
+            self._require_planned()
+            self._accesses.listed = True
+        step.in_backward = True
+        self._accesses.current = None
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _require_planned(self) -> None:
+        """Raise PassError for a backward pass that the step does not have."""
+        step = self._step
         if not step.begun:
             raise PassError(
                 "backward", got="no forward pass of this step", expected="one", do="run the model"
@@ -131,15 +139,14 @@ class BackwardPasses:
                     "an input in a step of its own",
                 )
             )
-        self._accesses.listed = True
-        step.in_backward = True
-        self._accesses.current = None
-        Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         """Every gradient of a backward pass has been delivered."""
         self._accesses.release_held()
-        self._accesses.order.agree(END_OF_BACKWARD)
+        if self._accesses.frozen:
+            self._step.in_backward = False
+            return
+        self._accesses.order.agree_unplanned(END_OF_BACKWARD)
         self._require_same_gradients()
         try:
             with self._accesses.peers.explained():
@@ -161,7 +168,7 @@ class BackwardPasses:
 
     def _require_same_gradients(self) -> None:
         """Make sure that all ranks have had the same gradients in the same order in this pass:
-        while nobody knows the order these decide what is reduced next and, in a step that is
+        while the order is unknown these decide what is reduced next and, in a step that is
         recorded, what later ones reduce and when. Raises PassError on all ranks."""
         counting = self._accesses.open_counting
         order = self._accesses.order
@@ -176,7 +183,7 @@ class BackwardPasses:
         if rank is None:
             return
         alone = [
-            f"{', '.join(map(clean_name, names))} on rank {having} and not on rank {lacking}"
+            f"{', '.join(names)} on rank {having} and not on rank {lacking}"
             for having, lacking in ((0, rank), (rank, 0))
             if (names := sorted(set(by_rank[having]) - set(by_rank[lacking])))
         ]
@@ -193,40 +200,46 @@ class BackwardPasses:
     def deliver_from(self, parameter: nn.Parameter, name: str) -> None:
         """Give what autograd accumulates in ``parameter``, or in what stands for it, to the slot of
         the parameter of this name."""
-        parameters = self._engine.parameters
-        explained = self._accesses.peers.explained
-        bucket = self._accesses.bucket_of[name]
-        handle = param_handle_of(self._accesses.holders.parameters[name])
-        assert handle is not None
+        # Python's collector does not look into the hooks of a tensor: with a reference to the
+        # engine there, an engine that nobody holds any more would never be free.
+        passes = ref(self)
 
         def deliver(accumulated: Tensor) -> None:
             # First of all: what stayed here after an error would be added to the next gradient.
             with torch._C.DisableTorchFunctionSubclass():
                 grad = accumulated.grad
                 accumulated.grad = None
-            self.enter()
-            if grad is None:
-                return  # a linear layer has written the slot itself
-            if grad.layout is not torch.strided:
-                raise self._accesses.refuse(
-                    PassError(
-                        clean_name(name),
-                        got="a sparse gradient",
-                        expected="a dense one",
-                        do="make the embedding with sparse=False",
-                    )
-                )
-            # An operator has read the weight a moment ago. Raises if it was not there.
-            with explained():
-                parameters.wait_unsharded(bucket, clean_name(name))
-                view, beta = handle.grad_view()
-            with torch.no_grad():  # with create_graph=True backward has gradients
-                accumulate(view, beta, grad)
-            handle.grad_written()
+            of_engine = passes()
+            if of_engine is not None:
+                of_engine._deliver(name, grad)
 
         with torch._C.DisableTorchFunctionSubclass():
             add_hook = parameter.register_post_accumulate_grad_hook
             self._hooks.append(add_hook(deliver))  # type: ignore[no-untyped-call]
+
+    def _deliver(self, name: str, grad: Tensor | None) -> None:
+        """Add a gradient to the slot of the parameter of this name."""
+        self.enter()
+        if grad is None:
+            return  # a linear layer has written the slot itself
+        if grad.layout is not torch.strided:
+            raise self._accesses.refuse(
+                PassError(
+                    name,
+                    got="a sparse gradient",
+                    expected="a dense one",
+                    do="make the embedding with sparse=False",
+                )
+            )
+        handle = param_handle_of(self._accesses.holders.parameters[name])
+        assert handle is not None
+        # An operator has read the weight a moment ago. Raises if it was not there.
+        with self._accesses.peers.explained():
+            self._engine.parameters.wait_unsharded(self._accesses.bucket_of[name], name)
+            view, beta = handle.grad_view()
+        with torch.no_grad():  # with create_graph=True backward has gradients
+            accumulate(view, beta, grad)
+        handle.grad_written()
 
 
 class _BeforeBackward:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -31,76 +31,94 @@ Lines = Sequence[tuple[int, ...]]
 
 
 def data_mesh(
-    group: DeviceMesh | dist.ProcessGroup | None = None,
-    shard_size: int = 0,
-    device: torch.device | None = None,
-    before_sharding: Callable[[Axis], None] | None = None,
+    group: DeviceMesh | dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> Mesh:
-    """Returns the mesh of processes that all hold the same model. Collective over them alone.
+    """Return the mesh of processes that all hold the same model, with the axis of all of them.
+    ``add_shard_axes`` makes the others. Collective over these processes alone.
 
     ``group`` is a process group; a DeviceMesh with one dim, or with two, which are replicas and
     shards as FSDP2 has them; or None: all processes, which are joined as torchrun's variables say
-    if nobody has done that, and this one alone without torchrun. ``shard_size`` shards within so
-    many neighbours and repeats the shards across (0: over all, or as the DeviceMesh says; 1:
-    nothing is sharded). ``device`` is where the model is, by default this process's accelerator.
-
-    ``before_sharding`` is called with the axis of all ranks before the others are made: it may
-    raise on all of them where they would not make the same ones.
+    if that has not been done, and this one alone without torchrun. ``device`` is where the model
+    is, by default this process's accelerator.
 
     The ranks of an axis are in the order of their global ranks. Call ``close_data_mesh`` at the
-    end. Raises ClusterError for a group that this process is not in, for a DeviceMesh with more
-    dims, and for a ``shard_size`` that does not divide the processes."""
+    end. Raises ClusterError for a group that this process is not in, and for a DeviceMesh with more
+    dims."""
+    joins = group is None and not dist.is_initialized()
     joined = False
-    nobody_joined = group is None and not dist.is_initialized()
-    if device is None or nobody_joined:
+    if device is None or joins:
         # Launcher, rendezvous and network serve only those who leave joining to them.
-        if nobody_joined:
+        if joins:
             device, joined = imported("launch.join:join_launched")(device)
         else:
             device = imported("launch.join:launched_device")()
+    mesh = Mesh.single(device)
+    ranks = _ranks(_rows(group))
+    if len(ranks) == 1:
+        return mesh
+    world = _axis("world", [ranks], devices.backend(device), mesh.recorder)
+    made = (world.group, dist.group.WORLD if joined else None)
+    return replace(mesh, world=world, made=tuple(group for group in made if group is not None))
+
+
+def add_shard_axes(
+    mesh: Mesh, group: DeviceMesh | dist.ProcessGroup | None = None, shard_size: int = 0
+) -> Mesh:
+    """Return the mesh of ``data_mesh(group)`` with the axes along which the model is sharded,
+    reduced and gathered. Collective over its processes alone, which give the same arguments.
+
+    ``shard_size`` shards within so many neighbours and repeats the shards across (0: over all, or
+    as the DeviceMesh says; 1: nothing is sharded). Raises ClusterError for one that does not divide
+    the processes."""
     rows = _rows(group)
     shard_lines = _shard_lines(rows, shard_size)
-    single = Mesh.single(device)
-    ranks = tuple(sorted(rank for row in rows for rank in row))
-    size = len(ranks)
-    if size == 1:
-        return single
-    builder = _Builder(device, single.recorder)
-    world = builder.build("world", [ranks], devices.backend(device))
-    if before_sharding is not None:
-        try:
-            before_sharding(world)
-        except BaseException:
-            close_data_mesh(replace(single, world=world, made=tuple(builder.made)))
-            raise
-    dp = builder.build("dp", [ranks])
+    if mesh.world.size == 1:
+        return mesh
+    # An axis moves tensors of the device only.
+    backend = devices.axis_backend(mesh.device) or devices.backend(mesh.device)
+    gathers_apart = not devices.one_connection_per_peer(mesh.device)
+    dp = _axis("dp", [_ranks(rows)], backend, mesh.recorder)
     shards = len(shard_lines[0])
-    dp_shard = dp if shards == size else builder.build("dp_shard", shard_lines)
-    # The shards of one place in their lines.
-    replica_lines = list(zip(*shard_lines, strict=True))
-    dp_replica = dp if shards == 1 else builder.build("dp_replica", replica_lines)
-    if devices.one_connection_per_peer(device):
-        dp_gather = replace(dp_shard, name="dp_gather")
-    else:
-        dp_gather = builder.build("dp_gather", shard_lines)
-    use_once((world, dp, dp_shard, dp_replica, dp_gather), device)
-    default = dist.group.WORLD
-    assert default is not None
+    dp_shard = dp
+    if shards < dp.size:
+        dp_shard = _axis("dp_shard", shard_lines, backend, mesh.recorder)
+    dp_replica = dp
+    if shards > 1:
+        # The shards of one place in their lines.
+        replica_lines = list(zip(*shard_lines, strict=True))
+        dp_replica = _axis("dp_replica", replica_lines, backend, mesh.recorder)
+    dp_gather = replace(dp_shard, name="dp_gather")
+    if gathers_apart:
+        dp_gather = _axis("dp_gather", shard_lines, backend, mesh.recorder)
+    axes = (dp, dp_shard, dp_replica, dp_gather)
+    use_once((mesh.world, *axes), mesh.device)
+    made = dict.fromkeys(axis.group for axis in axes if axis.group is not None)
     return replace(
-        single,
-        world=world,
+        mesh,
         dp=dp,
         dp_shard=dp_shard,
         dp_replica=dp_replica,
         dp_gather=dp_gather,
-        made=(*builder.made, *([default] if joined else [])),
+        made=(*made, *mesh.made),
     )
 
 
+def _axis(name: str, lines: Lines, backend: str, recorder: Recorder) -> Axis:
+    """Return the axis of the line to which this rank belongs, with a communicator of its own."""
+    rank = dist.get_rank()
+    line = next(tuple(sorted(line)) for line in lines if rank in line)
+    if len(line) == 1:
+        return Axis(name, 0, line, None, recorder)
+    with recorder.waiting(f"the ranks of {name}"):
+        group = new_group(name, line, backend)
+    return Axis(name, line.index(rank), line, group, recorder)
+
+
 def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
-    """End the communicators that ``data_mesh`` has made, and leave the process group if it has
-    joined it. Does nothing to groups of the user. On a device that waits for everything that has
-    been issued: ``abort`` waits for nothing, so that the waits of the other ranks fail."""
+    """End the communicators that ``data_mesh`` and ``add_shard_axes`` have made, and leave the
+    process group if ``data_mesh`` has joined it. Does nothing to groups of the user. On a device
+    that waits for everything that has been issued: ``abort`` waits for nothing, so that the waits
+    of the other ranks fail."""
     made = list(mesh.made)
     # First of all: a thread that waits for a message would keep what is let go of next.
     _end_connections(mesh)
@@ -132,9 +150,9 @@ def _end_connections(mesh: Mesh) -> None:
 
 
 def _let_go(mesh: Mesh) -> None:
-    """Drop what holds on to the groups of a mesh: gloo's threads end when nothing refers to a group
-    any more. Nobody else sees to that: the model of a user may live on, with parameters whose hooks
-    lead to the engine, and Python's collector does not follow the hooks of tensors."""
+    """Drop all references to the groups of a mesh: gloo's threads end when nothing refers to a
+    group any more. Nothing else ends them: the model of a user may live on, with parameters whose
+    hooks lead to the engine, and Python's collector does not follow the hooks of tensors."""
     for transfer in list(mesh.recorder.transfers):
         transfer.disconnect()
     for axis in (mesh.world, mesh.dp, mesh.dp_shard, mesh.dp_replica, mesh.dp_gather):
@@ -145,7 +163,7 @@ def _let_go(mesh: Mesh) -> None:
 
 
 def _rows(group: DeviceMesh | dist.ProcessGroup | None) -> Lines:
-    """Returns the ranks of a mesh row by row; of a group there is one row."""
+    """Return the ranks of a mesh row by row; of a group there is one row."""
     if not dist.is_initialized():
         return [(0,)]
     here = dist.get_rank()
@@ -176,11 +194,16 @@ def _rows(group: DeviceMesh | dist.ProcessGroup | None) -> Lines:
     return rows
 
 
+def _ranks(rows: Lines) -> tuple[int, ...]:
+    """Return the ranks of all rows, in their order."""
+    return tuple(sorted(rank for row in rows for rank in row))
+
+
 def _shard_lines(rows: Lines, shard_size: int) -> Lines:
-    """Returns the ranks that share each copy of the model."""
+    """Return the ranks that share each copy of the model."""
     if len(rows) > 1 and shard_size in (0, len(rows[0])):
         return rows
-    ranks = sorted(rank for row in rows for rank in row)
+    ranks = _ranks(rows)
     size = len(ranks)
     shards = shard_size or size
     if len(rows) > 1 and shard_size != 1:
@@ -197,11 +220,11 @@ def _shard_lines(rows: Lines, shard_size: int) -> Lines:
             expected=f"a divisor of the {size} processes",
             do="give another one, or 0 to shard over all",
         )
-    return [tuple(ranks[first : first + shards]) for first in range(0, size, shards)]
+    return [ranks[first : first + shards] for first in range(0, size, shards)]
 
 
 def new_group(name: str, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """Makes a process group of ``ranks``, which are global and in order, by these ranks alone.
+    """Make a process group of ``ranks``, which are global and in order, by these ranks alone.
     Collective over them. ``backend`` is by default what the default group has. ``name`` says in
     torch's logs what the group is for.
 
@@ -233,28 +256,6 @@ def new_group(name: str, ranks: tuple[int, ...], backend: str | None = None) -> 
         )
     distributed._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
-
-
-class _Builder:
-    """Makes the groups of one rank."""
-
-    def __init__(self, device: torch.device, recorder: Recorder) -> None:
-        self.made: list[dist.ProcessGroup] = []
-        # An axis moves tensors of the device only.
-        self._backend = devices.axis_backend(device) or devices.backend(device)
-        self._recorder = recorder
-        self._rank = dist.get_rank()
-
-    def build(self, name: str, lines: Lines, backend: str | None = None) -> Axis:
-        """Returns the axis of the line to which this rank belongs. ``backend`` is by default that
-        of an axis which moves tensors of the device only."""
-        line = next(tuple(sorted(line)) for line in lines if self._rank in line)
-        if len(line) == 1:
-            return Axis(name, 0, line, None, self._recorder)
-        with self._recorder.waiting(f"the ranks of {name}"):
-            group = new_group(name, line, backend or self._backend)
-        self.made.append(group)
-        return Axis(name, line.index(self._rank), line, group, self._recorder)
 
 
 @contextmanager

@@ -1,34 +1,51 @@
-"""ModuleEngine: what ``shard`` returns."""
+"""ModuleEngine: the result of ``shard``."""
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod
 
+import torch
 from torch import nn
 
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.shard.accesses import PassError
 from megatron_llama.engine.shard.data_mesh import close_data_mesh
-from megatron_llama.engine.shard.gathered import gathered
+from megatron_llama.engine.shard.gathered import Only, gathered
 from megatron_llama.engine.shard.initial import initialize
+from megatron_llama.engine.shard.intercept import intercept_states
 from megatron_llama.engine.shard.linear import AttachedLinears
+from megatron_llama.engine.shard.marks import Marks
+from megatron_llama.engine.shard.masters import Masters, publish_masters
 from megatron_llama.engine.shard.optimizer import ParameterGroup
+from megatron_llama.engine.shard.order import (
+    END_OF_GATHERED,
+    GATHERED,
+    INITIALIZE,
+    LOADING,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+)
 from megatron_llama.engine.shard.passes import Passes
+from megatron_llama.engine.shard.placeholders import Placeholder
 from megatron_llama.engine.shard.specs import ModuleUnit
 from megatron_llama.engine.shard.state import (
+    MODEL,
     OPTIMIZER,
     StateLayout,
     hook_state_dict,
+    incompatible_keys,
     load_state_dict,
+    model_state,
     optimizer_state,
-    state_dict,
+    require_savable,
 )
 from megatron_llama.engine.shard.torch_optimizer import EngineOptimizer
 from megatron_llama.engine.shard.values import ModuleValues
@@ -50,10 +67,13 @@ class ModuleEngine:
         passes: Passes,
         groups: Sequence[ParameterGroup],
         layout: StateLayout,
+        placeholders: Mapping[str, nn.Parameter],
         *,
         clip: float,
         linears: AttachedLinears,
+        marks: Marks,
     ) -> None:
+        """``placeholders`` stand in the module for its parameters, by name."""
         self.model = model
         """The module that was given to ``shard``."""
         self.clip = clip
@@ -64,21 +84,28 @@ class ModuleEngine:
         self._values = values
         self._passes = passes
         self._linears = linears
+        self._marks = marks
         self._layout = layout
-        self._unhook = hook_state_dict(values, layout)
+        self._unhook = hook_state_dict(values, layout, partial(passes.meet, MODEL_STATE))
+        intercept_states(
+            model,
+            load_state=self._load_model_state,
+            require_savable=partial(require_savable, values, layout),
+        )
         self._closed = False
         self.optimizer = EngineOptimizer(
             groups,
-            # Placeholders by now: who looks into the groups finds shapes, and no values.
-            dict(model.named_parameters()),
+            # A reader of the groups finds shapes, and no values.
+            placeholders,
             step=self.step,
             require_no_gradient=passes.require_no_gradient,
             state_dict=self._optimizer_state,
             load_state_dict=lambda state: self.load_state_dict({OPTIMIZER: state}),
         )
         """This engine as a torch.optim.Optimizer, for schedulers of the learning rate."""
+        self._options = self.optimizer.update_options()
         self.result: StepResult | None = None
-        """What the last step returned: for those who call ``optimizer.step()``."""
+        """The result of the last step, for callers of ``optimizer.step()``."""
         # The gathers of a script's last step are still under way when it ends, and a thread that is
         # inside of an operator when the interpreter ends aborts the process.
         atexit.register(_close, WeakMethod(self.close))
@@ -86,7 +113,7 @@ class ModuleEngine:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups as torch.optim has them: ``lr``, ``betas``, ``eps``, ``weight_decay``, and
-        ``param_names``. ``lr`` may be changed between steps."""
+        ``param_names``. All but the last may be changed between steps."""
         return self.optimizer.param_groups
 
     @property
@@ -116,7 +143,8 @@ class ModuleEngine:
         (over all ranks, after their mean or sum, before clipping) and ``skipped`` as 0-dim tensors
         on the device, which the host does not wait for. A gradient that is not finite changes
         nothing, and ``skipped`` is 1. Raises PassError if there were more or fewer backward
-        passes, and RuntimeError with the names of trainable parameters that got no gradient."""
+        passes, RuntimeError with the names of trainable parameters that got no gradient, and
+        ConfigError for numbers of ``param_groups`` that are none, or that ZenFlow cannot change."""
         rates = self.optimizer.learning_rates() if lr is None else lr
         given = rates if isinstance(rates, list) else [rates]
         for name, numbers in (("clip", [self.clip]), ("lr", given)):
@@ -128,11 +156,33 @@ class ModuleEngine:
                     expected="finite numbers from 0",
                     do=f"look at where {name} was set",
                 )
-        result = self._passes.end_step(lambda: self._engine.step(rates, clip=self.clip))
+        options = self.optimizer.update_options()
+        if options != self._options:
+            self._require_changeable()
+
+        def update() -> StepResult:
+            if options != self._options:
+                self._engine.change_options(options)
+                self._options = options
+            return self._engine.step(rates, clip=self.clip)
+
+        result = self._passes.end_step(update)
         self.result = result
         # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
+
+    def _require_changeable(self) -> None:
+        fixed = [rule for rule in self._engine.rules.distinct if not rule.takes_options]
+        if fixed:
+            raise ConfigError(
+                "engine.optimizer.param_groups",
+                got=f"other betas, eps or weight decay than in shard(), "
+                f"where {type(fixed[0]).__name__} updates",
+                expected="the same: its updates belong to windows of steps, and only lr may change",
+                do="choose a scheduler that leaves them alone (cycle_momentum=False), or another "
+                "optimizer_offload",
+            )
 
     def discard(self) -> None:
         """Throw away the forward and backward passes since the last ``step``, and their gradients.
@@ -147,31 +197,75 @@ class ModuleEngine:
         self._passes.discard()
 
     @contextmanager
-    def gathered(self, *, modify: bool = False) -> Iterator[None]:
-        """Have the parameters whole in the module, on every rank, between two steps. Collective.
+    def gathered(
+        self,
+        *,
+        modify: bool = False,
+        only: Only | None = None,
+        to: torch.device | str | None = None,
+        rank0: bool = False,
+    ) -> Iterator[None]:
+        """Have parameters whole in the module between two steps. Collective: all ranks enter it
+        together, with the same arguments.
 
-        They are copies. With ``modify`` rank 0's become those of all ranks at the end; without it a
-        change is an error. ``copy.deepcopy(model)`` and ``torch.save(model)`` give the plain model
-        in here, of its own classes and with nothing of the engine; parameters require no
-        gradient."""
+        All of them are whole, on every rank and on the engine's device, unless the arguments say
+        less. ``only`` is a name or a pattern of names such as ``"*.bias"``, a module, or several of
+        them: other parameters stay placeholders, and in memory are the chosen ones and one bucket.
+        ``to="cpu"`` puts the copies into the host's memory. With ``rank0`` rank 0 alone gets them,
+        and placeholders of other ranks say so.
+
+        They are copies. With ``modify`` rank 0's become those of all ranks at the end, and so do
+        the chosen buffers; without it a change is an error. ``copy.deepcopy(model)`` and
+        ``torch.save(model)`` give the plain model where all parameters are whole, of its own
+        classes and with nothing of the engine; parameters require no gradient."""
         self._require_between_steps("engine.gathered()")
+        self._passes.meet(GATHERED)
         self._passes.suspended = True
         self._linears.detach()
+        self._marks.detach()
         try:
-            with gathered(self._values, modify=modify):
+            with gathered(self._values, modify=modify, only=only, to=to, rank0=rank0):
                 yield
+                # Not after an error: then other ranks hear of it here.
+                self._passes.meet(END_OF_GATHERED)
         finally:
             self._linears.attach()
+            self._marks.attach()
             self._passes.suspended = False
             if modify:
                 self._passes.values_changed()
 
+    def masters(self, *, modify: bool = False) -> Masters:
+        """Return this rank's pieces of the masters between two steps, by the parameter's name:
+        ``values``, a flat tensor that is live, and ``place``, the slice of the flattened parameter
+        that it is.
+
+        Masters are in fp32, or fp64 where the parameters are; frozen parameters are in the dtype
+        that computes. Nothing is sent or copied, except that updates which zenflow puts off are
+        made first: with it all ranks call this. Pieces may be read until the next forward pass. To
+        write them, all ranks use ``with engine.masters(modify=True) as masters``: the change
+        reaches the weights at the end of the block, which is collective. Where several ranks hold
+        the same piece (``no_shard``, hybrid sharding), the first one's counts. Raises TrainingError
+        where something has no values, and in the next forward pass where pieces have been written
+        otherwise."""
+        self._require_between_steps("engine.masters()")
+        self._values.require_initialized()
+        if not modify and self._values.require_unwritten is not None:
+            self._values.require_unwritten()
+        self._engine.settle()
+        return Masters(self._values, self._publish_masters if modify else None)
+
+    def _publish_masters(self) -> None:
+        publish_masters(self._values)
+        self._passes.values_changed()
+
     def initialize(self, fn: Callable[[nn.Module], object] | None = None) -> None:
         """Give values to the parameters and buffers that were on the meta device, unit by unit:
         ``fn(module)`` is called for every module while its unit is whole, by default its own
-        ``reset_parameters``, or ``_init_weights`` of a model of transformers. What rank 0 computes
-        counts. Collective."""
+        ``reset_parameters``, or ``_init_weights`` of a model of transformers. The values of rank 0
+        count. Collective."""
         self._require_between_steps("engine.initialize()")
+        self._passes.meet(INITIALIZE)
         self._passes.suspended = True
         try:
             initialize(self._values, self._units, fn)
@@ -188,7 +282,7 @@ class ModuleEngine:
         All of it are copies. They are made bucket by bucket: beside them a rank holds one whole
         bucket. ``model.state_dict()`` is its first part."""
         self._require_between_steps("engine.state_dict()")
-        return state_dict(self._values, self._layout, self.param_groups)
+        return {MODEL: model_state(self._values), OPTIMIZER: self._optimizer_state()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a state of the form of ``state_dict``, or its ``model`` or ``optimizer`` alone:
@@ -198,11 +292,22 @@ class ModuleEngine:
         Raises CheckpointError on all ranks with everything that is missing, unexpected or of
         another shape, before anything is changed; without ``strict`` the first two are allowed."""
         self._require_between_steps("engine.load_state_dict()")
+        self._passes.meet(LOADING)
         load_state_dict(self._values, self.param_groups, state, strict=strict)
         self._passes.values_changed()
 
+    def _load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> Any:
+        """Serve ``model.load_state_dict``. Returns None where the parameters are whole."""
+        if self._values.are_whole:
+            return None
+        # torch.distributed.checkpoint puts what is there where a state has nothing.
+        given = {name: v for name, v in state.items() if not isinstance(v, Placeholder)}
+        self.load_state_dict({MODEL: given}, strict=strict)
+        return incompatible_keys(self._values, given)
+
     def _optimizer_state(self) -> dict[str, Any]:
         self._require_between_steps("engine.optimizer.state_dict()")
+        self._passes.meet(OPTIMIZER_STATE)
         return optimizer_state(self._values, self._layout, self.param_groups)
 
     def close(self) -> None:
@@ -213,6 +318,7 @@ class ModuleEngine:
         self._closed = True
         self._passes.close()
         self._linears.detach()
+        self._marks.detach()
         self._unhook()
         self._engine.close()
         close_data_mesh(self.mesh)

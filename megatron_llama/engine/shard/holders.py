@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.plan.buckets import PlacedParam
 from megatron_llama.engine.shard.linear import waits_itself
-from megatron_llama.engine.shard.names import ParameterNames, clean_name
+from megatron_llama.engine.shard.names import ParameterNames
 from megatron_llama.engine.shard.placeholders import Placeholder, Resolve, ShardedParameterError
 from megatron_llama.engine.shard.specs import ModuleUnit
 
@@ -26,7 +25,7 @@ class Place:
     module: nn.Module
     leaf: str
     name: str
-    """The name that ``named_parameters`` gives the parameter first."""
+    """The parameter's name."""
 
     def put(self, parameter: nn.Parameter) -> None:
         """Let the module hold another parameter here."""
@@ -35,22 +34,6 @@ class Place:
         else:
             # A module with further references to its parameters, such as nn.LSTM, keeps them here.
             setattr(self.module, self.leaf, parameter)
-
-
-def places_of(model: nn.Module, names: ParameterNames) -> list[Place]:
-    """Return every place of a model where a parameter is registered."""
-    return [
-        Place(module, leaf, names[parameter][0])
-        for module in model.modules()
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-
-
-def attributes_of(names: ParameterNames) -> dict[str, dict[str, Any]]:
-    """Return what others have attached to the parameters of a model, such as ``no_weight_decay``,
-    by the name of each parameter."""
-    return {every[0]: dict(vars(parameter)) for parameter, every in names.items()}
 
 
 Explained = Callable[[], AbstractContextManager[None]]
@@ -62,8 +45,15 @@ class Holders:
 
     def __init__(self, model: nn.Module, names: ParameterNames, explained: Explained) -> None:
         self._explained = explained
-        self._places = places_of(model, names)
-        self._attributes = attributes_of(names)
+        self.places: dict[str, list[Place]] = {own[0]: [] for own in names.values()}
+        """By parameter, every place where it is registered: a tied weight has several."""
+        for module in model.modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = names[parameter][0]
+                    self.places[name].append(Place(module, leaf, name))
+        self.attributes = {own[0]: dict(vars(parameter)) for parameter, own in names.items()}
+        """By parameter, what others have attached to it, such as ``no_weight_decay``."""
         self.parameters: dict[str, nn.Parameter] = {}
         """By name, the parameter whose values are in the engine's slot while its unit runs."""
         self.placeholders: dict[str, Placeholder] = {}
@@ -71,7 +61,7 @@ class Holders:
     def attach(self, placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
         """Make the parameter of a view of a slot: the engine calls this for each."""
         parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
-        vars(parameter).update(self._attributes[placed.spec.name])
+        vars(parameter).update(self.attributes[placed.spec.name])
         attach_param_handle(parameter, replace(handle, waits=self._explained))
         self.parameters[placed.spec.name] = parameter
 
@@ -84,28 +74,27 @@ class Holders:
         """Return a new placeholder of a parameter."""
         parameter = self.parameters[name]
         made = Placeholder(
-            clean_name(name),
+            name,
             parameter.shape,
             parameter.dtype,
             parameter.device,
             resolve,
             requires_grad=parameter.requires_grad,
         )
-        vars(made).update(self._attributes[name])
+        vars(made).update(self.attributes[name])
         return made
 
     def waited_for_when_read(self, names: Iterable[str]) -> bool:
         """Whether the modules that hold these parameters wait for them when they are called."""
-        wanted = frozenset(names)
         return all(
-            waits_itself(place.module, place.leaf) for place in self._places if place.name in wanted
+            waits_itself(place.module, place.leaf) for name in names for place in self.places[name]
         )
 
     def install(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let the modules hold the given parameters, in all places of each."""
-        for place in self._places:
-            if place.name in parameters:
-                place.put(parameters[place.name])
+        for name, parameter in parameters.items():
+            for place in self.places[name]:
+                place.put(parameter)
 
     def uninstall(self) -> None:
         """Let the modules hold placeholders."""
@@ -116,7 +105,7 @@ class Holders:
         # A module may be in two units, and then both swap its parameters.
         owned = set(unit.owned)
         return UnitHolders(
-            [place for place in self._places if place.module in owned],
+            [p for places in self.places.values() for p in places if p.module in owned],
             self.parameters,
             self.placeholders,
         )
@@ -191,7 +180,7 @@ class UnitHolders:
                 and present is not self._parameters[name]
             ):
                 raise ShardedParameterError(
-                    clean_name(name),
+                    name,
                     got="another tensor in its place",
                     expected="the parameter that shard() has found there",
                     do="tie weights before shard(); change values by engine.load_state_dict or "

@@ -1,8 +1,8 @@
 """The first values of a module's parameters and buffers.
 
-Rank 0's count, as in DDP; other ranks may have theirs on the meta device. What is on the meta
-device on rank 0 too has no values: ``initialize`` makes them unit by unit, or a state dict brings
-them. Until then a forward pass is an error.
+Rank 0's values count, as in DDP; other ranks may have theirs on the meta device. Tensors on the
+meta device on rank 0 too have no values: ``initialize`` makes them unit by unit, or a state dict
+brings them. Until then a forward pass is an error.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron_llama.engine.comm.object_collectives import (
 )
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.shard.holders import Holders
 from megatron_llama.engine.shard.names import ParameterNames, clean_name
 from megatron_llama.engine.shard.values import MASTER, ModuleValues, named
 from megatron_llama.errors import ConfigError, describe, listing
@@ -52,9 +53,9 @@ def require_same_model(model: nn.Module, axis: Axis) -> None:
             )
 
 
-def require_same_options(options: Mapping[str, object], axis: Axis) -> None:
-    """Raise ConfigError on all ranks, with the names, unless each rank has given the same options.
-    Collective."""
+def require_same_options(options: Mapping[str, object], axis: Axis, where: str = "shard") -> None:
+    """Raise ConfigError on all ranks, with the names, unless each rank has given the same options
+    to ``where``. Collective."""
     own = {name: str(value) for name, value in options.items()}
     problems = []
     by_rank = all_gather_object(own, axis)
@@ -71,7 +72,7 @@ def require_same_options(options: Mapping[str, object], axis: Axis) -> None:
                 )
             )
     if problems:
-        raise ConfigError(listing("shard:", problems))
+        raise ConfigError(listing(f"{where}:", problems))
 
 
 def _differences(own: list[Described], first: list[Described]) -> Iterator[str]:
@@ -94,44 +95,42 @@ def _in_words(described: Described | None) -> str:
 
 
 def first_values(
-    engine: OverlappedDistributedOptimizer, model: nn.Module, names: ParameterNames
+    engine: OverlappedDistributedOptimizer,
+    model: nn.Module,
+    names: ParameterNames,
+    holders: Holders,
 ) -> ModuleValues:
     """Fill the shards of all ranks with the values that the parameters of ``model`` have on rank 0,
     and the buffers with rank 0's; buffers move to the engine's device. Collective.
 
     What is on the meta device on rank 0 has no values; such buffers get memory on the device."""
-    values = ModuleValues(engine, model, names)
-    without = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.is_meta
-    ]
+    values = ModuleValues(engine, model, names, holders)
+    buffers = {name: buffer for name, (_, _, buffer) in values.buffers().items()}
+    without = [own[0] for parameter, own in names.items() if parameter.is_meta]
+    without += [name for name, buffer in buffers.items() if buffer.is_meta]
     # Rank 0 decides: other ranks may be on the meta device only because its values count.
     values.uninitialized |= set(broadcast_object(without, engine.mesh.world))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter, (name, *_) in names.items():
             if name not in values.uninitialized:
                 for start, piece in values.broadcast(parameter):
                     values.write(name, MASTER, piece, start)
         # By buffer, so that one that is registered twice stays one.
         places: dict[Tensor, Tensor] = {}
-        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-            if buffer not in places:
-                places[buffer] = place = _on_device(buffer, engine.mesh.device)
-                if name not in values.uninitialized:
-                    for start, piece in values.broadcast(buffer):
-                        place.view(-1)[start : start + len(piece)].copy_(piece)
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = places[buffer]
+        for name, buffer in buffers.items():
+            place = buffer
+            if buffer.device != engine.mesh.device or not buffer.is_contiguous():
+                place = torch.empty(buffer.shape, dtype=buffer.dtype, device=engine.mesh.device)
+            if name not in values.uninitialized:
+                for start, piece in values.broadcast(buffer):
+                    place.view(-1)[start : start + len(piece)].copy_(piece)
+            places[buffer] = place
+        for module in model.modules():
+            for leaf, registered in module._buffers.items():
+                if registered is not None:
+                    module._buffers[leaf] = places[registered]
     engine.publish()
     return values
-
-
-def _on_device(buffer: Tensor, device: torch.device) -> Tensor:
-    """Return where the values of a buffer go: the buffer itself if it can be written there."""
-    if buffer.device == device and buffer.is_contiguous():
-        return buffer
-    return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
 def initialize(

@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 
 Forward = Callable[..., Any]
-"""What a module's class did with a call."""
+"""The call of a module as its class defines it."""
 Interceptor = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 _INTERCEPTOR = "_megatron_llama_interceptor"
 _REQUIRE_NO_GRADIENT = "_megatron_llama_require_no_gradient"
+_LOAD_STATE = "_megatron_llama_load_state"
+_REQUIRE_SAVABLE = "_megatron_llama_require_savable"
+_OWN = (_INTERCEPTOR, _REQUIRE_NO_GRADIENT, _LOAD_STATE, _REQUIRE_SAVABLE)
+"""What the engine keeps in a module."""
 _STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 """Where a module keeps the hooks of ``state.hook_state_dict``."""
 
@@ -47,7 +51,7 @@ class Intercepted(nn.Module):
             rest[0] = {
                 name: _without_engine(value) if name in _STATE_HOOKS else value
                 for name, value in rest[0].items()
-                if name not in (_INTERCEPTOR, _REQUIRE_NO_GRADIENT)
+                if name not in _OWN
             }
         return make, arguments, *rest
 
@@ -83,6 +87,21 @@ class InterceptedModel(Intercepted):
         gradients away."""
         self.__dict__[_REQUIRE_NO_GRADIENT]("model.zero_grad")
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take over the values of a state dict by ``engine.load_state_dict``, whatever ``assign``
+        is, or as torch does where the parameters are whole."""
+        loaded = self.__dict__[_LOAD_STATE](state_dict, strict=strict)
+        return super().load_state_dict(state_dict, strict, assign) if loaded is None else loaded
+
+
+def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Save whole parameters as the model's class does. Raises ShardedParameterError, before
+    anything is written, where it would save a part of them."""
+    model.__dict__[_REQUIRE_SAVABLE](kwargs)
+    return super(type(model), model).save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
 
 def _without_engine(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
     """Return the hooks that are not of this room."""
@@ -98,7 +117,10 @@ def _without_engine(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 @cache
 def _intercepted(base: type[nn.Module], mixin: type[Intercepted]) -> type[nn.Module]:
     """Return the class of modules of class ``base`` whose calls go to the engine."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    # Libraries look whether a model has it.
+    if mixin is InterceptedModel and hasattr(base, "save_pretrained"):
+        names["save_pretrained"] = _save_pretrained
     return type(base.__name__, (mixin, base), names)
 
 
@@ -117,3 +139,16 @@ def intercept_model(
     object.__setattr__(model, _INTERCEPTOR, interceptor)
     object.__setattr__(model, _REQUIRE_NO_GRADIENT, require_no_gradient)
     model.__class__ = _intercepted(type(model), InterceptedModel)  # type: ignore[arg-type]
+
+
+def intercept_states(
+    model: nn.Module,
+    *,
+    load_state: Callable[..., Any],
+    require_savable: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Let ``load_state_dict`` of the model that was given to ``shard`` go to
+    ``load_state(state, strict=)`` first, which returns None where the parameters are whole.
+    ``require_savable(keywords)`` raises where ``save_pretrained`` would save parts."""
+    object.__setattr__(model, _LOAD_STATE, load_state)
+    object.__setattr__(model, _REQUIRE_SAVABLE, require_savable)

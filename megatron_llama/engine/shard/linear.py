@@ -27,8 +27,8 @@ class AttachedLinears:
     handles of their parameters.
 
     Each gets a ``forward`` of its own, which falls back to F.linear wherever plain torch is needed
-    (``_needs_plain_torch``). Modules that somebody has given a ``forward`` already are left as
-    they are, and so are subclasses and parametrized layers."""
+    (``_needs_plain_torch``). Modules with a replaced ``forward`` are left as they are, and so are
+    subclasses and parametrized layers."""
 
     def __init__(self, model: nn.Module) -> None:
         """Find them and attach them."""
@@ -44,14 +44,14 @@ class AttachedLinears:
     def attach(self) -> None:
         """Let them give their gradients to the engine."""
         for module, forward in self._forwards.items():
-            # Somebody may have given it another one meanwhile.
+            # It may have got another one meanwhile.
             if "forward" not in vars(module):
                 module.forward = forward  # type: ignore[method-assign]
 
     def detach(self) -> None:
         """Make them the plain layers that they were, until ``attach``."""
         for module in self._forwards:
-            # Somebody may have replaced it meanwhile, and may still call ours, which does no harm.
+            # A replacement since then may still call ours, which does no harm.
             if getattr(vars(module).get("forward"), "__func__", None) is _forward:
                 del module.forward
             vars(module).pop(_CALLED, None)
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Use(Enum):
-    """What this backward pass does with the gradient of an input."""
+    """The use of the gradient of an input in this backward pass."""
 
     NONE = "nothing"
     RETURNED = "autograd takes it"
@@ -144,8 +144,8 @@ class _Use(Enum):
 
 
 def _use(ctx: Any, index: int) -> _Use:
-    """Return what autograd would do with the gradient of an input. ``needs_input_grad`` does not
-    know: it is that of forward, and torch.autograd.grad and ``backward(inputs=...)`` ask for the
+    """Return the use that autograd has for the gradient of an input. ``needs_input_grad`` does not
+    tell: it is that of forward, and torch.autograd.grad and ``backward(inputs=...)`` ask for the
     gradients of some inputs only."""
     if not ctx.needs_input_grad[index]:
         return _Use.NONE
@@ -157,6 +157,6 @@ def _use(ctx: Any, index: int) -> _Use:
     if not executed:
         return _Use.NONE
     # With create_graph the gradient is to be differentiated itself, and hooks of the parameter
-    # (``self.weight.register_hook`` in somebody's forward) are to see it.
+    # (``self.weight.register_hook`` in a user's forward) are to see it.
     seen = torch.is_grad_enabled() or ctx.parameters[index - 1]._backward_hooks
     return _Use.RETURNED if seen else _Use.ACCUMULATED

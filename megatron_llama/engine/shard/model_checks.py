@@ -1,8 +1,8 @@
-"""What ``shard`` refuses of a model."""
+"""The checks by which ``shard`` refuses a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.shard.intercept import Intercepted
 from megatron_llama.engine.shard.names import ParameterNames, clean_name
 from megatron_llama.engine.shard.shard_options import COMPUTE_DTYPES
-from megatron_llama.engine.shard.specs import ModuleUnit
 from megatron_llama.errors import counted, describe
 
 Ranks = DeviceMesh | dist.ProcessGroup | None
@@ -62,7 +61,7 @@ def _parameter_problems(
         # DTensors, quantised weights and lazy ones have values that are no view of a slot.
         if type(parameter) is not nn.Parameter:
             yield describe(
-                clean_name(name),
+                name,
                 got=type(parameter).__name__,
                 expected="a plain nn.Parameter",
                 do="call shard before other libraries change the parameters, and run lazy modules "
@@ -70,7 +69,7 @@ def _parameter_problems(
             )
         elif not parameter.is_floating_point():
             yield describe(
-                clean_name(name),
+                name,
                 got=parameter.dtype,
                 expected="real numbers",
                 do="register it as a buffer, or keep it out of the model",
@@ -78,7 +77,7 @@ def _parameter_problems(
         # Hooks of the parameter would stay behind with it, and never be called again.
         elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield describe(
-                clean_name(name),
+                name,
                 got="a hook on its gradient from before shard()",
                 expected="none: the engine trains a parameter of its own in this place",
                 do="call self.weight.register_hook in forward, or scale what the module returns",
@@ -86,14 +85,14 @@ def _parameter_problems(
         # It would be lost: gradients live in the slots from now on.
         elif parameter.grad is not None:
             yield describe(
-                clean_name(name),
+                name,
                 got="a gradient from before shard()",
                 expected="none: the first step begins with its own backward passes",
                 do="call model.zero_grad() before shard()",
             )
     dtypes: dict[torch.dtype, list[str]] = {}
     for parameter, (name, *_) in names.items():
-        dtypes.setdefault(parameter.dtype, []).append(clean_name(name))
+        dtypes.setdefault(parameter.dtype, []).append(name)
     if dtype is None and len(dtypes) > 1:
         listed = ", ".join(
             f"{kind} of {counted(len(which), 'parameter')} ({which[0]}, ...)"
@@ -117,7 +116,7 @@ def _device_problems(device: torch.device | None, mesh: Ranks) -> Iterator[str]:
     group = dist.group.WORLD if mesh is None else mesh
     if not isinstance(group, dist.ProcessGroup) or device is None or not devices.is_host(device):
         return
-    kinds = sorted({other.type for other in group._device_types})
+    kinds = sorted({supported.type for supported in group._device_types})
     if device.type not in kinds:
         yield describe(
             "model",
@@ -125,24 +124,3 @@ def _device_problems(device: torch.device | None, mesh: Ranks) -> Iterator[str]:
             expected=f"{' or '.join(kinds)}, as the process group has it",
             do="move the model there before shard(), or give a DeviceMesh of the CPUs",
         )
-
-
-def unit_problems(model: nn.Module, parts: Sequence[ModuleUnit]) -> Iterator[str]:
-    """Yield that nothing in the model is a unit. ``parts`` are its units and root parts."""
-    if all(part.is_root_part for part in parts):
-        yield describe(
-            "units",
-            got="no module with parameters that matches",
-            expected="at least one",
-            do=f"name the classes of its repeated layers (it has {_classes(model)})",
-        )
-
-
-def _classes(model: nn.Module) -> str:
-    """Return the names of the classes of which a model has several modules with parameters."""
-    counts: dict[str, int] = {}
-    for module in model.modules():
-        if any(True for _ in module.parameters()):
-            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
-    repeated = sorted((name for name in counts if counts[name] > 1), key=lambda name: counts[name])
-    return ", ".join(repeated[:5] or sorted(counts)[:5])

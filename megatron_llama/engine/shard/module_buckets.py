@@ -25,15 +25,15 @@ from megatron_llama.engine.plan.specs import ParamSpec, UnitSpec
 def module_bucket_plan(
     units: Sequence[UnitSpec], options: EngineOptions, *, shards: int
 ) -> BucketPlan:
-    """Returns the bucket plan of a user's model. ``units`` are in the order in which its modules
+    """Return the bucket plan of a user's model. ``units`` are in the order in which its modules
     are registered.
 
     Where parameters are gathered before each access there is one bucket for each unit and kind, and
     units share slots with their like (``_pools``). Elsewhere buckets are filled by size, and only
-    gradient slots are shared. These always have slots of their own: what is resident, and what
-    several units share, because its gradient is complete only when the last of them has written.
-    What is in no unit (``is_root_part``) has parameter slots of its own, because nobody knows when
-    it is read; its gradients share slots among themselves (``_root_pools``)."""
+    gradient slots are shared. These always have slots of their own: resident parameters, and those
+    that several units share, because their gradient is complete only when the last unit has
+    written. Parameters in no unit (``is_root_part``) have their own parameter slots, because it is
+    unknown when they are read; their gradients share slots among themselves (``_root_pools``)."""
     slots = shared_slots(options)
     gathers_units = strategy_named(options.strategy).by_unit
     users: dict[str, tuple[int, ...]] = {}
@@ -99,7 +99,7 @@ def module_bucket_plan(
 
 
 def _root_pools(kinds: Sequence[BucketKind | None], first: int) -> list[int]:
-    """Returns the pool of gradient slots of each bucket of what is in no unit, one for each kind;
+    """Return the pool of gradient slots of each bucket of what is in no unit, one for each kind;
     OWN_SLOT_POOL for other buckets, whose kind is None. ``first`` is the number of the first."""
     pools: dict[BucketKind, int] = {}
     for kind in kinds:
@@ -111,7 +111,7 @@ def _root_pools(kinds: Sequence[BucketKind | None], first: int) -> list[int]:
 def _pools(
     units: Sequence[UnitSpec], buckets: Sequence[Bucket | None], users: Mapping[str, Sequence[int]]
 ) -> list[int]:
-    """Returns the pool of slots of each bucket of a user's model; OWN_SLOT_POOL for None. ``users``
+    """Return the pool of slots of each bucket of a user's model; OWN_SLOT_POOL for None. ``users``
     has the units of each parameter.
 
     A pool is for units of similar size: the largest unit of a class is at least half as large as
@@ -148,7 +148,7 @@ def _pools(
 def _slots_in_pools(
     pools: Sequence[int], count: int | None, few: Container[int] = ()
 ) -> tuple[Slot, ...]:
-    """Returns the slot of each bucket, given its pool. The buckets of a pool take its ``count``
+    """Return the slot of each bucket, given its pool. The buckets of a pool take its ``count``
     slots in turn, one slot fewer in the pools ``few``; None: each bucket has its own."""
     users = Counter[int]()
     slots = []

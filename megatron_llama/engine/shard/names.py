@@ -19,13 +19,13 @@ def clean_name(name: str) -> str:
 
 
 ParameterNames = Mapping[nn.Parameter, tuple[str, ...]]
-"""All names of each parameter of a model, in the order of registration."""
+"""All names of each parameter of a model, clean, in the order of registration."""
 
 
 def parameter_names(model: nn.Module) -> ParameterNames:
-    """Return all names of each parameter, the one that ``named_parameters`` gives first: a shared
-    parameter has several."""
+    """Return all names of each parameter: a shared parameter has several. The first one, which is
+    that of ``named_parameters``, is the parameter's name everywhere in the engine."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter] = (*names.get(parameter, ()), name)
+        names[parameter] = (*names.get(parameter, ()), clean_name(name))
     return names

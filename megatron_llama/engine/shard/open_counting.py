@@ -1,9 +1,9 @@
-"""Gradients of a user's model whose rounds nobody knows: they are found out while they come.
+"""Counts gradients of a user's model whose rounds are unknown, and learns the rounds.
 
-[Note: open counting] Nobody knows which contribution to a bucket is its last one, so a bucket ends
+[Note: open counting] It is unknown which contribution to a bucket is its last one, so a bucket ends
 a round when another bucket needs its slot, at the end of a backward pass, or at the end of the
-step. What nobody has written counts as zero. A backward pass that comes back to a bucket after that
-makes another round of it, and rounds are summed. What a step has done is the plan of the next ones
+step. A missing contribution counts as zero. A backward pass that comes back to a bucket after that
+makes another round of it, and rounds are summed. The rounds of a step are the plan of the next ones
 (``engine/counting.py``).
 """
 

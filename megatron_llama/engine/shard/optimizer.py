@@ -1,4 +1,4 @@
-"""What a user says about the optimizer: ``AdamW``, ``group``, or a torch.optim.AdamW instance.
+"""A user's description of the optimizer: ``AdamW``, ``group``, or a torch.optim.AdamW instance.
 
 ``parameter_groups`` makes one list of groups of all three. Everything in a group is updated with
 the same learning rate, betas, eps and weight decay, as in torch.optim.
@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from megatron_llama.engine.options import UpdateOptions
-from megatron_llama.engine.shard.names import ParameterNames, clean_name
+from megatron_llama.engine.shard.names import ParameterNames
 from megatron_llama.errors import ConfigError, counted, listing
 
-Match = str | Callable[[str, nn.Parameter], bool] | tuple[nn.Parameter, ...]
-"""Which parameters a group has: a pattern of names, a predicate, or the parameters themselves."""
+Match = str | Callable[[str, nn.Parameter], bool] | tuple[ref[nn.Parameter], ...]
+"""Which parameters a group has: a pattern of names, a predicate, or references to the parameters
+themselves. A script that keeps the group shall not keep the whole model in memory with it."""
 UNSUPPORTED = (
     ("amsgrad", False),
     ("maximize", False),
@@ -70,15 +72,16 @@ def group(
     elif isinstance(match, Tensor):
         raise TypeError("ml.group: got one tensor, expected an iterable; write [parameter]")
     elif isinstance(match, Iterable):
-        chosen = tuple(match)
+        given = tuple(match)
         wrong = next(
-            (parameter for parameter in chosen if not isinstance(parameter, nn.Parameter)), None
+            (parameter for parameter in given if not isinstance(parameter, nn.Parameter)), None
         )
         if wrong is not None:
             raise TypeError(
                 f"ml.group: got an iterable with {wrong!r} in it, expected parameters; "
                 "give each pattern a group of its own"
             )
+        chosen = tuple(map(ref, given))
     elif callable(match):
         chosen = match
     else:
@@ -87,7 +90,7 @@ def group(
             'write ml.group("*.bias", ...)'
         )
     made = Group(chosen, lr, betas, eps, weight_decay)
-    _require_valid(str(made), lr, betas, eps, weight_decay)
+    require_valid(str(made), lr, betas, eps, weight_decay)
     return made
 
 
@@ -107,7 +110,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _require_valid("ml.AdamW", self.lr, self.betas, self.eps, self.weight_decay)
+        require_valid("ml.AdamW", self.lr, self.betas, self.eps, self.weight_decay)
         wrong = next(
             (candidate for candidate in self.groups if not isinstance(candidate, Group)), None
         )
@@ -120,7 +123,7 @@ class AdamW:
             )
 
 
-def _require_valid(
+def require_valid(
     where: str,
     lr: float | None,
     betas: tuple[float, float] | None,
@@ -151,7 +154,7 @@ class ParameterGroup:
     eps: float
     weight_decay: float
     names: tuple[str, ...]
-    """The trainable parameters, by the names that ``named_parameters`` gives them."""
+    """The trainable parameters, by name."""
 
     def update_options(self) -> UpdateOptions:
         """Return the numbers as the engine's update rules read them."""
@@ -174,7 +177,7 @@ def parameter_groups(
     each group go on to work; frozen parameters are left out. Those of ``AdamW`` are its ``groups``
     in their order, then the parameters that no group matches. Where the weight decay depends on
     the dims, a group is cut into two: parameters with two or more dims, and the others, without
-    decay. Groups without a parameter do not appear.
+    decay. Groups without a parameter do not appear, unless nothing is trained.
 
     Raises ConfigError where a group matches no trainable parameter, names a parameter that is not
     the model's, or asks for what the engine does not have. Raises ConfigError for a torch.optim
@@ -196,11 +199,11 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
     taken: dict[nn.Parameter, int] = {}
     """The first group that matches each trainable parameter."""
     result: list[ParameterGroup] = []
-    for index, each in enumerate(optimizer.groups):
+    for index, user_group in enumerate(optimizer.groups):
         matched = [
             parameter
             for parameter, names in names_of.items()
-            if _matches(each.match, parameter, names)
+            if _matches(user_group.match, parameter, names)
         ]
         trainable = [parameter for parameter in matched if parameter.requires_grad]
         for parameter in trainable:
@@ -208,13 +211,13 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
         if index not in taken.values():
             earlier = sorted({taken[parameter] for parameter in trainable})
             if earlier:
-                others = ", ".join(str(optimizer.groups[other]) for other in earlier)
+                others = ", ".join(str(optimizer.groups[number]) for number in earlier)
                 got = f"only parameters that {others} matches before it"
             else:
                 got = f"{'only frozen parameters' if matched else 'no parameter'}"
-            first = clean_name(next(iter(names_of.values()), ("none",))[0])
+            first = next(iter(names_of.values()), ("none",))[0]
             raise ConfigError(
-                str(each),
+                str(user_group),
                 got=f"a match of {got}",
                 expected="at least one trainable parameter",
                 do=f"mend or remove the group (a name of this model is {first})",
@@ -222,9 +225,9 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
     for index in (*range(len(optimizer.groups)), None):
         chosen = Group("*") if index is None else optimizer.groups[index]
         own = [p for p in names_of if p.requires_grad and taken.get(p) == index]
-        parts = [(own, chosen.weight_decay)]
+        by_decay = [(own, chosen.weight_decay)]
         if chosen.weight_decay is None:
-            parts = [
+            by_decay = [
                 ([p for p in own if p.dim() >= 2], optimizer.weight_decay),
                 ([p for p in own if p.dim() < 2], 0.0),
             ]
@@ -236,31 +239,42 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
                 decay,
                 tuple(names_of[parameter][0] for parameter in members),
             )
-            for members, decay in parts
+            for members, decay in by_decay
             if members and decay is not None
         ]
-    return tuple(result)
+    # A frozen model has a group without parameters: torch.optim has no optimizer without groups.
+    return tuple(result) or (_without_parameters(optimizer),)
+
+
+def _without_parameters(optimizer: AdamW) -> ParameterGroup:
+    return ParameterGroup(
+        optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, names=()
+    )
 
 
 def _matches(match: Match, parameter: nn.Parameter, names: Sequence[str]) -> bool:
     """Whether a group has a parameter; a shared one is matched by any of its names."""
     if isinstance(match, tuple):
-        return any(own is parameter for own in match)
-    cleaned = map(clean_name, names)
+        return any(own() is parameter for own in match)
     if isinstance(match, str):
-        return any(fnmatchcase(name, match) for name in cleaned)
-    return any(match(name, parameter) for name in cleaned)
+        return any(fnmatchcase(name, match) for name in names)
+    return any(match(name, parameter) for name in names)
 
 
 def _require_own_parameters(groups: Sequence[Group], own: Collection[nn.Parameter]) -> None:
     """Raise ConfigError for a group with a parameter that the model does not have."""
-    for each in groups:
-        foreign = [p for p in each.match if p not in own] if isinstance(each.match, tuple) else []
+    for user_group in groups:
+        foreign = (
+            [given for given in user_group.match if given() not in own]
+            if isinstance(user_group.match, tuple)
+            else []
+        )
         if foreign:
+            first = foreign[0]()
+            shape = "" if first is None else f", the first of shape {tuple(first.shape)}"
             raise ConfigError(
-                str(each),
-                got=f"{counted(len(foreign), 'parameter')} that the model does not have, "
-                f"the first of shape {tuple(foreign[0].shape)}",
+                str(user_group),
+                got=f"{counted(len(foreign), 'parameter')} that the model does not have{shape}",
                 expected="parameters of the model that is sharded",
                 do="take them from the model after all its layers are in place",
             )
@@ -271,40 +285,40 @@ def _torch_groups(
 ) -> tuple[ParameterGroup, ...]:
     where = "shard(optimizer=torch.optim.AdamW)"
     problems = []
-    found = []
+    groups = []
     grouped: set[nn.Parameter] = set()
-    for index, each in enumerate(optimizer.param_groups):
+    for index, torch_group in enumerate(optimizer.param_groups):
         problems += [
-            f"group {index}: got {name}={each[name]!r}, expected {needed!r}; "
+            f"group {index}: got {name}={torch_group[name]!r}, expected {needed!r}; "
             "the engine has no such option, leave it out"
             for name, needed in UNSUPPORTED
-            if name in each and each[name] != needed
+            if name in torch_group and torch_group[name] != needed
         ]
-        if "initial_lr" in each:
+        if "initial_lr" in torch_group:
             problems.append(
                 f"group {index}: got a learning-rate scheduler, expected none before shard(); "
                 "make it after shard(), of engine.optimizer: it would go on to change this one"
             )
-        foreign = sum(parameter not in names_of for parameter in each["params"])
+        foreign = sum(parameter not in names_of for parameter in torch_group["params"])
         if foreign:
             problems.append(
                 f"group {index}: got {counted(foreign, 'parameter')} that the model does not have, "
                 "expected the model's own; make the optimizer of the model that is sharded"
             )
-        own = [p for p in each["params"] if p in names_of and p.requires_grad]
+        own = [p for p in torch_group["params"] if p in names_of and p.requires_grad]
         grouped.update(own)
-        first, second = each["betas"]
-        found.append(
+        first, second = torch_group["betas"]
+        groups.append(
             ParameterGroup(
-                float(each["lr"]),
+                float(torch_group["lr"]),
                 (float(first), float(second)),
-                float(each["eps"]),
-                float(each["weight_decay"]),
+                float(torch_group["eps"]),
+                float(torch_group["weight_decay"]),
                 tuple(names_of[parameter][0] for parameter in own),
             )
         )
     problems += [
-        f"{clean_name(names[0])}: got a trainable parameter in no group, expected one group; "
+        f"{names[0]}: got a trainable parameter in no group, expected one group; "
         "add it, or freeze it with requires_grad_(False)"
         for parameter, names in names_of.items()
         if parameter.requires_grad and parameter not in grouped
@@ -319,4 +333,4 @@ def _torch_groups(
         )
     if problems:
         raise ConfigError(listing(f"{where}:", problems))
-    return tuple(found)
+    return tuple(groups)

@@ -1,33 +1,61 @@
 """The order in which a model uses its weights: recorded in the first step, compared in the next
 ones.
 
-While nobody knows the order, all ranks say before each access what they are about to do, and go on
-if it is the same. So a rank that takes another way is named by all ranks, and nobody waits for it.
-Once the order of a step is known, each rank compares its accesses with it, and nothing is sent. A
-rank that finds another access raises before it sends anything, and its peers hear why
-(``peers.py``).
+While the order is unknown, all ranks say before each access what they are about to do, and go on if
+it is the same. So all ranks name a rank that takes another way, and none waits for it. Once the
+order of a step is known, each rank compares its accesses with it, and nothing is sent. A rank that
+finds another access raises before it sends anything, and its peers hear why (``peers.py``).
+
+All else that ranks do together is said in the same way: what an evaluation gathers, state dicts,
+``gathered``. A step says that it begins and waits for no answer: ranks that begin the same step
+need none, and whoever does something else waits for all answers before it sends anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from megatron_llama.engine.comm.object_collectives import all_gather_float
 from megatron_llama.engine.counting import GradientRounds
 from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.engine.shard.peers import OrderError, Peers
+from megatron_llama.engine.shard.positions import in_words
 
 END_OF_BACKWARD = -1
 STEP = -2
 DISCARD = -3
-REDUCTION = -4
-"""What ranks agree on beside accesses. ``REDUCTION - n`` is the reduction of bucket n."""
+TRAINING = -4
+EVALUATION = -5
+MODEL_STATE = -6
+OPTIMIZER_STATE = -7
+LOADING = -8
+GATHERED = -9
+END_OF_GATHERED = -10
+INITIALIZE = -11
+REDUCTION = -12
+"""Codes on which ranks agree beside accesses. ``REDUCTION - n`` is the reduction of bucket n."""
+IN_STEPS = (END_OF_BACKWARD, STEP, DISCARD)
+WORDS = MappingProxyType(
+    {
+        END_OF_BACKWARD: "the end of a backward pass in step {}",
+        STEP: "engine.step() of step {}",
+        DISCARD: "engine.discard() in step {}",
+        TRAINING: "the first forward pass of step {}",
+        EVALUATION: "evaluation pass {}",
+        MODEL_STATE: "the model's state_dict() before step {}",
+        OPTIMIZER_STATE: "the optimizer's state_dict() before step {}",
+        LOADING: "engine.load_state_dict() before step {}",
+        GATHERED: "engine.gathered() before step {}",
+        END_OF_GATHERED: "the end of engine.gathered() before step {}",
+        INITIALIZE: "engine.initialize() before step {}",
+    }
+)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a recorded step has done, as the next ones will."""
+    """The accesses and rounds of a recorded step, which the next ones repeat."""
 
     accesses: tuple[WeightAccess, ...]
     rounds: GradientRounds
@@ -37,14 +65,22 @@ class AccessOrder:
     """The accesses of the step that is under way."""
 
     def __init__(
-        self, names: Sequence[str], buckets: Sequence[str], peers: Peers, *, static: bool
+        self,
+        names: Sequence[str],
+        buckets: Sequence[str],
+        peers: Peers,
+        *,
+        static: bool,
+        finds_unused: bool,
     ) -> None:
         """``names`` are those of the units, ``buckets`` those of the buckets; with ``static`` every
-        step of as many microbatches does what the first of them did."""
+        step of as many microbatches does what the first of them did. ``finds_unused`` says whether
+        ranks may leave out different parameters, for messages."""
         self._names = names
         self._buckets = buckets
         self._peers = peers
         self.static = static
+        self._finds_unused = finds_unused
         self._plans: dict[int, StepPlan] = {}
         """By the number of microbatches."""
         self._microbatches = 0
@@ -61,6 +97,15 @@ class AccessOrder:
         self._repeated = 0
         """How many of them have been made since the last forward pass that was broken off, if that
         is less."""
+        self.made = 0
+        """How many planned accesses and ends of steps there have been, of all steps."""
+        self.steps = 0
+        """How many steps have come to their end."""
+        self._evaluations = 0
+        """How many evaluation passes have begun."""
+        self._doing: tuple[int, int] | None = None
+        """The code of what this rank has begun last, and the number of its step or evaluation
+        pass. Replaced as a whole: a thread reads it."""
 
     def begin_step(self, microbatches: int) -> StepPlan | None:
         """Start a step. Returns its plan if a step of as many microbatches has been recorded."""
@@ -71,13 +116,21 @@ class AccessOrder:
         self._whole = True
         self.position = 0
         self._repeated = 0
+        # Nobody waits here: what a plan has is safe, and its peers may be behind.
+        numbers = self._numbers(TRAINING, microbatches)
+        self._peers.begin_meeting(numbers, self._compare)
         return self.plan
+
+    def begin_evaluation(self) -> None:
+        """An evaluation pass begins."""
+        self._evaluations += 1
+        self._doing = EVALUATION, self._evaluations
 
     def enter(self, access: WeightAccess) -> bool:
         """Compare the next access with the plan, or with those of the other ranks. Returns whether
         it is the plan's next. Raises OrderError."""
         if self.plan is None:
-            self.agree(2 * access.unit + access.backward)
+            self.agree(_code(access))
             self._note(access)
             self._made.append(access)
             return False
@@ -90,7 +143,13 @@ class AccessOrder:
         if self._repeated <= self.position:
             return False
         self.position = self._repeated
+        self.made += 1
+        self._doing = _code(access), self.steps + 1
         return True
+
+    def enter_in_evaluation(self, access: WeightAccess) -> None:
+        """Agree on an access of an evaluation that may gather something. Collective."""
+        self.agree(_code(access, evaluation=True))
 
     def _another_way(self, got: str, planned: WeightAccess | None) -> OrderError:
         rank = f"rank {self._peers.axis.rank}, " if self._peers.axis.size > 1 else ""
@@ -135,32 +194,63 @@ class AccessOrder:
             self._successors[self._last] = access.unit
         self._last = access
 
+    def agree_unplanned(self, code: int) -> None:
+        """Agree as ``agree`` while there is no plan; with one do nothing."""
+        if self.plan is None:
+            self.agree(code)
+
     def agree(self, code: int) -> None:
         """Make sure that all ranks are at the same point, of which ``code`` is the number.
-        Collective while there is no plan, and for ``DISCARD``; else it does nothing. Raises
-        OrderError on all ranks."""
-        if self._peers.axis.size == 1 or (self.plan is not None and code != DISCARD):
-            return
-        with self._peers.explained():
-            codes = [int(code_of_rank) for code_of_rank in all_gather_float(code, self._peers.axis)]
-        if len(set(codes)) > 1:
-            # All ranks have all codes, so all raise the same error, and nobody waits for it.
-            by_code: dict[int, list[int]] = {}
-            for rank, code_of_rank in enumerate(codes):
-                by_code.setdefault(code_of_rank, []).append(rank)
-            ways = "; ".join(
-                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
-                f"{self._point(code_of_rank)}"
-                for code_of_rank, ranks in by_code.items()
+        Collective. Raises OrderError on all ranks."""
+        # A planned step may be anywhere between its accesses; ``discard`` brings ranks together.
+        place = 0 if code == DISCARD else self.position
+        self._peers.meet(self._numbers(code, place), self._compare, discards=code == DISCARD)
+
+    def _numbers(self, code: int, place: int) -> tuple[int, int, int]:
+        """Return what this rank says of what it is about to do: its code, how far the planned step
+        has come, and a number for messages."""
+        evaluates = code == EVALUATION or (code >= 0 and bool(code & 2))
+        number = self._evaluations if evaluates else self.steps + 1
+        self._doing = code, number
+        return code, place, number
+
+    def _compare(self, by_rank: Sequence[tuple[int, ...]]) -> OrderError | None:
+        """Return the error for what the ranks are about to do; None: the same."""
+        if len({(code, place) for code, place, _ in by_rank}) == 1:
+            return None
+        codes = {code for code, _, _ in by_rank}
+        words = {
+            rank: self._point(code, number)
+            + (f" with microbatches={place}" if codes == {TRAINING} else "")
+            + (f" after {place} accesses of it" if len(codes) == 1 and code != TRAINING else "")
+            for rank, (code, place, number) in enumerate(by_rank)
+        }
+        in_step = all(_is_in_step(code) for code in codes)
+        where = f"access {len(self._made)} of the step" if in_step else "the ranks"
+        do = (
+            "let every rank run the same units in the same order (a unit that some rank does not "
+            "need still has to run there)"
+            + (
+                ""
+                if self._finds_unused
+                else " and use the same parameters in them, or shard(find_unused=True)"
             )
-            raise OrderError(
-                f"access {len(self._made)} of the step",
-                got=f"different ones ({ways})",
-                expected="the same on all ranks",
-                do="let every rank run the same units in the same order (a unit that some rank "
-                "does not need still has to run there) and use the same parameters in them, or "
-                "shard(find_unused=True)",
-            )
+            if in_step
+            else "give every rank the same number of batches, of evaluation too, and let it run "
+            "the same units; call state_dict(), gathered() and the model on all ranks, not under "
+            "`if rank == 0`"
+        )
+        # All ranks have said it to all, so all raise the same error, and none waits.
+        error = OrderError(
+            where,
+            got=f"different ones ({in_words(words)})",
+            expected="the same on all ranks",
+            do=do,
+        )
+        if TRAINING in codes:
+            # But a rank that begins a step has not waited for what the others say.
+            self._peers.leave(str(error))
+        return error
 
     def end_step(self, rounds: Callable[[], GradientRounds]) -> bool:
         """The step has ended: keep what it did as the plan of the next ones. Returns whether this
@@ -170,6 +260,17 @@ class AccessOrder:
             return False
         self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())
         return len(self._plans) == 1
+
+    def close_step(self) -> None:
+        """The passes of the step have ended: ``engine.step`` begins."""
+        self.position = 0
+        self.made += 1
+        self.steps += 1
+        self._doing = STEP, self.steps
+
+    def forget(self) -> None:
+        """The passes of the step have been thrown away."""
+        self.position = 0
 
     def accesses_until(self, position: int) -> Sequence[WeightAccess]:
         """Return the accesses of the plan that have not been made, up to a position."""
@@ -182,16 +283,28 @@ class AccessOrder:
             return None
         return self._described(self.plan.accesses[self.position])
 
-    def _point(self, code: int) -> str:
-        if code == END_OF_BACKWARD:
-            return "the end of a backward pass"
-        if code == STEP:
-            return "engine.step()"
-        if code == DISCARD:
-            return "engine.discard()"
+    @property
+    def words(self) -> str:
+        """What this rank has begun last."""
+        return "shard()" if self._doing is None else self._point(*self._doing)
+
+    def _point(self, code: int, number: int) -> str:
+        if code in WORDS:
+            return WORDS[code].format(number)
         if code <= REDUCTION:
             return f"the next gradients after those of {self._buckets[REDUCTION - code]}"
-        return self._described(WeightAccess(code // 2, bool(code % 2)))
+        access = self._described(WeightAccess(code // 4, bool(code & 1)))
+        return f"{access} in {'evaluation pass' if code & 2 else 'step'} {number}"
 
     def _described(self, access: WeightAccess) -> str:
         return f"{'backward' if access.backward else 'forward'} of {self._names[access.unit]}"
+
+
+def _code(access: WeightAccess, *, evaluation: bool = False) -> int:
+    """Return the code of an access."""
+    return 4 * access.unit + 2 * evaluation + access.backward
+
+
+def _is_in_step(code: int) -> bool:
+    """Whether a code is of something inside of a training step."""
+    return code in IN_STEPS or code <= REDUCTION or (code >= 0 and not code & 2)

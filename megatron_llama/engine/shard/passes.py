@@ -25,14 +25,23 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_llama.engine.comm.object_collectives import all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
+from megatron_llama.engine.pieces import rule_progress
 from megatron_llama.engine.shard.accesses import Accesses, PassError, Unit, in_backward_pass
 from megatron_llama.engine.shard.backward import BackwardPasses, unannounced
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.intercept import Forward, Interceptor, intercept, intercept_model
 from megatron_llama.engine.shard.names import clean_name
-from megatron_llama.engine.shard.order import DISCARD, STEP, AccessOrder
+from megatron_llama.engine.shard.order import (
+    DISCARD,
+    EVALUATION,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    STEP,
+    AccessOrder,
+)
 from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
+from megatron_llama.engine.shard.positions import Counts, Position
 from megatron_llama.engine.shard.saved_weights import checks_reads
 from megatron_llama.engine.shard.specs import ModuleUnit
 
@@ -40,7 +49,7 @@ COMPILE_HINT = (
     "shard() announces each call of a unit: compile units with module.compile(), or with "
     "torch.compile before shard()"
 )
-"""What torch.compile says where a region with fullgraph=True has a sharded unit in it."""
+"""The hint of torch.compile's error if a region with fullgraph=True has a sharded unit."""
 
 
 @dataclass(eq=False)
@@ -80,13 +89,15 @@ class Passes:
         find_unused: bool,
         require_values: Callable[[], None],
     ) -> None:
-        """``require_values`` raises while parameters have none."""
+        """``require_values`` raises while parameters have none, or others than their masters."""
         self._model = model
         self._engine = engine
         self._holders = holders
         self._order = order
         self._peers = peers
         peers.end_waits = WeakMethod(engine.fail)
+        peers.counts = WeakMethod(self._counts)
+        peers.position = WeakMethod(self._position)
         self._cast_to = cast_to
         self._require_values = require_values
         casts = cast_to is not None
@@ -103,22 +114,12 @@ class Passes:
         )
         self._step = self._accesses.step
         self._backward = BackwardPasses(self._accesses)
-        if all(unit.module is not model for unit in units):
-            whole = Unit(
-                name="the model",
-                index=-1,
-                reads=(),
-                holders=UnitHolders((), {}, {}),
-                pooled=False,
-                inside=frozenset(),
-                slots=frozenset(),
-                casts=casts,
-            )
-            self._intercept(model, whole)
-        for unit, at_run_time in zip(units, self._accesses.units, strict=True):
-            self._intercept(unit.module, at_run_time)
+        # Calls of the model begin and end its passes, where it is no unit as well.
+        around = [] if any(unit.module is model for unit in units) else [_whole(model, casts=casts)]
+        for unit in (*around, *self._accesses.units):
+            self._intercept(unit)
 
-    def _intercept(self, module: nn.Module, unit: Unit) -> None:
+    def _intercept(self, unit: Unit) -> None:
         # What happens here is not for the graph of a compiled region around the unit; what the
         # unit computes may be.
         hidden = partial(torch.compiler.disable, reason=COMPILE_HINT)
@@ -129,8 +130,9 @@ class Passes:
         def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = begin(unit, args, kwargs)
             if call is None:
-                # Inside of ``gathered(modify=True)`` parameters have the dtype of the masters.
-                if unit.casts and next(self._model.parameters()).dtype == self._cast_to:
+                # Inside of ``gathered(modify=True)`` parameters have the dtype of the masters;
+                # ``only`` may have chosen this unit's alone.
+                if unit.casts and next(unit.module.parameters()).dtype == self._cast_to:
                     args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
                 return forward(*args, **kwargs)
             try:
@@ -142,10 +144,10 @@ class Passes:
             return output
 
         interceptor: Interceptor = hidden(called, recursive=False)
-        if module is self._model:
-            intercept_model(module, interceptor, require_no_gradient=self.require_no_gradient)
+        if unit.module is self._model:
+            intercept_model(self._model, interceptor, require_no_gradient=self.require_no_gradient)
         else:
-            intercept(module, interceptor)
+            intercept(unit.module, interceptor)
 
     # Between steps
 
@@ -180,6 +182,35 @@ class Passes:
         over."""
         self._step.generation += 1
 
+    def meet(self, code: int) -> None:
+        """Make sure that all ranks do together what ``code`` of ``order.py`` stands for.
+        Collective, unless no rank needs another one for it."""
+        reads = code in (MODEL_STATE, OPTIMIZER_STATE) and self._engine.mesh.dp_gather.size == 1
+        # Updates that are put off are made before anything is read. On one rank alone they would
+        # come earlier than on the others, and replicas would go apart.
+        if not reads or rule_progress(self._engine) is not None:
+            self._order.agree(code)
+
+    def _counts(self) -> Counts:
+        order, engine = self._order, self._engine
+        return Counts(order.made, order.steps, engine.parameters.launched, engine.gradients.reduced)
+
+    def _position(self) -> Position:
+        """Return where this rank is. Called by a thread."""
+        # First what grows, then the meeting since which it is counted: what comes between lets this
+        # rank seem to have done less, never more.
+        counts = self._counts()
+        awaited = self._engine.parameters.awaited
+        meeting = self._peers.meeting
+        return Position(
+            meeting.number,
+            meeting.said,
+            counts.since(meeting.at),
+            awaited - meeting.at.launched,
+            self._peers.waited() > 0,
+            self._order.words,
+        )
+
     def require_usable(self) -> None:
         """Raise PassError if no pass may run any more."""
         self._accesses.require_usable()
@@ -207,7 +238,7 @@ class Passes:
         """Let no pass run any more."""
         self._note_broken_backward()
         if self._step.broken is not None:
-            # Who closes its engine leaves in peace, but its peers may be waiting for this step.
+            # A closed engine leaves in peace, but its peers may be waiting for this step.
             with suppress(PassError, OrderError):
                 self._accesses.require_usable()
         self._accesses.refusal = (
@@ -293,14 +324,14 @@ class Passes:
         try:
             if (name := unit.holders.changed()) is not None:
                 raise PassError(
-                    clean_name(name),
+                    name,
                     got=f"requires_grad={self._holders.parameters[name].requires_grad}",
                     expected="what it was in shard()",
                     do="freeze parameters before shard()",
                 )
             if (name := unit.holders.written()) is not None:
                 raise PassError(
-                    clean_name(name),
+                    name,
                     got="a change in place inside of the model",
                     expected="changes by engine.step() only: others are lost, or made on one rank",
                     do="change weights inside engine.gathered(modify=True), between two steps (an "
@@ -318,19 +349,29 @@ class Passes:
         self._note_broken_backward()
         self._accesses.require_usable()
         self._require_values()
-        self._accesses.listed = torch.is_grad_enabled()
+        self._accesses.listed = torch.is_grad_enabled() and not self._accesses.frozen
         if not self._accesses.listed:
+            self._order.begin_evaluation()
             if not self._step.begun:
+                if self._settling_sends():
+                    self._order.agree(EVALUATION)
                 self._engine.begin_evaluation(())
         elif not self._step.begun:
             self._accesses.begin_step()
+
+    def _settling_sends(self) -> bool:
+        """Whether the beginning of an evaluation may gather weights: those of updates that were put
+        off, or averages."""
+        engine = self._engine
+        changes = bool(engine.evaluation_weights.buckets) or rule_progress(engine) is not None
+        return changes and engine.mesh.dp_gather.size > 1
 
     def _break_off(self, call: _Call, error: BaseException) -> None:
         """A forward pass of the step has ended with an error."""
         self._order.break_off(call.position)
         if self._order.plan is not None and self._peers.axis.size > 1:
-            # Nobody knows whether the peers have come to the same error: a pass that is repeated
-            # would gather what they do not gather again. They are told with the next call, unless
+            # It is unknown whether the peers have come to the same error: a repeated pass would
+            # gather buckets that they do not gather again. They are told with the next call, unless
             # that is ``discard``.
             self._step.broken = self._step.broken or (
                 f"a forward pass of {call.unit.name} that ended with "
@@ -373,7 +414,7 @@ class Passes:
             if unit not in self._accesses.active and unit not in self._accesses.held:
                 return None
             with self._peers.explained():
-                self._engine.parameters.wait_unsharded(bucket, clean_name(name))
+                self._engine.parameters.wait_unsharded(bucket, name)
             return parameter
 
         made = self._holders.placeholder(name, resolve)
@@ -392,6 +433,13 @@ class Passes:
         """Run the engine's step if the passes of one have been made. Raises PassError."""
         self._note_broken_backward()
         self._accesses.require_usable()
+        if self._accesses.frozen:
+            raise PassError(
+                "engine.step()",
+                got="a model without trained parameters",
+                expected="something to train",
+                do="leave the call out, or let parameters require gradients before shard()",
+            )
         if self._step.backward_passes != self._step.microbatches or not self._step.begun:
             raise self._accesses.refuse(
                 PassError(
@@ -411,10 +459,11 @@ class Passes:
                     do="shard(static_order=False) for a model that takes another way each time",
                 )
             )
-        self._order.agree(STEP)
+        self._order.agree_unplanned(STEP)
         if self._order.plan is None:
             self._require_known()
             self._require_gradients()
+        self._order.close_step()
         with self._peers.explained():
             result = step()
         counting = self._accesses.open_counting
@@ -434,15 +483,17 @@ class Passes:
                 expected="one between its passes",
                 do="call it where engine.step() would be called",
             )
+        # A rank may fail before its first pass of a step that others have begun.
+        plan = None if self._step.begun else self._order.begin_step(self._step.microbatches)
         self._order.agree(DISCARD)
         made = (self._step.begun, self._order.position, self._engine.gradients.reduced_rounds)
         with self._peers.explained():
             by_rank = all_gather_object(made, self._peers.axis)
         if any(begun for begun, _, _ in by_rank):
             if not self._step.begun:
-                self._accesses.begin_step()
-            # Where a pass has ended with an error, others may have gone on to its end. What they
-            # have gathered is gathered here as well, so that all ranks go on from one state.
+                accesses.begin_announced(plan)
+            # Where a pass has ended with an error, others may have gone on to its end. Buckets that
+            # they have gathered are gathered here as well, so that all ranks go on from one state.
             furthest = max(position for begun, position, _ in by_rank if begun)
             for access in self._order.accesses_until(furthest):
                 self._engine.access(access.unit, access.backward)
@@ -468,6 +519,7 @@ class Passes:
         self._step.broken = None
         self._step.backward_passes = 0
         self._step.generation += 1
+        self._order.forget()
 
     def _require_known(self) -> None:
         """Raise PassError for parameters that have come into the model after ``shard``."""
@@ -493,7 +545,7 @@ class Passes:
         by_rank = all_gather_object(missing, self._peers.axis)
         if any(by_rank):
             rank = next(rank for rank, names in enumerate(by_rank) if names)
-            unused = ", ".join(map(clean_name, by_rank[rank]))
+            unused = ", ".join(by_rank[rank])
             raise PassError(
                 "engine.step()",
                 got=f"no gradient of {unused}"
@@ -501,3 +553,18 @@ class Passes:
                 expected="one of every trainable parameter",
                 do="freeze what is not used, or shard(find_unused=True)",
             )
+
+
+def _whole(model: nn.Module, *, casts: bool) -> Unit:
+    """Return the model as what runs around its units: it reads no weights itself."""
+    return Unit(
+        module=model,
+        name="the model",
+        index=-1,
+        reads=(),
+        holders=UnitHolders((), {}, {}),
+        pooled=False,
+        inside=frozenset(),
+        slots=frozenset(),
+        casts=casts,
+    )

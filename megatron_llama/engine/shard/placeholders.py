@@ -1,4 +1,4 @@
-"""What a module holds instead of a parameter while nobody may read its values.
+"""The object that a module holds in place of a parameter whose values may not be read.
 
 Outside of a forward or backward pass a parameter exists as shards, and its place in the slots holds
 old values, half of the new ones, or another unit. So modules hold a placeholder then: it has the
@@ -8,6 +8,7 @@ shape, dtype and device of the parameter and no memory, and whatever needs value
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,13 +40,31 @@ _ALLOWED = frozenset(
         torch.numel,
     }
 )
-"""What is answered without values."""
+"""Functions that are answered without values."""
 Resolve = Callable[["Placeholder"], nn.Parameter | None]
 """Returns the parameter itself if it may be read now."""
 
 
 class ShardedParameterError(UserError, RuntimeError):
     """Something needs the values or the gradient of a parameter that is sharded at the moment."""
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Why a parameter has no values here, for messages."""
+
+    state: str
+    """``while it is ...``"""
+    do: str
+
+
+SHARDED = Absence("sharded", "read or write parameters inside engine.gathered()")
+NOT_CHOSEN = Absence(
+    "not among those that engine.gathered(only=) names", "add it to only=, or leave only= out"
+)
+ON_RANK_0 = Absence(
+    "whole on rank 0 only", "read or write it on rank 0, or gather without rank0=True"
+)
 
 
 class Placeholder(nn.Parameter):
@@ -58,6 +77,7 @@ class Placeholder(nn.Parameter):
 
     parameter_name: str
     """For messages."""
+    absence: Absence
     _resolve: Resolve
 
     @staticmethod
@@ -70,6 +90,7 @@ class Placeholder(nn.Parameter):
         resolve: Resolve,
         *,
         requires_grad: bool,
+        absence: Absence = SHARDED,
     ) -> Placeholder:
         """Make the placeholder of one parameter; ``resolve`` is asked before anything is
         refused."""
@@ -78,6 +99,7 @@ class Placeholder(nn.Parameter):
             cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
         )
         made.parameter_name = name
+        made.absence = absence
         made._resolve = resolve
         made._is_param = True
         return made
@@ -87,13 +109,14 @@ class Placeholder(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Placeholder({self.parameter_name}, {tuple(self.shape)}, {self.dtype}: sharded)"
+            described = f"{self.parameter_name}, {tuple(self.shape)}, {self.dtype}"
+            return f"Placeholder({described}: {self.absence.state})"
 
     def __deepcopy__(self, memo: object) -> Placeholder:
-        raise _refused(self.parameter_name, "a copy")
+        raise _refused(self, "a copy")
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise _refused(self.parameter_name, "pickling")
+        raise _refused(self, "pickling")
 
     @classmethod
     def __torch_function__(
@@ -123,7 +146,7 @@ class Placeholder(nn.Parameter):
     ) -> Any:
         # Operators that come below ``__torch_function__``, as those that C++ calls.
         placeholder = next(value for value in args if isinstance(value, Placeholder))
-        raise _refused(placeholder.parameter_name, str(func))
+        raise _refused(placeholder, str(func))
 
 
 def arrived(parameter: Tensor) -> Tensor:
@@ -140,7 +163,7 @@ def _resolved(value: Any, func: Callable[..., Any]) -> Any:
     if isinstance(value, Placeholder):
         parameter = value._resolve(value)
         if parameter is None:
-            raise _refused(value.parameter_name, _described(func))
+            raise _refused(value, _described(func))
         return parameter
     if isinstance(value, list | tuple):
         return type(value)(_resolved(element, func) for element in value)
@@ -156,13 +179,16 @@ def _described(func: Callable[..., Any]) -> str:
     return str(name)
 
 
-def _refused(name: str, what: str) -> ShardedParameterError:
+def _refused(placeholder: Placeholder, what: str) -> ShardedParameterError:
     if what in ("grad", "grad = ..."):
         do = "gradients live in the engine: clip with shard(clip=), read result.grad_norm"
     elif what in ("requires_grad_", "requires_grad = ..."):
         do = "freeze parameters before shard()"
     else:
-        do = "read or write parameters inside engine.gathered()"
+        do = placeholder.absence.do
     return ShardedParameterError(
-        name, got=f"{what} while it is sharded", expected="a call inside of the model", do=do
+        placeholder.parameter_name,
+        got=f"{what} while it is {placeholder.absence.state}",
+        expected="a call inside of the model",
+        do=do,
     )

@@ -17,11 +17,11 @@ from torch import Tensor
 
 
 class _Saved(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """The value that autograd keeps in place of a tensor."""
 
     packed: Any
-    """What the hooks around ours have made of it, or the tensor itself without its graph: with it
-    an output that its operator saves would hold itself."""
+    """The result of the hooks around ours, or the tensor itself without its graph: with it an
+    output that its operator saves would hold itself."""
     version: int | None
     """The number of its changes in place, which autograd does not compare where there are hooks;
     None if other hooks have it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_llama.engine.build import build_engine
-from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.plan.buckets import strategy_named
-from megatron_llama.engine.shard.data_mesh import close_data_mesh, data_mesh
+from megatron_llama.engine.shard.data_mesh import add_shard_axes, close_data_mesh, data_mesh
 from megatron_llama.engine.shard.engine import ModuleEngine
 from megatron_llama.engine.shard.holders import Holders
 from megatron_llama.engine.shard.initial import (
@@ -23,7 +23,8 @@ from megatron_llama.engine.shard.initial import (
     require_same_options,
 )
 from megatron_llama.engine.shard.linear import AttachedLinears
-from megatron_llama.engine.shard.model_checks import model_device, model_problems, unit_problems
+from megatron_llama.engine.shard.marks import Marks
+from megatron_llama.engine.shard.model_checks import model_device, model_problems
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.names import ParameterNames, parameter_names
 from megatron_llama.engine.shard.optimizer import AdamW, ParameterGroup, parameter_groups
@@ -31,9 +32,17 @@ from megatron_llama.engine.shard.order import AccessOrder
 from megatron_llama.engine.shard.passes import Passes
 from megatron_llama.engine.shard.peers import Peers
 from megatron_llama.engine.shard.shard_options import ShardOptions
-from megatron_llama.engine.shard.specs import ModuleUnit, module_units, unit_predicate, unit_specs
+from megatron_llama.engine.shard.snapshot import Snapshot
+from megatron_llama.engine.shard.specs import (
+    ModuleUnit,
+    module_units,
+    unit_predicate,
+    unit_problems,
+    unit_specs,
+)
 from megatron_llama.engine.shard.state import StateLayout, state_layout
-from megatron_llama.errors import ConfigError, listing
+from megatron_llama.engine.shard.values import named
+from megatron_llama.errors import ConfigError, describe, listing
 
 TORCHS_DEFAULTS = AdamW()
 
@@ -95,8 +104,8 @@ def shard(
             print(model[2].weight.norm())
     ```
 
-    ``units`` are module classes, or a predicate of a module: what is gathered together. What is in
-    no unit is gathered by itself. ``strategy`` is what each rank has a share of: ``no_shard``
+    ``units`` are module classes, or a predicate of a module. The parameters of a unit are gathered
+    together, others by themselves. ``strategy`` is what each rank has a share of: ``no_shard``
     (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1), ``optim_grads`` (gradients as well;
     ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3, FSDP).
     ``optimizer`` is ``ml.AdamW``, or a torch.optim.AdamW of the model's parameters. ``clip`` is the
@@ -142,28 +151,52 @@ def shard(
     device = model_device(model, mesh)
     # All problems at once: a job of many processes takes minutes to start again.
     problems = [*options.problems(), *model_problems(model, names, dtype, device, mesh)]
-    module_parts = [] if problems else module_units(model, names, is_unit)
-    if module_parts and units:
-        problems += unit_problems(model, module_parts)
+    all_units = [] if problems else module_units(model, names, is_unit)
+    if all_units and units:
+        problems += unit_problems(model, all_units)
     if problems:
         raise ConfigError(listing("shard:", problems))
+    _warn_of_rounding(names, dtype)
     groups = parameter_groups(optimizer, names)
-    unit_names = [part.name for part in module_parts if not part.is_root_part]
-    # Ranks with other options would make other groups, and wait for each other: they compare first.
-    data = data_mesh(
-        mesh,
-        shard_size if strategy_named(strategy).sharded else 1,
-        device,
-        before_sharding=partial(_require_same, model, options.agreed(unit_names, groups)),
-    )
+    unit_names = [unit.name for unit in all_units if not unit.is_root_part]
+    before = Snapshot(model)
+    data = data_mesh(mesh, device)
     try:
-        engine = _build(options, model, names, module_parts, groups, data, state_layout(data, mesh))
+        # First: ranks with other options would make other groups, and wait for each other.
+        require_same_model(model, data.world)
+        require_same_options(options.agreed(unit_names, groups), data.world)
+        data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
+        engine = _build(options, model, names, all_units, groups, data, state_layout(data, mesh))
         if isinstance(optimizer, torch.optim.Optimizer):
-            engine.optimizer.take_over(optimizer)
+            engine.optimizer.take_over(optimizer, names)
         return engine
     except BaseException:
+        # Its weights are all that a script may have left of a long load.
+        before.restore()
         close_data_mesh(data)
         raise
+
+
+def _warn_of_rounding(names: ParameterNames, dtype: torch.dtype | None) -> None:
+    """Warn of frozen parameters that lose bits: masters in fp32 exist for what is trained."""
+    rounded = [
+        name
+        for parameter, (name, *_) in names.items()
+        if dtype is not None
+        and not parameter.requires_grad
+        and torch.promote_types(parameter.dtype, dtype) != dtype
+    ]
+    if rounded:
+        warnings.warn(
+            describe(
+                f"shard: {named(rounded)}",
+                got=f"values of more bits in frozen parameters, which are kept in {dtype}",
+                expected="to be told: state dicts have the rounded values",
+                do="convert them before shard(), which ends this warning, or save them from the "
+                "file that they came from",
+            ),
+            stacklevel=3,
+        )
 
 
 def _build(
@@ -179,41 +212,55 @@ def _build(
     compute_dtype = options.dtype or next(model.parameters()).dtype
     engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size)
     bucket_plan = module_bucket_plan(
-        unit_specs(model, units, groups), engine_options, shards=mesh.dp_shard.size
+        unit_specs(names, units, groups), engine_options, shards=mesh.dp_shard.size
     )
     # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)
     holders = Holders(model, names, peers.explained)
     engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
-    values = first_values(engine, model, names)
-    # Before the classes of modules change: it looks for what is exactly an nn.Linear.
-    linears = AttachedLinears(model)
-    order = AccessOrder(
-        [unit.name for unit in units],
-        [bucket_plan.label(bucket.index) for bucket in bucket_plan.buckets],
-        peers,
-        static=options.static_order,
-    )
-    passes = Passes(
-        model,
-        units,
-        engine,
-        holders,
-        order,
-        peers,
-        microbatches=options.microbatches,
-        cast_to=options.dtype,
-        find_unused=options.find_unused,
-        require_values=values.require_initialized,
-    )
-    # Last: everything before reads the values of the module's own parameters.
-    holders.uninstall()
-    return ModuleEngine(
-        model, units, engine, values, passes, groups, layout, clip=options.clip, linears=linears
-    )
-
-
-def _require_same(model: nn.Module, options: Mapping[str, object], axis: Axis) -> None:
-    """Raise ConfigError on all ranks unless they shard the same model in the same way."""
-    require_same_model(model, axis)
-    require_same_options(options, axis)
+    try:
+        values = first_values(engine, model, names, holders)
+        # Before the classes of modules change: it looks for what is exactly an nn.Linear.
+        linears = AttachedLinears(model)
+        by_unit = strategy_named(options.strategy).by_unit
+        marks = Marks(model, marked=by_unit and mesh.dp_gather.size > 1)
+        order = AccessOrder(
+            [unit.name for unit in units],
+            [bucket_plan.label(bucket.index) for bucket in bucket_plan.buckets],
+            peers,
+            static=options.static_order,
+            finds_unused=options.find_unused,
+        )
+        passes = Passes(
+            model,
+            units,
+            engine,
+            holders,
+            order,
+            peers,
+            microbatches=options.microbatches,
+            cast_to=options.dtype,
+            find_unused=options.find_unused,
+            require_values=values.require_usable,
+        )
+        # Last: everything before reads the values of the module's own parameters.
+        holders.uninstall()
+        return ModuleEngine(
+            model,
+            units,
+            engine,
+            values,
+            passes,
+            groups,
+            layout,
+            holders.placeholders,
+            clip=options.clip,
+            linears=linears,
+            marks=marks,
+        )
+    except BaseException:
+        # Its threads would go on to hold the model's memory, and a process that ends with them
+        # inside of an operator aborts.
+        peers.close()
+        engine.close()
+        raise

@@ -78,7 +78,14 @@ class ShardOptions:
             ("dtype", self.dtype, (None, *COMPUTE_DTYPES)),
             ("reduce_dtype", self.reduce_dtype, (None, torch.float32, torch.bfloat16)),
         ):
-            if value not in allowed:
+            if value is torch.float16 and name == "dtype":
+                yield describe(
+                    name,
+                    got="torch.float16, whose gradients need a loss scale",
+                    expected="a dtype that needs none: the engine does not see the loss",
+                    do="give dtype=torch.bfloat16, which has the range of fp32",
+                )
+            elif value not in allowed:
                 expected = f"one of {', '.join(map(str, allowed))}"
                 yield describe(name, got=repr(value), expected=expected, do=f"give another {name}")
         for name, number, least in (
@@ -101,7 +108,9 @@ class ShardOptions:
 
     def _offload_problems(self) -> Iterator[str]:
         """Yield keywords that are no option of the offload."""
-        names = [option.name for part in (OffloadConfig, ZenFlowConfig) for option in fields(part)]
+        names = [
+            option.name for group in (OffloadConfig, ZenFlowConfig) for option in fields(group)
+        ]
         names = [name for name in names if name not in ("optimizer_offload", "zenflow_config")]
         for name, value in self.offload_options.items():
             if name not in names:

@@ -15,6 +15,7 @@ from torch import nn
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.engine.shard.names import WRAPPERS, ParameterNames, clean_name
 from megatron_llama.engine.shard.optimizer import ParameterGroup
+from megatron_llama.errors import describe
 
 IsUnit = Callable[[nn.Module], bool]
 
@@ -34,7 +35,7 @@ class ModuleUnit:
     owned: list[nn.Module] = field(default_factory=list)
     """The modules whose own parameters belong to it."""
     parameters: list[str] = field(default_factory=list)
-    """The parameters of these modules by the names that ``named_parameters`` gives them."""
+    """The parameters of these modules by name."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -48,10 +49,10 @@ def unit_predicate(units: IsUnit | Iterable[type[nn.Module]]) -> IsUnit:
     module that torch.compile has wrapped counts as what it wraps. Raises TypeError."""
     if isinstance(units, Iterable):
         classes = tuple(units)
-        for each in classes:
-            if not isinstance(each, type) or not issubclass(each, nn.Module):
+        for module_class in classes:
+            if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
                 raise TypeError(
-                    f"shard(units): got {each!r} in it, expected classes of modules; give "
+                    f"shard(units): got {module_class!r} in it, expected classes of modules; give "
                     "units=[LlamaDecoderLayer], say, or a predicate of a module"
                 )
         return lambda module: isinstance(unwrapped(module), classes)
@@ -71,6 +72,27 @@ def module_units(model: nn.Module, names: ParameterNames, is_unit: IsUnit) -> li
         unit.index = number
         unit.inside = tuple(numbers[outer] for outer in unit.inside if outer in numbers)
     return kept
+
+
+def unit_problems(model: nn.Module, units: Sequence[ModuleUnit]) -> Iterator[str]:
+    """Yield that nothing in the model is a unit. ``units`` are those of ``module_units``."""
+    if all(unit.is_root_part for unit in units):
+        yield describe(
+            "units",
+            got="no module with parameters that matches",
+            expected="at least one",
+            do=f"name the classes of its repeated layers (it has {_classes(model)})",
+        )
+
+
+def _classes(model: nn.Module) -> str:
+    """Return the names of the classes of which a model has several modules with parameters."""
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        if any(True for _ in module.parameters()):
+            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    repeated = sorted((name for name in counts if counts[name] > 1), key=lambda name: counts[name])
+    return ", ".join(repeated[:5] or sorted(counts)[:5])
 
 
 class _Search:
@@ -94,11 +116,11 @@ class _Search:
         elif owner is None and (not self._units_below(module) or any(True for _ in _own(module))):
             if module in self._by_module:
                 return
-            part = self._add(module, name, None, is_root_part=True)
+            root_part = self._add(module, name, None, is_root_part=True)
             if not self._units_below(module):
-                owner = part
+                owner = root_part
             else:
-                self._give(module, part)
+                self._give(module, root_part)
         if owner is not None:
             # A module that two units share is visited once for each.
             if (id(module), owner.index) in self._visited:
@@ -151,14 +173,14 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def unit_specs(
-    model: nn.Module, units: Sequence[ModuleUnit], groups: Sequence[ParameterGroup]
+    names: ParameterNames, units: Sequence[ModuleUnit], groups: Sequence[ParameterGroup]
 ) -> tuple[UnitSpec, ...]:
-    """Return what the plans know of each unit. A spec and its only slice have the parameter's name
-    in ``named_parameters``."""
+    """Return what the plans know of each unit. A spec and its only slice have the parameter's
+    name."""
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
     specs = {
-        name: _spec(name, parameter, group_of.get(name, 0), groups)
-        for name, parameter in model.named_parameters()
+        name: _spec(name, parameter, group_of.get(name, 0))
+        for parameter, (name, *_) in names.items()
     }
     return tuple(
         UnitSpec(
@@ -172,15 +194,13 @@ def unit_specs(
     )
 
 
-def _spec(
-    name: str, parameter: nn.Parameter, group: int, groups: Sequence[ParameterGroup]
-) -> ParamSpec:
+def _spec(name: str, parameter: nn.Parameter, group: int) -> ParamSpec:
     shape = tuple(parameter.shape)
     return ParamSpec(
         name,
         shape,
         (HFSlice(name, shape, 0, shape[0] if shape else 1),),
-        decay=parameter.requires_grad and groups[group].weight_decay != 0,
+        decay=parameter.requires_grad,  # by the group's weight decay, which may change
         trainable=parameter.requires_grad,
         group=group,
         resident=len(shape) < 2,

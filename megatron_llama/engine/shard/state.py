@@ -3,16 +3,16 @@
     {"model": {name: value},
      "optimizer": {"state": {name: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}}
 
-Parameters and moments are DTensors that are cut along the first dim, as FSDP2's are; numbers,
-buffers and everything of a single process are plain tensors. So torch.distributed.checkpoint saves
-what comes from here and FSDP2 or one process loads it, and the reverse. Weights are the fp32
-masters. A shared parameter is in the model's part under all its names, in the optimizer's under the
-first one.
+Parameters and moments are DTensors that are cut along the first dim, as FSDP2's are. Numbers,
+buffers and everything that each rank has whole (``no_shard``, a single process) are plain tensors.
+So torch.distributed.checkpoint saves what comes from here and FSDP2 or one process loads it, and
+the reverse. Weights are the fp32 masters. A shared parameter is in the model's part under all its
+names, in the optimizer's under the first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
@@ -31,16 +32,16 @@ from megatron_llama.engine.pieces import column_state, resume_rules, rule_progre
 from megatron_llama.engine.rules.update_rule import bias_corrections
 from megatron_llama.engine.shard.data_mesh import new_group
 from megatron_llama.engine.shard.names import clean_name
-from megatron_llama.engine.shard.placeholders import ShardedParameterError
+from megatron_llama.engine.shard.optimizer import require_valid
+from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.engine.shard.values import MASTER, MOMENTS, ModuleValues, forget
-from megatron_llama.errors import CheckpointError, describe, listing
+from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
 NO_FACTORS: Mapping[str, Tensor] = MappingProxyType({})
-OPTIONS = ("betas", "eps", "weight_decay")
-"""Options of a group that the update rules have from the beginning. The learning rate is taken from
-a loaded state; these have to agree with it."""
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
+"""Options of a group, which it takes from a loaded state, as torch.optim does."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class StateLayout:
     """How state dicts cut what is sharded."""
 
     device_mesh: DeviceMesh | None
-    """The user's processes; None for a single one. Its groups are not the engine's, so that nobody
-    waits for the other's messages."""
+    """The user's processes; None where each has everything. Its groups are not the engine's, so
+    that neither waits for the other's messages."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -59,7 +60,7 @@ class StateLayout:
 
     def cut(self, whole: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of a parameter in memory of its own on ``device``, as a DTensor
-        where there are several ranks."""
+        where ranks have shards."""
         mesh = self.device_mesh
         # A number cannot be cut, and torch has it whole on every rank as well.
         if mesh is None or whole.dim() == 0:
@@ -82,9 +83,9 @@ class StateLayout:
 def state_layout(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> StateLayout:
     """Return the layout for the processes that the user chose: the user's DeviceMesh, or one over
     the user's group, with two dims (replicas and shards) under hybrid sharding. Collective."""
-    if mesh.dp.size == 1:
+    if mesh.dp_shard.size == 1:
         return StateLayout(None)
-    hybrid = mesh.dp_replica.size > 1 and mesh.dp_shard.size > 1
+    hybrid = mesh.dp_replica.size > 1
     if isinstance(given, DeviceMesh) and given.ndim == 1 + hybrid:
         return StateLayout(given)
     kind = mesh.device.type
@@ -132,17 +133,21 @@ def sharded_parameters(
     return {name: cut[name] for name in values.aliases if name in cut}
 
 
-def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], None]:
+def hook_state_dict(
+    values: ModuleValues, layout: StateLayout, meet: Callable[[], None]
+) -> Callable[[], None]:
     """Let ``model.state_dict()`` have the parameters of ``sharded_parameters``, which are in the
-    module while torch collects them. It is collective from now on. Inside of ``gathered`` it has
-    the whole parameters, and is not; outside of it ``model.load_state_dict`` raises
-    ShardedParameterError. Returns a function that takes the hooks back."""
+    module while torch collects them. It is collective from now on, unless each rank has everything.
+    Inside of ``gathered`` it has the whole parameters, and is not collective; outside of it
+    ``load_state_dict`` of a module around the model raises ShardedParameterError. ``meet`` makes
+    sure that all ranks ask for it. Returns a function that takes the hooks back."""
     installed = ExitStack()
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         installed.close()  # an exception may have come between the hooks
         if values.are_whole:
             return
+        meet()
         values.engine.settle()
         parameters = {
             name: nn.Parameter(value, requires_grad=False)
@@ -157,11 +162,11 @@ def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], N
         # torch would collect an error for each parameter.
         if not values.are_whole:
             raise ShardedParameterError(
-                "model.load_state_dict",
-                got="a model whose parameters are sharded",
-                expected="a call of the engine",
-                do='call engine.load_state_dict({"model": state}), or this one inside of '
-                "engine.gathered(modify=True)",
+                "load_state_dict",
+                got="a module around a model whose parameters are sharded",
+                expected="a call of the model or the engine",
+                do="call load_state_dict of the model that shard() was given, or this one inside "
+                "of engine.gathered(modify=True)",
             )
 
     model: Any = values.model  # torch's registrations of hooks have no types
@@ -178,26 +183,57 @@ def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], N
     return remove
 
 
-def state_dict(
-    values: ModuleValues, layout: StateLayout, groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the state of model and optimizer between two steps, as the module describes it; all
-    are copies. ``groups`` are those of the facade, with ``param_names``. Needs ``hook_state_dict``.
-    Collective."""
+def require_savable(values: ModuleValues, layout: StateLayout, keywords: Mapping[str, Any]) -> None:
+    """Raise ShardedParameterError where ``model.save_pretrained(**keywords)`` would save parts of
+    parameters as if they were whole."""
+    if keywords.get("distributed_checkpoint"):
+        return  # it saves with torch.distributed.checkpoint
+    given = keywords.get("state_dict")
+    if given is not None:
+        absent = any(isinstance(value, DTensor) for value in given.values())
+    else:
+        placeholders = any(isinstance(p, Placeholder) for p in values.model.parameters())
+        absent = placeholders and (values.are_whole or layout.device_mesh is not None)
+    if absent:
+        raise ShardedParameterError(
+            "model.save_pretrained",
+            got="parameters of which this rank has a part",
+            expected="whole parameters",
+            do='write "with engine.gathered(): model.save_pretrained(...)" on all ranks, or '
+            'save on rank 0 inside of engine.gathered(to="cpu", rank0=True)',
+        )
+
+
+def incompatible_keys(values: ModuleValues, given: Iterable[str]) -> Any:
+    """Return the names that a state dict of the model lacks, and those that it has too much, as
+    torch's ``load_state_dict`` does. One name of a shared parameter is enough."""
+    left = {clean_name(name) for name in given}
+    missing = [own[0] for own in values.aliases.values() if left.isdisjoint(own)]
+    expected = {name for own in values.aliases.values() for name in own}
+    for name, _ in (*_persistent_buffers(values.model), *_with_extra_state(values.model)):
+        expected.add(name)
+        if name not in left:
+            missing.append(name)
+    return _IncompatibleKeys(missing, sorted(left - expected))
+
+
+def model_state(values: ModuleValues) -> dict[str, Any]:
+    """Return the model's part of a state between two steps, as the module describes it; all are
+    copies. Needs ``hook_state_dict``. Collective."""
     # torch hands out the buffers themselves, which the next forward pass changes.
-    model = {
+    return {
         clean_name(name): value
         if isinstance(value, DTensor) or not isinstance(value, Tensor)
         else value.clone()
         for name, value in values.model.state_dict().items()
     }
-    return {MODEL: model, OPTIMIZER: optimizer_state(values, layout, groups)}
 
 
 def optimizer_state(
     values: ModuleValues, layout: StateLayout, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the optimizer's part of ``state_dict``. Collective."""
+    """Return the optimizer's part of a state. ``groups`` are those of the facade, with
+    ``param_names``. Collective."""
     values.engine.settle()
     factors = _recounted(values, groups)
     # One after the other: beside the result a rank holds one whole bucket.
@@ -207,7 +243,7 @@ def optimizer_state(
         for bucket in values.engine.gradients.trainable
     }
     state = {
-        clean_name(name): {
+        name: {
             "step": steps[values.bucket_of[name]].detach().clone().cpu(),
             **{what: moments[what][name] for what in MOMENTS},
         }
@@ -266,14 +302,14 @@ def load_state_dict(
     Collective, between two steps.
 
     Values are DTensors, of whatever mesh and placements, or plain tensors, which every rank then
-    has whole. ``groups`` get the learning rates. Raises CheckpointError on all ranks, with
-    everything that is missing, unexpected, of another shape or of other options, before anything is
-    changed. Without ``strict`` what is missing stays as it is, and what is unexpected is left
+    has whole. ``groups`` get the options of the state. Raises CheckpointError on all ranks, with
+    everything that is missing, unexpected, of another shape or no option of AdamW, before anything
+    is changed. Without ``strict`` what is missing stays as it is, and what is unexpected is left
     out."""
     values.engine.settle()
     loading = _Loading(values, groups, strict)
     with raise_on_all_ranks(values.engine.mesh.world):
-        # Everything before anything: half of a state would be a model that nobody has trained.
+        # All checks before any change: half of a state would be a model that was never trained.
         loading.check(state)
         if loading.problems:
             raise CheckpointError(listing("engine.load_state_dict:", loading.problems))
@@ -299,7 +335,7 @@ class _Loading:
         self._extra: list[tuple[nn.Module, Any]] = []
         self._steps: dict[int, float] = {}
         """By bucket."""
-        self._rates: list[tuple[dict[str, Any], float]] = []
+        self._options: list[tuple[dict[str, Any], str, Any]] = []
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Find what is to be written, and all problems."""
@@ -340,8 +376,8 @@ class _Loading:
             if progress is not None:
                 progress.zero_()
             resume_rules(values.engine, int(max(self._steps.values())))
-        for group, lr in self._rates:
-            group["lr"] = lr
+        for group, option, value in self._options:
+            group[option] = value
 
     def _problem(self, where: str, got: object, expected: object, do: str) -> None:
         self.problems.append(describe(where, got=got, expected=expected, do=do))
@@ -352,13 +388,13 @@ class _Loading:
         for name, aliases in values.aliases.items():
             # As torch does where the names of a shared parameter have different values: the last
             # one counts. Files often have one of them only.
-            candidates = [left.pop(alias) for alias in map(clean_name, aliases) if alias in left]
+            candidates = [left.pop(alias) for alias in aliases if alias in left]
             if candidates:
                 shape = values.shape(name)
-                if self._fits(clean_name(name), candidates[-1], shape):
+                if self._fits(name, candidates[-1], shape):
                     self._parameters.append((name, MASTER, candidates[-1]))
             else:
-                self._missing(clean_name(name))
+                self._missing(name)
         names = {id(buffer): name for name, (_, _, buffer) in values.buffers().items()}
         for alias, buffer in _persistent_buffers(values.model):
             if alias not in left:
@@ -379,11 +415,9 @@ class _Loading:
         for bucket in values.engine.gradients.trainable:
             for placed in values.plan.buckets[bucket].placements:
                 name = placed.spec.name
-                aliases = [
-                    alias for alias in map(clean_name, values.aliases[name]) if alias in left
-                ]
+                aliases = [alias for alias in values.aliases[name] if alias in left]
                 if not aliases:
-                    self._missing(f"optimizer state of {clean_name(name)}")
+                    self._missing(f"optimizer state of {name}")
                     continue
                 own = left.pop(aliases[0])
                 for what in MOMENTS:
@@ -412,32 +446,32 @@ class _Loading:
     def _check_groups(self, given: Sequence[Mapping[str, Any]]) -> None:
         group_of = {clean_name(str(n)): group for group in given for n in group.get("params", ())}
         for group in self.groups:
-            rates: dict[float, str] = {}
+            values: dict[str, dict[Any, str]] = {}
+            """By option, the parameters that have each value."""
             for name in group["param_names"]:
                 saved = group_of.get(name)
                 if saved is None:
                     if given:
                         self._missing(f"{name} in the groups of the optimizer")
                     continue
-                rates[float(saved["lr"])] = name
-                for option in OPTIONS:
-                    got, expected = _plain(saved.get(option)), _plain(group[option])
-                    if option in saved and got != expected:
-                        self._problem(
-                            f"{option} of {name}",
-                            got,
-                            f"{expected}, as shard(optimizer=) says",
-                            "give shard the same, or leave param_groups out of the state",
-                        )
-            if len(rates) > 1:
-                lrs = ", ".join(f"{lr:g} of {name}" for lr, name in rates.items())
-                self._problem(
-                    "lr",
-                    f"other rates in one group: {lrs}",
-                    "one rate",
-                    "give shard groups like those of the state, or leave its param_groups out",
-                )
-            self._rates += [(group, lr) for lr in rates]
+                try:
+                    options = {o: _plain(saved[o]) for o in OPTIONS if saved.get(o) is not None}
+                    require_valid(name, *(options.get(option) for option in OPTIONS))
+                except (ConfigError, TypeError, ValueError) as error:
+                    self.problems.append(f"an option of {name} is none: {error}")
+                    continue
+                for option, value in options.items():
+                    values.setdefault(option, {})[value] = name
+            for option, names in values.items():
+                if len(names) > 1:
+                    listed = ", ".join(f"{value} of {name}" for value, name in names.items())
+                    self._problem(
+                        option,
+                        f"other values in one group: {listed}",
+                        "one value",
+                        "give shard groups like those of the state, or leave its param_groups out",
+                    )
+                self._options += [(group, option, value) for value in names]
 
     def _fits(self, where: str, value: Any, shape: tuple[int, ...]) -> bool:
         if not isinstance(value, Tensor):
@@ -471,7 +505,7 @@ def _plain(value: Any) -> Any:
     """Return an option as numbers."""
     if isinstance(value, list | tuple):
         return tuple(map(float, value))
-    return value if value is None else float(value)
+    return float(value)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

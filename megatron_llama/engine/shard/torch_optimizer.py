@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from megatron_llama.engine.shard.names import clean_name
-from megatron_llama.engine.shard.optimizer import ParameterGroup
+from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.shard.names import ParameterNames
+from megatron_llama.engine.shard.optimizer import ParameterGroup, require_valid
 from megatron_llama.engine.shard.state import OPTIONS
+from megatron_llama.engine.shard.values import MOMENTS
 from megatron_llama.errors import ConfigError
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """``step``, ``zero_grad``, ``state_dict`` and ``param_groups`` of an engine, as torch.optim has
-    them. A scheduler changes ``lr`` of the groups; the other options cannot change.
+    them. All options of the groups may change between steps: schedulers change ``lr``, and some
+    ``betas`` or ``weight_decay``.
 
     The groups have their parameters' names as ``param_names``. Their ``params`` are placeholders:
     gradients are the engine's, so nothing can be done with them here."""
@@ -38,7 +43,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(
             [
                 {
-                    "params": [(clean_name(name), parameters[name]) for name in group.names],
+                    "params": [(name, parameters[name]) for name in group.names],
                     "param_names": [],
                     "lr": group.lr,
                     "betas": group.betas,
@@ -47,30 +52,27 @@ class EngineOptimizer(torch.optim.Optimizer):
                 }
                 for group in groups
             ],
-            # No defaults: a scheduler that would change betas as well asks here, and says so.
-            {},
+            # OneCycleLR and CyclicLR look here for what they may change beside the rate.
+            {name: getattr(groups[0], name) for name in OPTIONS},
         )
         self._complete = True
+        self._placeholders = parameters
+        # The state is the engine's. torch.distributed.checkpoint takes an optimizer without any for
+        # one that has to make a step first, and reads the names of what a parameter has.
+        for parameter in parameters.values():
+            if parameter.requires_grad:
+                self.state[parameter] = dict.fromkeys(("step", *MOMENTS))
         self._given: torch.optim.Optimizer | None = None
         self._given_rates: list[Any] = []
-        self._options = [[group[name] for name in OPTIONS] for group in self.param_groups]
+        self._groups = tuple(groups)
         self._step = step
         self._require_no_gradient = require_no_gradient
         self._state_dict = state_dict
         self._load_state_dict = load_state_dict
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of each group. Raises ConfigError if another option of a group
-        has been changed."""
-        for index, (group, before) in enumerate(zip(self.param_groups, self._options, strict=True)):
-            for name, value in zip(OPTIONS, before, strict=True):
-                if group[name] != value:
-                    raise ConfigError(
-                        f"engine.optimizer.param_groups[{index}]",
-                        got=f"{name}={group[name]!r}",
-                        expected=f"{value!r}, as shard(optimizer=) says: only lr may change",
-                        do="choose a scheduler that leaves it alone (cycle_momentum=False)",
-                    )
+        """Return the learning rate of each group. Raises ConfigError if a scheduler changes the
+        optimizer that ``shard`` was given."""
         given = [] if self._given is None else [group["lr"] for group in self._given.param_groups]
         # A schedule of the old optimizer would be without effect, and without an error.
         if given != self._given_rates:
@@ -82,11 +84,32 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         return [float(group["lr"]) for group in self.param_groups]
 
-    def take_over(self, given: torch.optim.Optimizer) -> None:
-        """This optimizer has the groups of ``given``: a learning rate that a scheduler changes
-        there, where it has no effect, is an error of the next step."""
+    def update_options(self) -> tuple[UpdateOptions, ...]:
+        """Return the other numbers of each group as they are now. Raises ConfigError for a value
+        that AdamW does not have."""
+        for index, group in enumerate(self.param_groups):
+            where = f"engine.optimizer.param_groups[{index}]"
+            numbers = (group["betas"], group["eps"], group["weight_decay"])
+            require_valid(where, None, *numbers)
+        return tuple(
+            replace(
+                made,
+                betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+            ).update_options()
+            for made, group in zip(self._groups, self.param_groups, strict=True)
+        )
+
+    def take_over(self, given: torch.optim.Optimizer, names_of: ParameterNames) -> None:
+        """This optimizer has the groups of ``given``, which is an optimizer no more (``Retired``).
+        A learning rate that a scheduler changes there, where it has no effect, is an error of the
+        next step. ``names_of`` has the names of its parameters."""
         self._given = given
         self._given_rates = [group["lr"] for group in given.param_groups]
+        for group in given.param_groups:
+            group["params"] = [self._placeholders[names_of[own][0]] for own in group["params"]]
+        given.__class__ = _retired_class(type(given))  # type: ignore[arg-type]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step of the engine. Returns what ``closure`` returns, which is called before it
@@ -115,10 +138,87 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's part of ``engine.state_dict()``, with names for numbers.
-        Collective."""
-        return self._state_dict()
+        """Return the optimizer's part of ``engine.state_dict()`` as torch.optim has it: numbers
+        stand for the names, which are the groups' ``param_names``. Collective."""
+        state = self._state_dict()
+        numbers = {name: number for number, name in enumerate(self._names())}
+        return {
+            "state": {numbers[name]: value for name, value in state["state"].items()},
+            "param_groups": [
+                {
+                    **group,
+                    "params": [numbers[name] for name in group["params"]],
+                    "param_names": group["params"],
+                }
+                for group in state["param_groups"]
+            ],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state as ``engine.load_state_dict`` does. Collective."""
+        """Take over a state as ``engine.load_state_dict`` does, with names or with the numbers of
+        torch.optim, which stand for ``param_names`` or else for the parameters in their order here.
+        Collective."""
+        groups = state_dict.get("param_groups", ())
+        saved = [number for group in groups for number in group.get("params", ())]
+        names = [name for group in groups for name in group.get("param_names", ())]
+        if len(names) != len(saved):
+            names = self._names()
+        # Numbers of another count of parameters stay, and are named as unexpected.
+        name_of = dict(zip(saved, names, strict=False)) if len(names) == len(saved) else {}
+        if any(isinstance(number, int) for number in saved):
+            state_dict = {
+                **state_dict,
+                "state": {
+                    name_of.get(number, number): value
+                    for number, value in state_dict.get("state", {}).items()
+                },
+                "param_groups": [
+                    {**group, "params": [name_of.get(n, n) for n in group.get("params", ())]}
+                    for group in groups
+                ],
+            }
         self._load_state_dict(state_dict)
+
+    def _names(self) -> list[str]:
+        return [name for group in self.param_groups for name in group["param_names"]]
+
+
+class Retired(torch.optim.Optimizer):
+    """An optimizer whose parameters ``shard`` has taken. Its groups hold placeholders: with the
+    parameters themselves it would keep the whole model in memory. Scripts that go on to use it
+    would train, clear or save nothing, so everything that does so raises ConfigError."""
+
+    def step(self, closure: object = None) -> NoReturn:
+        """Raise ConfigError."""
+        raise _retired("step()", "engine.step()")
+
+    def zero_grad(self, set_to_none: bool = True) -> NoReturn:
+        """Raise ConfigError."""
+        raise _retired("zero_grad()", "nothing, since each step starts with gradients of zero")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Raise ConfigError."""
+        raise _retired("add_param_group()", "it before shard(), with all groups")
+
+    def state_dict(self) -> NoReturn:
+        """Raise ConfigError."""
+        raise _retired("state_dict()", "engine.state_dict() or engine.optimizer.state_dict()")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
+        """Raise ConfigError."""
+        raise _retired("load_state_dict()", "engine.load_state_dict()")
+
+
+def _retired(what: str, instead: str) -> ConfigError:
+    return ConfigError(
+        "the optimizer that shard() was given",
+        got=what,
+        expected="calls of the engine, which has an optimizer of its own",
+        do=f"call {instead}; engine.optimizer is the engine as a torch.optim.Optimizer",
+    )
+
+
+@cache
+def _retired_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class of retired optimizers of class ``base``."""
+    return type(base.__name__, (Retired, base), {"__module__": base.__module__})

@@ -3,19 +3,22 @@ and which of both have no values yet."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_llama.engine.comm.collectives import all_gather
-from megatron_llama.engine.comm.object_collectives import broadcast_object, raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.plan.buckets import PlacedParam
-from megatron_llama.engine.shard.holders import attributes_of
+from megatron_llama.engine.shard.holders import Holders
 from megatron_llama.engine.shard.names import ParameterNames, clean_name
+from megatron_llama.engine.shard.placeholders import Absence, Placeholder
 from megatron_llama.errors import ConfigError, TrainingError, counted, describe, listing
 
 BROADCAST_NUMEL = 2**24
@@ -26,21 +29,26 @@ MASTER = "master"
 """The weight itself, among the tensors of a shard; the others are the update rule's state."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of every trained parameter, by its name in the engine and in torch.optim."""
+NO_PLACEHOLDERS: Mapping[str, Placeholder] = MappingProxyType({})
 
 
 class ModuleValues:
     """The parameters and buffers of a module whose parameters an engine has.
 
-    It is made while the module still has its own parameters. All names are those that
-    ``named_parameters`` and ``named_buffers`` give at that time, which the engine uses too."""
+    It is made while the module still has its own parameters. All names are clean, as those that
+    the engine uses."""
 
     def __init__(
-        self, engine: OverlappedDistributedOptimizer, model: nn.Module, names: ParameterNames
+        self,
+        engine: OverlappedDistributedOptimizer,
+        model: nn.Module,
+        names: ParameterNames,
+        holders: Holders,
     ) -> None:
         self.engine = engine
         self.model = model
         self.plan = engine.bucket_plan
-        self.aliases = {every[0]: every for every in names.values()}
+        self.aliases = {own[0]: own for own in names.values()}
         """All names of each parameter: a shared one has several."""
         self.uninitialized: set[str] = set()
         """Names of parameters and buffers that have no values."""
@@ -61,30 +69,42 @@ class ModuleValues:
             for bucket in self.plan.buckets
             for placed in bucket.placements
         }
-        self._attributes = attributes_of(names)
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._attributes = holders.attributes
+        self._places = holders.places
         self.are_whole = False
         """Whether the module has whole parameters at the moment."""
+        self.require_unwritten: Callable[[], None] | None = None
+        """Raises TrainingError if pieces of masters that a reader got have been written."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter."""
         return self._shapes[name]
 
-    def require_initialized(self) -> None:
-        """Raise TrainingError while something has no values."""
-        if self.uninitialized:
+    def require_initialized(self, names: Collection[str] | None = None) -> None:
+        """Raise TrainingError while something has no values, of everything or of ``names``."""
+        missing = self.uninitialized if names is None else self.uninitialized.intersection(names)
+        if missing:
             raise TrainingError(
                 describe(
                     "model",
-                    got=f"no values of {named(self.uninitialized)} (on the meta device in shard())",
+                    got=f"no values of {named(missing)} (on the meta device in shard())",
                     expected="values before the first forward pass",
                     do="call engine.initialize() or engine.load_state_dict(...), "
                     "or set them inside engine.gathered(modify=True)",
                 )
             )
 
-    # Parameters in the shards. Nobody else may read or write these meanwhile: call
-    # ``engine.settle()`` first. What is written counts after ``engine.publish()``.
+    def require_usable(self) -> None:
+        """Raise TrainingError while something has no values, or the masters have others than the
+        weights that compute."""
+        self.require_initialized()
+        if self.require_unwritten is not None:
+            self.require_unwritten()
+            # Once: pieces are for the time between two passes.
+            self.require_unwritten = None
+
+    # Parameters in the shards. No other thread may read or write these meanwhile: call
+    # ``engine.settle()`` first. Written values count after ``engine.publish()``.
 
     def tensors(self, bucket: int) -> dict[str, Tensor]:
         """Return the master and the moments of a bucket, live: flat tensors of one shard, wherever
@@ -121,10 +141,11 @@ class ModuleValues:
         for placed in self.plan.buckets[bucket].placements:
             yield placed, whole[placed.start : placed.stop].view(placed.spec.shape)
 
-    def broadcast(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def broadcast(self, tensor: Tensor, axis: Axis | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield rank 0's values of a tensor as (first element, flat piece on the device). On other
-        ranks the tensor only says shape and dtype. Collective, piece by piece."""
-        axis = self.engine.mesh.dp
+        ranks the tensor only says shape and dtype. ``axis`` is by default that of all ranks.
+        Collective, piece by piece."""
+        axis = axis or self.engine.mesh.dp
         device = self.engine.mesh.device
         flat = tensor.detach().reshape(-1)
         for start in range(0, tensor.numel(), BROADCAST_NUMEL):
@@ -142,34 +163,39 @@ class ModuleValues:
     # Parameters and buffers in the module
 
     def places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
-        """Yield (module, attribute) of every name of a parameter."""
+        """Yield (module, attribute) of every place of a parameter."""
         # A tied weight is in several modules, and all of them have to get the same tensor.
-        for alias in self.aliases[name]:
-            owner, _, leaf = alias.rpartition(".")
-            yield self._modules[owner], leaf
+        for place in self._places[name]:
+            yield place.module, place.leaf
 
     def buffers(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
         """Return (module, attribute, buffer) by name, each buffer once."""
         buffers = {}
         for name, buffer in self.model.named_buffers():
             owner, _, leaf = name.rpartition(".")
-            buffers[name] = (self._modules[owner], leaf, buffer)
+            buffers[clean_name(name)] = (self.model.get_submodule(owner), leaf, buffer)
         return buffers
 
     def whole(
-        self, names: Iterable[str], dtype: torch.dtype | None = None
+        self,
+        names: Iterable[str],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> dict[str, nn.Parameter]:
         """Return whole parameters in memory of their own, in the dtype of the masters or in
-        ``dtype``. Those without values are filled as by ``forget``. Collective.
+        ``dtype``, on the engine's device or on ``device``. Those without values are filled as by
+        ``forget``. Beside the result one whole bucket is in memory. Collective: a rank that needs
+        none of the values gives the meta device.
 
         They require no gradient: what a backward pass left in their ``.grad`` would be lost."""
         wanted = set(names)
         parameters: dict[str, nn.Parameter] = {}
-        with torch.no_grad():
+        # A user may be in inference mode, whose tensors have no version that tells of changes.
+        with torch.inference_mode(mode=False), torch.no_grad():
             for bucket in sorted({self.bucket_of[name] for name in wanted}):
                 for placed, view in self.parameters(bucket, self.gather(bucket)):
                     if placed.spec.name in wanted:
-                        value = view.to(dtype or view.dtype, copy=True)
+                        value = view.to(device or view.device, dtype or view.dtype, copy=True)
                         parameter = nn.Parameter(value, requires_grad=False)
                         vars(parameter).update(self._attributes[placed.spec.name])
                         parameters[placed.spec.name] = parameter
@@ -178,6 +204,22 @@ class ModuleValues:
         for name in wanted & self.uninitialized:
             forget(parameters[name])
         return {name: parameters[name] for name in self.aliases if name in wanted}
+
+    def placeholders(self, names: Iterable[str], absence: Absence) -> dict[str, Placeholder]:
+        """Return placeholders of parameters that are never read."""
+        made = {}
+        for name in names:
+            made[name] = Placeholder(
+                name,
+                self.shape(name),
+                self.engine.dtype,
+                self.engine.mesh.device,
+                _never,
+                requires_grad=self.plan.buckets[self.bucket_of[name]].kind.trainable,
+                absence=absence,
+            )
+            vars(made[name]).update(self._attributes[name])
+        return made
 
     @contextmanager
     def installed(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -197,26 +239,38 @@ class ModuleValues:
 
     @contextmanager
     def changing(
-        self, names: Collection[str], buffers: Collection[str], keep: Collection[str]
+        self,
+        names: Collection[str],
+        buffers: Collection[str],
+        keep: Collection[str],
+        *,
+        device: torch.device | None = None,
+        placeholders: Mapping[str, Placeholder] = NO_PLACEHOLDERS,
     ) -> Iterator[None]:
-        """Have these parameters whole in the module, in the dtype of the masters. At the end the
-        shards get rank 0's values of those parameters that are among ``keep``, and all ranks get
-        rank 0's values of those buffers. Collective.
+        """Have these parameters whole in the module, in the dtype of the masters, on ``device``. At
+        the end the shards get rank 0's values of those parameters that are among ``keep``, and all
+        ranks get rank 0's values of those buffers. Collective.
+
+        ``placeholders`` are in the module as well, and on other ranks than 0 also in the place of
+        whole parameters, which are on the meta device there.
 
         Afterwards ``uninitialized`` has no longer what rank 0 has given values. If the block
         raises, nothing is changed. Raises ConfigError, on all ranks, where a tensor of another
         shape has been put into the module."""
-        parameters = self.whole(names)
+        parameters = self.whole(names, device=device)
         places = {name: place for name, place in self.buffers().items() if name in buffers}
         versions: dict[str, int] = {}
         for name in self.uninitialized.intersection(names, keep):
             versions[name] = parameters[name]._version
         for name in self.uninitialized.intersection(places, keep):
             versions[name] = forget(places[name][2])
-        with self.installed(parameters):
+        with self.installed({**parameters, **placeholders}):
             yield
-            # Not what was put in: somebody may have put another tensor into its place.
-            now = {name: getattr(*next(self.places(name))) for name in parameters}
+            # Not the installed tensors: the caller may have put others into their places.
+            now = {
+                name: parameter if name in placeholders else getattr(*next(self.places(name)))
+                for name, parameter in parameters.items()
+            }
         now |= {name: getattr(module, leaf) for name, (module, leaf, _) in places.items()}
         own: dict[str, Tensor] = {
             **parameters,
@@ -227,7 +281,7 @@ class ModuleValues:
         with raise_on_all_ranks(self.engine.mesh.world):
             problems = [
                 describe(
-                    clean_name(name),
+                    name,
                     got=f"a value of {shape}",
                     expected=f"{tuple(tensor.shape)}",
                     do="keep the shape",
@@ -237,9 +291,11 @@ class ModuleValues:
             ]
             if problems:
                 raise ConfigError(listing("parameters that were changed:", problems))
-        unset_names = [name for name, version in versions.items() if unset(now[name], version)]
         # Only rank 0's values count, so only it knows what has none.
-        unset_names = broadcast_object(unset_names, self.engine.mesh.world)
+        unset_names = on_rank0(
+            lambda: [name for name, version in versions.items() if unset(now[name], version)],
+            self.engine.mesh.world,
+        )
         with torch.no_grad():
             for name, tensor in own.items():
                 if name not in keep or name in unset_names:
@@ -254,14 +310,18 @@ class ModuleValues:
 
 def named(names: Iterable[str]) -> str:
     """Return the first names as a message lists them, and how many there are."""
-    shown = sorted(map(clean_name, names))
+    shown = sorted(names)
     more = len(shown) - LISTED
     return ", ".join(shown[:LISTED]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
+def _never(placeholder: Placeholder) -> None:
+    """Return nothing: there are no values, whatever runs."""
+
+
 def unset(tensor: Tensor, version: int) -> bool:
-    """Whether ``forget`` has filled a tensor and nobody has given it values since. ``version`` is
-    the tensor's autograd version at that time."""
+    """Whether ``forget`` has filled a tensor and it has got no values since. ``version`` is the
+    tensor's autograd version at that time."""
     if tensor.is_floating_point() or tensor.is_complex():
         # Not the version: a write through ``.data`` does not change it.
         return bool(tensor.isnan().any())

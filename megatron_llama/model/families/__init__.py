@@ -1,5 +1,5 @@
-"""Model families, one file each: what their models always have, how their ``config.json`` and
-their tensors are called, and their presets. ``docs/add-a-family.md`` says how to add one."""
+"""Model families, one file each: constant fields of their models, the names of their
+``config.json`` and tensors, and their presets. ``docs/add-a-family.md`` says how to add one."""
 
 from __future__ import annotations
 

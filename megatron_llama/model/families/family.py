@@ -1,4 +1,4 @@
-"""What a model family says of itself."""
+"""The declaration of a model family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Family:
     derived: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
     """Such fields that follow from others."""
     fields: tuple[str, ...] = ()
-    """Fields of a ModelConfig that its ``config.json`` has beside those that every one has."""
+    """Fields of a ModelConfig that its ``config.json`` has beside those of every family."""
     optional: tuple[str, ...] = ()
     """Those of them that may be null, which stands for 0."""
     integers: tuple[str, ...] = ()
@@ -35,12 +35,12 @@ class Family:
     spelling: Mapping[str, str] = field(default_factory=dict)
     """Fields that have another name in its ``config.json``: ours -> theirs."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What absent fields of a ``config.json`` mean, where that is something else than in LLaMA. The
-    sizes of MODEL_SIZES and vocab_size have no default: a file without them is refused."""
+    """Values of absent fields of a ``config.json`` that differ from LLaMA's. The sizes of
+    MODEL_SIZES and vocab_size have no default: a file without them is refused."""
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Further names in published files, with the values that change nothing."""
     windows: Windows = NO_WINDOWS
-    """How its ``config.json`` speaks of sliding windows."""
+    """The spelling of sliding windows in its ``config.json``."""
     rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)
     """Rotary scalings that its class in transformers knows."""
     whole_heads: bool = False
@@ -67,8 +67,8 @@ class Family:
         return self.tensors.get(module, module), rows[module], 0
 
     def complete(self, model: ModelConfig, given: Collection[str]) -> ModelConfig:
-        """Return the model with all that its family says of it, but for the fields that the user
-        has ``given``."""
+        """Return the model with all values of its family, except the fields that the user has
+        ``given``."""
         spelled = {name: self.spelling.get(name, name) for name in (*self.fields, "hidden_act")}
         own = {
             name: type(getattr(model, name))(self.defaults[theirs])

@@ -11,7 +11,7 @@ from megatron_llama.model.windows import FULL, SLIDING
 
 
 def _sized(model: ModelConfig, hidden: int, layers: int) -> ModelConfig:
-    """The model with another width and depth, and what follows from them."""
+    """Return the model with another width and depth, and the fields that follow from them."""
     return replace(
         model,
         hidden_size=hidden,

@@ -11,7 +11,7 @@ from megatron_llama.model.windows import FULL, SLIDING
 
 
 def _sized(model: ModelConfig, hidden: int, layers: int) -> ModelConfig:
-    """The model with another width and depth, and what follows from them."""
+    """Return the model with another width and depth, and the fields that follow from them."""
     return replace(
         model,
         hidden_size=hidden,
@@ -47,7 +47,7 @@ _1B = _sized(
     1152,
     26,
 )
-# Of the models that also see pictures this is the text model.
+# The text model of the models that also see pictures.
 _4B = _sized(
     replace(
         _1B,
@@ -108,7 +108,7 @@ GEMMA3_TEXT = Family(
     neutral={
         "use_bidirectional_attention": (False,),
         "cache_implementation": ("hybrid",),
-        # transformers reads it and never applies it: who gives one cannot mean that.
+        # transformers reads this field and never applies it, so a value in it cannot be meant.
         "attn_logit_softcapping": (),
     },
     windows=ALL_BUT_EVERY_SIXTH,

@@ -74,7 +74,7 @@ _LLAMA3_70B = replace(
 
 
 def _extended(model: ModelConfig, factor: float) -> ModelConfig:
-    """The 131072-position variant of a LLaMA 3 model."""
+    """Return the 131072-position variant of a LLaMA 3 model."""
     scaling = {
         "rope_type": "llama3",
         "factor": factor,

@@ -1,4 +1,4 @@
-"""Reads typed fields of a HuggingFace ``config.json`` and collects what is wrong."""
+"""Reads typed fields of a HuggingFace ``config.json`` and collects their problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_llama.config.limits import LARGEST_REAL, SMALLEST_REAL
 
 COPY = "copy the model's own config.json"
 LARGEST = 2**31 - 1
-"""No published model has a size near this; with a larger one nothing can be computed."""
+"""No published model has a size near this; larger ones cannot be computed."""
 
 
 class ConfigReader(Fields):
@@ -34,8 +34,8 @@ class ConfigReader(Fields):
         return self._defaults.get(name, default)
 
     def size(self, name: str, *, default: int | None = None, high: int = LARGEST) -> int:
-        """Return a positive integer of at most ``high``, by default what a tensor can have as its
-        size; absent and null mean ``default``. 0 stands for a size that was refused."""
+        """Return a positive integer of at most ``high``, by default the largest size of a tensor;
+        absent and null mean ``default``. 0 stands for a size that was refused."""
         value = self.value(name, None)
         if value is None and default is not None:
             return default
@@ -69,8 +69,8 @@ class ConfigReader(Fields):
         return super().switch(name, default=default)
 
     def token(self, name: str) -> int | None:
-        """Return a token id, the first of a list. That of padding may count from the end, as rows
-        of torch's embedding do; -1 stands in files of 2023."""
+        """Return a token id, the first of a list. The id of padding may count from the end, like
+        rows of torch's embedding; files of 2023 have -1."""
         value = self.value(name, None)
         several = isinstance(value, list) and name == "eos_token_id"
         ids = value if several else [] if value is None else [value]

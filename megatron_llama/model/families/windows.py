@@ -16,7 +16,7 @@ from megatron_llama.model.windows import FULL, LAYER_TYPES, SLIDING, layer_windo
 
 @dataclass(frozen=True)
 class Windows:
-    """How the ``config.json`` of a family speaks of windows."""
+    """A spelling of windows in the ``config.json`` of a family."""
 
     read: Callable[[ConfigReader], tuple[int, tuple[str, ...]]]
     """Returns sliding_window and layer_types in their normal form."""
@@ -27,7 +27,8 @@ def _types(reader: ConfigReader, derived: Callable[[int], Sequence[str]]) -> tup
     """Return the kind of each layer: as listed, or else as transformers derives it."""
     layers = reader.size("num_hidden_layers", high=LARGEST_LAYERS)
     listed = reader.value("layer_types", None)
-    if listed is None:
+    # A list cannot be compared with a number of layers that was refused (0).
+    if listed is None or layers == 0:
         return tuple(derived(layers))
     if (
         not isinstance(listed, list)
@@ -55,7 +56,7 @@ def _read_every(reader: ConfigReader) -> tuple[int, tuple[str, ...]]:
         got = f"false with sliding_window {window}" if window else "true without a sliding_window"
         reader.problem("use_sliding_window", got, "the same of both", "remove the wrong one")
     types = _types(reader, lambda layers: [kind] * layers)
-    if any(other != kind for other in types):
+    if any(layer_type != kind for layer_type in types):
         expected = f"{kind} for each layer, since sliding_window is {window or 'null'}"
         reader.problem("layer_types", list(types), expected, "such models are not supported")
     return window, ()

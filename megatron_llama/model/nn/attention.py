@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_llama.engine.comm.device import capability, is_host
-from megatron_llama.model.nn import products
+from megatron_llama.engine.comm.device import capability, is_host, widens_bf16
 
 AttentionBackend = Literal["auto", "flash", "fused"]
 """Whose kernels compute attention on a GPU, in Megatron's words: ``fused`` is cuDNN, ``flash`` is
@@ -52,7 +51,7 @@ class ScoreRule:
     scale: float | None = None
     """Factor of the products of queries and keys. None: head_dim ** -0.5."""
     window: int = 0
-    """So many positions a query sees, its own and those before it. 0: all."""
+    """Number of positions that a query sees, its own and those before it. 0: all."""
     softcap: float = 0.0
     """A score x becomes softcap * tanh(x / softcap). 0: it stays as it is."""
 
@@ -70,7 +69,7 @@ class ScoreRule:
 
 
 PLAIN_SCORES = ScoreRule()
-"""LLaMA's."""
+"""The rule of LLaMA."""
 LONGEST_MASKED = 4096
 """Tokens of a sequence up to which packed documents may be one mask, of s * s bytes a sample and
 four times as much where a kernel takes numbers. Longer ones go block by block (``sliding.py``)."""
@@ -99,7 +98,7 @@ class Documents:
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether there is a kernel for ``Documents``. Elsewhere they are masks, of whole sequences or,
-    beyond ``LONGEST_MASKED`` tokens, of blocks; and also what is masked is computed."""
+    beyond ``LONGEST_MASKED`` tokens, of blocks, and masked scores are computed too."""
     return (
         not is_host(device)
         and dtype in (torch.bfloat16, torch.float16)
@@ -124,7 +123,7 @@ def causal_attention(
     """
     if isinstance(mask, Documents):
         return packed_attention(query, key, value, mask, ScoreRule(scale))
-    q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     if not is_host(query.device) and not suits_flash(query):
         # The memory-efficient kernel takes no grouped heads: torch would compute s * s scores of
         # all heads instead.
@@ -146,11 +145,11 @@ def causal_attention(
 def attention_order(
     cudnn: int | None, backend: AttentionBackend = "auto", *, deterministic: bool = False
 ) -> tuple[SDPBackend, ...]:
-    """Return the kernels of an accelerator that may be used, the preferred one first: the one place
-    where this is decided. ``cudnn`` is its version, as torch numbers it.
+    """Return the kernels of an accelerator that may be used, the preferred one first. Only this
+    function decides it. ``cudnn`` is its version, as torch numbers it.
 
-    On Hopper cuDNN's takes 60 % of the time of torch's flash attention (2), which is 7 % of a step
-    of LLaMA 7B."""
+    On Hopper cuDNN's attention takes 60 % of the time of torch's flash attention (2), which is 7 %
+    of a step of LLaMA 7B."""
     others = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     # cuDNN's backward adds the parts of a query's gradient with atomics. The other kernels have a
     # backward in a fixed order, which they use when torch is told to be deterministic.
@@ -161,9 +160,9 @@ def attention_order(
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend = "auto"
 ) -> SDPBackend:
-    """Return the kernel that computes plain causal attention of these, in the shapes of
+    """Return the kernel that computes plain causal attention of these tensors, in the shapes of
     ``causal_attention``."""
-    q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     with _preferred_kernels(query.device, backend):
         return SDPBackend(
             torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -178,7 +177,7 @@ def attention_warnings(
     head_dim: int,
     backend: AttentionBackend = "auto",
 ) -> list[str]:
-    """Return what a user should know of the kernel that computes this model's attention here."""
+    """Return warnings about the kernel that computes this model's attention here."""
     if is_host(device) or dtype.itemsize != 2 or backend == "flash" or _is_deterministic():
         return []
     query, key = (
@@ -196,7 +195,7 @@ def attention_problem(
     cudnn: int | None,
     backend: AttentionBackend = "auto",
 ) -> str | None:
-    """Say why a device does not run the kernel that would be fastest, or that was asked for; None:
+    """Return why a device does not run the fastest kernel, or the one that was asked for; None if
     it does."""
     if kernel is SDPBackend.CUDNN_ATTENTION or (generation < _HOPPER and backend == "auto"):
         return None
@@ -239,14 +238,14 @@ def packed_attention(
     """Compute causal attention of packed documents, in the shapes of ``causal_attention``. Scores
     are not capped; a window needs an accelerator."""
     length, batch = query.shape[:2]
-    q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))
+    q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
     if is_host(query.device):
         out = _one_by_one(q, k, v, documents, rule.scale)
     else:
         starts = documents.starts
         longest = documents.longest
-        # Never cuDNN's, also not where it is asked for: in torch 2.11 its backward takes head_dim
-        # for the length of the longest document, and writes beyond its memory where that is longer
+        # Never cuDNN's, even if it is asked for: in torch 2.11 its backward uses head_dim as the
+        # length of the longest document, and writes beyond its memory if that is longer
         # (pytorch/pytorch#186142). torch's own varlen_attn leaves cuDNN out, in 2.13 too.
         out, *_ = _aten._flash_attention_forward(
             *(q, k, v, starts, starts, longest, longest, 0.0, True, False),
@@ -257,19 +256,19 @@ def packed_attention(
 
 
 def window_sizes(left: int | None) -> dict[str, int]:
-    """Return flash attention's window as keywords: so many keys before the last one that a query
-    sees. None: all."""
+    """Return flash attention's window as keywords. ``left`` is how many keys before the last one a
+    query sees. None: all."""
     return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 
 
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None
 ) -> Tensor:
-    """Compute document by document what the accelerator's kernel computes at once: [tokens, n, d]
-    -> [tokens, n, d]."""
+    """Compute, document by document, the result of the accelerator's kernel: [tokens, n, d] ->
+    [tokens, n, d]."""
     lengths = documents.starts.diff().tolist()
     parts = zip(
-        *(torch.split(part.unsqueeze(1), lengths) for part in (query, key, value)), strict=True
+        *(torch.split(tensor.unsqueeze(1), lengths) for tensor in (query, key, value)), strict=True
     )
     outs = (causal_attention(q, k, v, None, scale=scale) for q, k, v in parts)
     return torch.cat([out.view(-1, *query.shape[1:]) for out in outs])
@@ -294,6 +293,8 @@ def attend(
     ``sliding.py``. Not differentiated by autograd, but by ``attend_backward``.
     """
     if needs_products(query, rule):
+        from megatron_llama.model.nn import products  # which few models need
+
         scale = rule.scale_of(query.shape[3])
         return products.attend(
             query, key, value, scale=scale, softcap=rule.softcap, causal=causal, mask=mask
@@ -340,6 +341,8 @@ def attend_backward(
     """Compute the gradients of one piece's query, key and value, in their shapes and dtypes, from
     the merged ``out`` and ``lse``."""
     if needs_products(query, rule):
+        from megatron_llama.model.nn import products  # which few models need
+
         return products.attend_backward(
             *(grad, query, key, value, out, lse),
             scale=rule.scale_of(query.shape[3]),
@@ -350,11 +353,7 @@ def attend_backward(
     bias = _bias(mask, query)
     lse = lse.contiguous()
     if is_host(query.device):
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=rule.scale
-        )
-        dq, dk, dv = grads
-        return dq, dk, dv
+        return _backward_on_host(grad, query, key, value, out, lse, bias, causal, rule)
     lengths = (query.shape[2], key.shape[2])
     kernel = piece_kernel(query, key, value, bias, causal=causal, backend=backend)
     if kernel is SDPBackend.CUDNN_ATTENTION:
@@ -397,6 +396,36 @@ def attend_backward(
         grads = dq, _summed(dk, key), _summed(dv, value)
     dq, dk, dv = grads
     return dq, dk, dv
+
+
+def _backward_on_host(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    rule: ScoreRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    options = {"scale": rule.scale}
+    if not widens_bf16(query):
+        grads = backward(grad, query, key, value, out, lse, 0.0, causal, attn_mask=bias, **options)
+        query_grad, key_grad, value_grad = grads
+        return query_grad, key_grad, value_grad
+    # In fp32, which takes a thirtieth of the time; sample by sample, because of the fp32 copies.
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    for index in range(len(query)):
+        sample = slice(index, index + 1)
+        wide = (tensor[sample].float() for tensor in (grad, query, key, value, out))
+        # A bias may be one for all samples.
+        mask = None if bias is None else bias.expand(len(query), -1, -1, -1)[sample].float()
+        results = backward(*wide, lse[sample], 0.0, causal, attn_mask=mask, **options)
+        for target, result in zip(grads, results, strict=True):
+            target[sample] = result
+    return grads
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -449,11 +478,11 @@ def piece_kernel(
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return what the kernels add to the attention scores, [b, n, s_q, s_k]."""
+    """Return the bias that kernels add to the attention scores, [b, n, s_q, s_k]."""
     if mask is None:
         return None
-    # Not minus infinity: a row of nothing else has no softmax, and kernels disagree on what they
-    # return for it. Half of the lowest number leaves room for the score and for a change of base.
+    # Not minus infinity: a row of it alone has no softmax, and kernels disagree on the result. Half
+    # of the lowest number leaves room for the score and for a change of base.
     padded = -(-mask.shape[-1] // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     bias = query.new_zeros(*mask.shape[:-1], padded)[..., : mask.shape[-1]]
     bias.masked_fill_(~mask, torch.finfo(query.dtype).min / 2)

@@ -22,7 +22,7 @@ class KVCache:
     def nbytes(self) -> int:
         """The memory of all keys and values."""
         pairs = (*self._layers.values(), *self._windows.values())
-        return sum(part.nbytes for pair in pairs for part in pair)
+        return sum(tensor.nbytes for pair in pairs for tensor in pair)
 
     def extend(
         self, layer: nn.Module, key: Tensor, value: Tensor, slots: Tensor, length: int
@@ -45,17 +45,17 @@ class KVCache:
     def slide(
         self, layer: nn.Module, key: Tensor, value: Tensor, window: int, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens before these of key and value [s, b, n_kv, d], and these behind them,
-        and keep the last ``window - 1`` of each sequence.
+        """Return the kept keys and values with the new ones, ``key`` and ``value`` [s, b, n_kv, d],
+        behind them, and keep the last ``window - 1`` of each sequence.
 
-        ``counts``, int64 [b], are the new tokens of each sequence; what is behind is padding."""
+        ``counts``, int64 [b], are the new tokens of each sequence; the rest is padding."""
         kept = self._windows.get(layer)
         if kept is not None:
             key, value = (torch.cat(pair) for pair in zip(kept, (key, value), strict=True))
         before = 0 if kept is None else len(kept[0])
         slots = min(window - 1, len(key))
-        # A sequence that has not filled the slots yet keeps something in the first ones, which are
-        # empty.
+        # A sequence that has not filled the slots yet keeps meaningless values in the first ones,
+        # which are empty.
         places = torch.arange(slots, device=counts.device).unsqueeze(-1)
         places = (before + counts - slots + places).clamp_(min=0)
         rows = torch.arange(key.shape[1], device=counts.device)

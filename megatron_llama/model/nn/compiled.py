@@ -39,8 +39,7 @@ each; generated text has a new one with every token, and is not compiled."""
 
 class Compiled:
     """A function that is compiled when it is called, for its first MAX_SHAPES combinations of
-    shapes. ``source`` is what is compiled: the plain function, or one that the compiler fuses
-    better."""
+    shapes. ``source`` is compiled: the plain function, or one that the compiler fuses better."""
 
     def __init__(self, plain: Callable[..., Any], source: Callable[..., Any]) -> None:
         self._plain = plain
@@ -62,8 +61,8 @@ class Compiled:
 
 
 def chosen_ops(mesh: Mesh, *, compiled: bool) -> Ops:
-    """Return what the layers of this process run: with ``compiled`` the compiled functions, if
-    every rank can compile, which is collective."""
+    """Return the functions that the layers of this process run: with ``compiled`` the compiled
+    ones, if every rank can compile, which is collective."""
     plain = HOST if is_host(mesh.device) else PLAIN
     if not compiled:
         return plain
@@ -108,9 +107,9 @@ def _geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     rotated = []
-    for part in (query, key):
-        sizes = [half, half, part.shape[-1] - 2 * half]
-        first, second, rest = torch.split(part, sizes, dim=-1)
+    for grad in (query, key):
+        sizes = [half, half, grad.shape[-1] - 2 * half]
+        first, second, rest = torch.split(grad, sizes, dim=-1)
         turned = (first * cos + second * sin, second * cos - first * sin)
         rotated.append(torch.cat((*turned, rest), dim=-1))
     return torch.cat((*rotated, value), dim=2).to(query.dtype)
@@ -128,13 +127,13 @@ _SOURCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "geglu_backward": _geglu_backward,
     }
 )
-"""What is compiled for a function of ``ops.py``: itself, or the same without operators that write
-into given tensors, which the compiler does not fuse. Gated activations and cross_entropy are not
-faster compiled."""
+"""The source that is compiled for each function of ``ops.py``: the function itself, or the same
+without operators that write into given tensors, which the compiler does not fuse. Gated activations
+and cross_entropy are not faster compiled."""
 
 
 def compiler_problem(device: torch.device) -> str | None:
-    """Say why nothing can be compiled for the device here; None: a small function was."""
+    """Return why nothing can be compiled for the device; None if a small function could."""
     try:
         torch.compile(torch.neg, fullgraph=True)(torch.zeros(64, device=device))
     except Exception as error:  # whatever compilers raise

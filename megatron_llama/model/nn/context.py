@@ -64,8 +64,8 @@ def context_attention(
 
     Rotary embeddings have been applied, with global positions. ``document_ids`` are int [s, b] of
     the whole sequence in its order; a token attends within its document only. With a window of
-    ``rule`` only what it reaches is sent, straight between the ranks, whatever ``comm`` is. Raises
-    ConfigError if the ranks' chunks are not equal. Collective over ``cp``.
+    ``rule`` only the tokens that it reaches are sent, straight between the ranks, whatever ``comm``
+    is. Raises ConfigError if the ranks' chunks are not equal. Collective over ``cp``.
     """
     if cp.size == 1 and (_is_long(document_ids) or not rule.is_plain(len(query))):
         return sliding_attention(
@@ -97,8 +97,8 @@ def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
 
 
 def causal_document_mask(document_ids: Tensor) -> Tensor:
-    """Return bool [b, 1, s, s] for ids [s, b]: True where a token may attend, which is to its
-    document's tokens up to itself."""
+    """Return bool [b, 1, s, s] for ids [s, b], True where a token may attend: to its document's
+    tokens up to itself."""
     return _same_document(document_ids, document_ids).tril_()
 
 
@@ -113,8 +113,8 @@ def _same_document(queries: Tensor, keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """Keys and values that this rank has, [2, t, b, n_kv, d], which chunks of the sequence they
-    are, and what to compute with them."""
+    """Keys and values that this rank has, [2, t, b, n_kv, d], their chunks of the sequence, and the
+    pieces to compute with them."""
 
     key_value: Tensor
     chunks: Sequence[int]
@@ -123,7 +123,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """How the sequence is spread over ranks, which token may attend to which, and what computes."""
+    """The layout of the sequence over ranks, which token may attend to which, and the kernels."""
 
     cp: Axis
     chunk: int
@@ -169,8 +169,8 @@ class _Sequence:
         return {"causal": piece.causal, "mask": mask, "backend": self.backend, "rule": self.rule}
 
     def _by_blocks(self, piece: Piece, key: Tensor, ids: DocumentIds | None) -> dict[str, Any]:
-        # Keys that all come before the queries are seen by each, wherever they stand: no window is
-        # shorter than the sequence here.
+        # Each query sees all keys that come before it, wherever they stand: no window is shorter
+        # than the sequence here.
         offset = 0 if piece.causal else key.shape[2]
         return {"rule": self.rule, "offset": offset, "ids": ids, "backend": self.backend}
 
@@ -279,15 +279,15 @@ class _RingGrads:
         )
 
     def wait(self) -> Tensor:
-        """Return what the rank before this one has sent; in the end, that is the sum for the own
-        keys and values."""
+        """Return the gradient from the rank before this one; in the end, the sum for the own keys
+        and values."""
         assert self.pending is not None
         self.pending.wait()
         return self.received
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Saves what the rank owns: keys and values of the others are sent again in backward."""
+    """Saves the rank's own tensors: other ranks' keys and values are sent again in backward."""
 
     @staticmethod
     def forward(
@@ -309,14 +309,14 @@ class _ContextAttention(torch.autograd.Function):
         out = torch.zeros_like(query, dtype=fp32)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=fp32)
         for block in _blocks(key_value, cp, comm):
-            k, v = (_heads_first(part) for part in block.key_value)
+            k, v = (_heads_first(tensor) for tensor in block.key_value)
             for piece in block.pieces:
                 rows = sequence.tokens(piece.queries)
                 columns = sequence.tokens(piece.keys)
-                part = sequence.attend(
+                piece_out, piece_lse = sequence.attend(
                     piece, block, q[:, :, rows], k[:, :, columns], v[:, :, columns]
                 )
-                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
+                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], piece_out, piece_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, out, lse)
         ctx.sequence = sequence
@@ -339,7 +339,7 @@ class _ContextAttention(torch.autograd.Function):
             block_grad = sums.zeros(block)
             sums.add(block, block.pieces, block_grad)
             others_grads.send(block_grad)
-        # One own piece was left for the time in which the last gradients are sent.
+        # One own piece was left to compute while the last gradients are sent.
         sums.add(own, own.pieces[-1:], own_grad)
         own_grad += others_grads.wait()
         key_grad, value_grad = own_grad.to(key_value.dtype)
@@ -366,15 +366,15 @@ class _GradientSums:
     def add(self, block: _Block, pieces: tuple[Piece, ...], block_grad: Tensor) -> None:
         """Compute the gradients of pieces, and add them to those of the queries and of the
         block."""
-        k, v = (_heads_first(part) for part in block.key_value)
+        k, v = (_heads_first(tensor) for tensor in block.key_value)
         for piece in pieces:
             rows = self.sequence.tokens(piece.queries)
             columns = self.sequence.tokens(piece.keys)
-            grad, q, out = (part[:, :, rows] for part in (self.grad, self.query, self.out))
+            grad, q, out = (tensor[:, :, rows] for tensor in (self.grad, self.query, self.out))
             dq, dk, dv = self.sequence.attend_backward(
                 *(piece, block, grad, q, k[:, :, columns], v[:, :, columns]),
                 *(out, self.lse[:, :, rows]),
             )
             _heads_first(self.query_grad)[:, :, rows].add_(dq)
-            for total, part in zip(block_grad, (dk, dv), strict=True):
-                _heads_first(total)[:, :, columns].add_(part)
+            for total, piece_grad in zip(block_grad, (dk, dv), strict=True):
+                _heads_first(total)[:, :, columns].add_(piece_grad)

@@ -19,9 +19,8 @@ from megatron_llama.model.nn.linear import empty_weight
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up the ids whose rows this rank holds, from row ``first`` on, and gives zeros for the
-    others; ``first`` is None where it holds all rows. The row ``untrained`` of this rank, if any,
-    gets no gradient.
+    """Looks up the ids whose rows this rank holds, from row ``first`` on (None: it holds all rows),
+    and gives zeros for the others. The row ``untrained`` of this rank, if any, gets no gradient.
 
     Backward does not read the weight, and runs only if it is trained: ids have no gradient."""
 
@@ -85,8 +84,8 @@ def _add_rows(view: Tensor, rows: Tensor, grad: Tensor, untrained: int | None) -
 def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch.dtype) -> Tensor:
     """Return a vector uniform in [-scale, scale) for each token of a batch, [s, b, h].
 
-    scale is float32 [s, b]. Those of a sample follow from its seed alone, whatever the layout; a
-    GPU draws other numbers than a CPU."""
+    scale is float32 [s, b]. The vectors of a sample follow from its seed alone, whatever the
+    layout; a GPU draws other numbers than a CPU."""
     columns = []
     for seed in seeds:
         generator = torch.Generator(scale.device).manual_seed(seed)
@@ -99,8 +98,8 @@ def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose rows are split over tp: rank r holds rows [r, r + 1) * padded_vocab /
-    tp. ``multiplier``, rounded to the dtype of the rows, is a factor of what is looked up.
+    """An embedding whose rows are split over tp: rank r holds rows [r, r + 1) * padded_vocab / tp.
+    ``multiplier``, rounded to the dtype of the rows, is a factor of the looked-up rows.
     ``padding_idx`` is a row to which lookups give no gradient, as in ``torch.nn.Embedding``."""
 
     def __init__(

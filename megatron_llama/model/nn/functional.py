@@ -15,11 +15,11 @@ from megatron_llama.model.nn.recompute import Recomputable
 
 
 class _AddNorm(torch.autograd.Function):
-    """The sum of the residual stream and what a layer adds to it, and the norm of that sum.
+    """The sum of the residual stream and a layer's addition to it, and the norm of that sum.
 
     Both gradients of the sum, the one along the stream and the one through the norm, meet in this
     backward pass and are added where they are computed, in one pass over memory. The last two
-    outputs are what is needed to repeat the norm: its scale, and the read of the weight."""
+    outputs serve to repeat the norm: its scale, and the read of the weight."""
 
     @staticmethod
     def forward(
@@ -39,7 +39,7 @@ class _AddNorm(torch.autograd.Function):
         total = total.detach() if delta is None else total
         ctx.save_for_backward(total, weight, scale)
         ctx.mark_non_differentiable(scale)
-        # Behind the last norm nobody reads the sum: its gradient is None rather than zeros.
+        # The sum behind the last norm has no reader: its gradient is None rather than zeros.
         ctx.set_materialize_grads(False)
         return total, normed, scale, ctx.unsharded
 
@@ -90,7 +90,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, [..., h] each, and its ``rms_norm``.
 
-    Go on with the returned sum instead of x: all gradients of the stream are gathered there."""
+    Go on with the returned sum instead of x: it gathers all gradients of the stream."""
     total, normed, *_ = _AddNorm.apply(  # type: ignore[no-untyped-call]
         x, delta, weight, eps, one_plus, ops
     )
@@ -106,7 +106,7 @@ def recomputable_add_norm(
     *,
     one_plus: bool = False,
 ) -> tuple[Tensor, Recomputable]:
-    """``add_norm``, whose norm can be repeated from the sum and the scale."""
+    """Compute ``add_norm``, with a norm that can be repeated from the sum and the scale."""
     results = _AddNorm.apply(x, delta, weight, eps, one_plus, ops)  # type: ignore[no-untyped-call]
     total, normed, scale, unsharded = results
 
@@ -152,7 +152,7 @@ def split_heads(
     """Split qkv [s, b, (query + 2 key) * d] into queries [s, b, query, d], keys and values [s, b,
     key, d], and rotate the first r dims of queries and keys by cos and sin [s, 1 or b, 1, r / 2].
 
-    ``qkv`` is overwritten. The two halves of what is rotated are the two coordinates, as in
+    ``qkv`` is overwritten. The two halves of the rotated dims are the two coordinates, as in
     HuggingFace."""
     heads = _SplitHeads.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-untyped-call]
     rotated_query, rotated_key, value = heads
@@ -181,5 +181,5 @@ def gated(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def recomputable_gated(gate_up: Tensor, gate: Gate) -> Recomputable:
-    """``gated``, which can be repeated from its input."""
+    """Compute ``gated``, which can be repeated from its input."""
     return Recomputable(gated(gate_up, gate), gate.forward, (gate_up.detach(),))

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.engine import host_gemm as gemm
 from megatron_llama.engine.comm import autograd, collectives
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.param_handle import ParamHandle, accumulate_product, wait_unsharded
@@ -41,7 +41,7 @@ class _SoftCap(torch.autograd.Function):
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(logits / cap), and overwrite the logits, which nobody else may read."""
+    """Return cap * tanh(logits / cap), overwriting the logits, which have no other reader."""
     return _SoftCap.apply(logits, cap)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -81,20 +81,20 @@ def head_loss(
         rows = full.flatten(0, -2)
         targets = labels.flatten()
         step = head_rows(chunk, weight.shape[0])
-        parts = [slice(start, start + step) for start in range(0, len(rows), step)]
+        spans = [slice(start, start + step) for start in range(0, len(rows), step)]
 
-        def chunk_loss(part: slice, token_weights: Tensor | None) -> Tensor:
+        def chunk_loss(span: slice, token_weights: Tensor | None) -> Tensor:
             """Return the losses of some rows; with weights, also add to the weight gradient, and
             overwrite the rows by their gradient."""
             nonlocal beta
-            logits = F.linear(rows[part], weight)
+            logits = gemm.mm(rows[span], weight.t())
             tangent = None
             if cap:
                 tangent = logits.div_(cap).tanh_()
                 logits = tangent * cap
             loss = cross_entropy(
                 logits,
-                targets[part],
+                targets[span],
                 tp,
                 vocab_size,
                 weights=token_weights,
@@ -106,22 +106,22 @@ def head_loss(
             # The logits are their gradient now.
             if tangent is not None:
                 torch.ops.aten.tanh_backward.grad_input(logits, tangent, grad_input=logits)
-            # The weight gradient reads these rows of the input
-            # before their gradient takes their place.
+            # The weight gradient reads these rows of the input before their gradient overwrites
+            # them.
             if wgrad is not None:
-                accumulate_product(wgrad, beta, logits.t(), rows[part])
+                accumulate_product(wgrad, beta, logits.t(), rows[span])
                 beta = 1.0
-            torch.mm(logits, weight, out=rows[part])
+            gemm.mm(logits, weight, out=rows[span])
             return loss
 
         if callable(weights):
-            losses = torch.cat([chunk_loss(part, None) for part in parts]).view(labels.shape)
+            losses = torch.cat([chunk_loss(span, None) for span in spans]).view(labels.shape)
             weights = weights(losses)
         if weights is None:
-            losses = torch.cat([chunk_loss(part, None) for part in parts]).view(labels.shape)
+            losses = torch.cat([chunk_loss(span, None) for span in spans]).view(labels.shape)
             return losses, None
         token_weights = weights.flatten()
-        losses = torch.cat([chunk_loss(part, token_weights[part]) for part in parts])
+        losses = torch.cat([chunk_loss(span, token_weights[span]) for span in spans])
         if gathers:
             summed, scattering = autograd.start_reduce_scatter(full, tp)
             scattering.wait()

@@ -41,8 +41,8 @@ class _Linear(torch.autograd.Function):
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
     ``sequence``: the input is a shard of the sequence, gathered for the product, and gathered again
-    in backward rather than kept. ``recompute``: what is kept in place of the input to make it again
-    in backward; None: the input itself."""
+    in backward rather than kept. ``recompute``: kept in place of the input, to make it again in
+    backward; None: the input itself is kept."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
             start_input = partial(
                 _start_input, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
             )
-            # A pass postpones the gradients of all weights or of none: any handle knows.
+            # A pass postpones the gradients of all weights or of none, so any handle can be asked.
             if handles[0] is not None:
                 work = partial(_postponed_wgrads, write_gradients, start_input)
                 postponed = handles[0].keep_wgrad(work)
@@ -112,9 +112,9 @@ class _Linear(torch.autograd.Function):
         x_grad = None
         reducing = collectives.DONE
         if needs_x:
-            for read, part, weight in zip(ctx.unsharded, grads, weights, strict=True):
+            for read, out_grad, weight in zip(ctx.unsharded, grads, weights, strict=True):
                 read.check()
-                through_weight = gemm.linear_backward(part, weight)
+                through_weight = gemm.linear_backward(out_grad, weight)
                 x_grad = through_weight if x_grad is None else x_grad.add_(through_weight)
             assert x_grad is not None
             # The reduction runs while the weight gradients are computed.
@@ -122,10 +122,10 @@ class _Linear(torch.autograd.Function):
                 x_grad, reducing = autograd.start_reduce_scatter(x_grad, ctx.tp)
             elif ctx.column and ctx.tp.size > 1:
                 reducing = collectives.all_reduce(x_grad, ctx.tp)
-        # Never postponed: a sum over what is at hand costs next to nothing.
+        # Never postponed: a sum over a gradient that is at hand costs next to nothing.
         bias_grads = [
-            _bias_gradient(part, *bias) if needed else None
-            for part, bias, needed in zip(grads, ctx.bias_handles, needs_biases, strict=False)
+            _bias_gradient(out_grad, *bias) if needed else None
+            for out_grad, bias, needed in zip(grads, ctx.bias_handles, needs_biases, strict=False)
         ]
         gathering.wait()
         weight_grads = write_gradients(x) if writes else [None] * count
@@ -175,7 +175,7 @@ def _weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Ten
     left = rows(grad).t()
     right = rows(x)
     if handle is None:
-        return left @ right
+        return gemm.mm(left, right)
     view, beta = handle.grad_view()
     accumulate_product(view, beta, left, right)
     handle.grad_written()
@@ -279,7 +279,7 @@ def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) ->
     # The wide side of the second halves is split over tp, so the gradient of their input is a
     # partial sum.
     low = autograd.gather_sequence(low, tp) if sequence_parallel else autograd.copy(low, tp)
-    inputs = iter(low.split_with_sizes([part.shape[-1] for part in lows], dim=-1))
+    inputs = iter(low.split_with_sizes([activation.shape[-1] for activation in lows], dim=-1))
     zero = low.new_zeros(1)
     additions = [
         zero.expand(*low.shape[:-1], len(layer.weight))
@@ -306,7 +306,7 @@ class RowLinear(nn.Module):
         """A low-rank addition to the output (``model/nn/lora.py``)."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """Multiply, sum over tp, each rank a part of the sequence with sequence parallelism, and
+        """Multiply, sum over tp (with sequence parallelism each rank a part of the sequence), and
         add the bias, which every rank has whole."""
         out = plain_linear(x, self.weight, self.tp)
         if self.adapters is not None:

@@ -57,9 +57,7 @@ class _Adapters(nn.ModuleDict):
     def __init__(
         self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis
     ) -> None:
-        super().__init__(
-            {part.name: Adapter(inputs, part.rows, rank) for part in parts if part.adapted}
-        )
+        super().__init__({p.name: Adapter(inputs, p.rows, rank) for p in parts if p.adapted})
         self.scaling = scaling
         self.tp = tp
 
@@ -87,7 +85,7 @@ class ColumnAdapters(_Adapters):
         self.parts = tuple(parts)
 
     def high(self, low: Tensor) -> Tensor:
-        """[s, b, adapters * rank] -> [s, b, outputs / tp]."""
+        """Multiply by B: [s, b, adapters * rank] -> [s, b, outputs / tp]."""
         lows = dict(zip(self, low.chunk(len(self), -1), strict=True))
         shape = low.shape[:-1]
         zero = low.new_zeros(1)
@@ -104,25 +102,24 @@ class RowAdapter(_Adapters):
     """The addition to a row-parallel layer, to its sums before they are summed over tp."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """[s, b, inputs / tp] -> partial sums [s, b, outputs]."""
+        """Multiply by A and B: [s, b, inputs / tp] -> partial sums [s, b, outputs]."""
         [name] = self
         return self._high(name, self.low(x))
 
 
 def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig) -> None:
-    """Give the linear layers of a stage the low-rank additions that its parameters ``specs``
-    say."""
-    adapted = {part.name for spec in specs if spec.adapter for part in spec.slices}
+    """Give the linear layers of a stage the low-rank additions in its parameters ``specs``."""
+    adapted = {hf_slice.name for spec in specs if spec.adapter for hf_slice in spec.slices}
     for spec in specs:
         parts = [
             Part(
                 projection_of(name),
-                sum(part.rows for part in slices),
+                sum(hf_slice.rows for hf_slice in slices),
                 adapter_names(name)[0] in adapted,
             )
             for name, slices in groupby(spec.slices, attrgetter("name"))
         ]
-        if not any(part.adapted for part in parts):
+        if not any(projection.adapted for projection in parts):
             continue
         layer = stage.get_submodule(spec.name.removesuffix(".weight"))
         assert isinstance(layer, (ColumnLinear, RowLinear))
@@ -139,8 +136,8 @@ def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig)
 
 @contextmanager
 def additions_off(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """A section in which these stages compute what they would without their low-rank additions, bit
-    for bit. The additions keep their weights. It is for passes without backward."""
+    """Make these stages compute as if they had no low-rank additions, bit for bit, in a section of
+    passes without backward. The additions keep their weights."""
     layers = [
         layer
         for stage in stages

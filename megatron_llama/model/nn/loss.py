@@ -57,13 +57,13 @@ def cross_entropy(
             rows, targets, chunks, tp, valid, _of_rows(weights, labels.shape), z_weight
         )
     elif weights is None:
-        losses = torch.cat([_loss(rows[part], targets[part], valid) for part in chunks])
+        losses = torch.cat([_loss(rows[chunk], targets[chunk], valid) for chunk in chunks])
     else:
-        token_weights = weights.flatten()
+        row_weights = weights.flatten()
         losses = torch.cat(
             [
-                ops.cross_entropy(rows[part], targets[part], token_weights[part], valid, z_weight)
-                for part in chunks
+                ops.cross_entropy(rows[chunk], targets[chunk], row_weights[chunk], valid, z_weight)
+                for chunk in chunks
             ]
         )
     return losses.view(labels.shape)
@@ -101,7 +101,7 @@ def _vocab_parallel(
     index = local.masked_fill(outside, 0)
     fused = runs_kernels(rows.device, rows.dtype)
     stats_of = _kernel_stats if fused else _torch_stats
-    stats = [stats_of(rows[part], index[part], valid) for part in chunks]
+    stats = [stats_of(rows[chunk], index[chunk], valid) for chunk in chunks]
     own_max, sums, target = (torch.cat(parts) for parts in zip(*stats, strict=True))
 
     row_max = own_max.clone()
@@ -126,16 +126,16 @@ def _vocab_parallel(
 
         gradient(rows, index, own_max, factor, at_label, valid)
         return losses
-    for part in chunks:
+    for chunk in chunks:
         # fp32 logits were overwritten by their exponentials; others are read again.
-        exponentials = rows[part]
+        exponentials = rows[chunk]
         if rows.dtype is not own_max.dtype:
-            exponentials = softmax_stats(rows[part], index[part], valid)[0]
-        exponentials.mul_(factor[part].unsqueeze(-1)).scatter_add_(
-            -1, index[part].unsqueeze(-1), -at_label[part].unsqueeze(-1)
+            exponentials = softmax_stats(rows[chunk], index[chunk], valid)[0]
+        exponentials.mul_(factor[chunk].unsqueeze(-1)).scatter_add_(
+            -1, index[chunk].unsqueeze(-1), -at_label[chunk].unsqueeze(-1)
         )
         if rows.dtype is not own_max.dtype:
-            rows[part] = exponentials
+            rows[chunk] = exponentials
     return losses
 
 
@@ -167,6 +167,6 @@ def argmax(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     row_max = own_max.clone()
     collectives.all_reduce(row_max, tp, dist.ReduceOp.MAX, async_op=False).wait()
     # A rank without the maximum gives the last token of all, which is never smaller.
-    found = torch.where(own_max == row_max, index + first, vocab_size - 1)
-    collectives.all_reduce(found, tp, dist.ReduceOp.MIN, async_op=False).wait()
-    return found
+    token = torch.where(own_max == row_max, index + first, vocab_size - 1)
+    collectives.all_reduce(token, tp, dist.ReduceOp.MIN, async_op=False).wait()
+    return token

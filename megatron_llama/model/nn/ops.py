@@ -1,5 +1,5 @@
-"""What layers compute between their matrix products: functions of tensors alone, without autograd
-and without parameter handles.
+"""The operations of layers between their matrix products: functions of tensors alone, without
+autograd and without parameter handles.
 
 ``PLAIN`` is torch, operator by operator, and defines what each function means. A compiler
 (``compiled.py``) or an accelerator's kernels (``kernels/``) replace some of them. The choice is
@@ -20,7 +20,7 @@ from megatron_llama.engine.tensors import at_least_fp32, rows
 from megatron_llama.model.plan.chunks import LOSS_CHUNK
 
 DEVICE_CHUNK = 2**26
-"""Logits whose cross entropy an accelerator computes at once: what its memory spares."""
+"""Logits whose cross entropy an accelerator computes at once, as its memory allows."""
 
 
 def add_norm(
@@ -50,7 +50,7 @@ def scaled(x: Tensor, weight: Tensor, scale: Tensor, one_plus: bool) -> Tensor:
 
 
 def _factor(weight: Tensor, dtype: torch.dtype, one_plus: bool) -> Tensor:
-    """Return what a norm is multiplied by, in this dtype."""
+    """Return the factor of a norm, in this dtype."""
     return weight.to(dtype) + 1.0 if one_plus else weight.to(dtype)
 
 
@@ -79,10 +79,10 @@ def norm_heads(
     """Replace each of the heads [s, b, n, d], of which the first ``query`` are queries and the
     others keys, by its norm, with a weight [d] for queries and another one for keys.
 
-    Return what ``norm_heads_backward`` needs: a copy of the heads, and the scales [s, b, n, 1], at
-    least fp32."""
-    # In place, because the projection's output is what attention keeps: with this order nothing but
-    # the heads that are normalized is there twice.
+    Return the tensors for ``norm_heads_backward``: a copy of the heads, and the scales [s, b, n,
+    1], at least fp32."""
+    # In place, because attention keeps the projection's output: with this order only the heads that
+    # are normalized exist twice.
     kept = heads.clone(memory_format=torch.contiguous_format)
     scale = inverse_rms(kept, eps)
     weight = _weights_of_heads(query_weight, key_weight, query, kept.shape[2])
@@ -101,7 +101,7 @@ def norm_heads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of a projection, in its dtype, whose first heads [s, b, n, d] have been
     replaced by their norms, and of both weights [d], in the dtype of the scale. ``grad`` is that of
-    all heads of the result: behind the n there are the values, of which it stays as it is."""
+    all heads of the result: behind the n heads come the values, whose gradient stays as it is."""
     count = kept.shape[2]
     values = grad[:, :, count:]
     weight = _weights_of_heads(query_weight, key_weight, query, count)
@@ -119,7 +119,7 @@ def norm_heads_backward(
 def head_factors(
     query_weight: Tensor, key_weight: Tensor, query: int, heads: int, one_plus: bool
 ) -> Tensor:
-    """Return what the norm of each head is multiplied by, [n, d]."""
+    """Return the factor of each head's norm, [n, d]."""
     weight = _weights_of_heads(query_weight, key_weight, query, heads)
     return _factor(weight, weight.dtype, one_plus)
 
@@ -192,9 +192,9 @@ def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 def softmax_stats(
     logits: Tensor, labels: Tensor, valid: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what the softmax of rows [t, v] needs: exp(logit - max), at least fp32, and 0 from
-    column ``valid`` on; the max; the sum of the exponentials; and the logit of column ``labels``
-    minus the max; the last three [t].
+    """Return the statistics of the softmax of rows [t, v]: exp(logit - max), at least fp32, and 0
+    from column ``valid`` on; the max; the sum of the exponentials; and the logit of column
+    ``labels`` minus the max; the last three [t].
 
     Rows of fp32 or wider are overwritten."""
     logits = logits.to(at_least_fp32(logits.dtype))

@@ -1,5 +1,5 @@
-"""Attention of batched matrix products, some queries at a time: for what no kernel computes, which
-are capped scores everywhere and fp64 on an accelerator.
+"""Attention of batched matrix products, some queries at a time, for cases without a kernel: capped
+scores everywhere, and fp64 on an accelerator.
 
 Scores are at least fp32, and no more than ``SCORES`` of them exist at once. The pieces merge with
 those of ``attention.py``, whose contract these functions have.
@@ -32,7 +32,7 @@ def attend(
     out = torch.empty_like(query)
     wide = at_least_fp32(query.dtype)
     lse = query.new_empty(query.shape[:3], dtype=wide)
-    keys, values = (part.to(wide) for part in (key, value))
+    keys, values = (tensor.to(wide) for tensor in (key, value))
     for rows in _rows(query, key):
         attn_scores = _capped(_products(query[:, :, rows], keys, scale), softcap)
         attn_scores = _masked(attn_scores, rows, causal, mask)
@@ -58,7 +58,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``attention.attend_backward``."""
     wide = at_least_fp32(query.dtype)
-    keys, values = (part.to(wide) for part in (key, value))
+    keys, values = (tensor.to(wide) for tensor in (key, value))
     query_grad = torch.empty_like(query)
     key_grad, value_grad = torch.zeros_like(keys), torch.zeros_like(values)
     for rows in _rows(query, key):
@@ -108,7 +108,7 @@ def _capped(attn_scores: Tensor, softcap: float) -> Tensor:
 
 
 def _masked(attn_scores: Tensor, rows: slice, causal: bool, mask: Tensor | None) -> Tensor:
-    """Take out what a query may not see, in place."""
+    """Mask the keys that a query may not see, in place."""
     # Not minus infinity: a query that sees nothing has finite output and a log-sum-exp that
     # ``merge`` drops, as with the kernels.
     lowest = torch.finfo(attn_scores.dtype).min / 2

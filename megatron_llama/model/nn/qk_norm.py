@@ -2,8 +2,7 @@
 Qwen 3, Gemma 3), or of all heads together, which tensor-parallel ranks divide among them (OLMo 2).
 
 Both replace queries and keys where the projection has written them, which is where attention reads
-them. What is kept beside that for backward is a copy of queries and keys and their scales; values
-are there once.
+them. Beside them, backward needs a copy of queries and keys, and their scales. Values exist once.
 """
 
 from __future__ import annotations
@@ -97,16 +96,16 @@ class _ProjectionNorm(torch.autograd.Function):
         ctx.unsharded = [wait_unsharded(weight) for weight in weights]
         ctx.one_plus = one_plus
         ctx.tp = tp
-        parts = _queries_and_keys(qkv, weights)
+        projections = _queries_and_keys(qkv, weights)
         dtype = at_least_fp32(qkv.dtype)
-        squares = _means([part.to(dtype).square() for part in parts], tp)
+        squares = _means([projection.to(dtype).square() for projection in projections], tp)
         scales = squares.add_(eps).rsqrt_()
         kept = qkv[..., : len(query_weight) + len(key_weight)].clone()
         ctx.save_for_backward(kept, scales, *weights)
-        for part, weight, scale in zip(
-            parts, weights, scales.split_with_sizes((1, 1), -1), strict=True
+        for projection, weight, scale in zip(
+            projections, weights, scales.split_with_sizes((1, 1), -1), strict=True
         ):
-            part.copy_(scaled(part, weight, scale, one_plus))
+            projection.copy_(scaled(projection, weight, scale, one_plus))
         ctx.mark_dirty(qkv)
         return qkv
 
@@ -116,11 +115,11 @@ class _ProjectionNorm(torch.autograd.Function):
         for read in ctx.unsharded:
             read.check()
         dtype = scales.dtype
-        upstream = [part.to(dtype) for part in _queries_and_keys(grad, weights)]
-        each_scale = scales.split_with_sizes((1, 1), -1)
+        upstream = [projection.to(dtype) for projection in _queries_and_keys(grad, weights)]
+        own_scales = scales.split_with_sizes((1, 1), -1)
         normed = [
-            part * scale
-            for part, scale in zip(_queries_and_keys(kept, weights), each_scale, strict=True)
+            projection * scale
+            for projection, scale in zip(_queries_and_keys(kept, weights), own_scales, strict=True)
         ]
         factors = [weight.to(dtype) + float(ctx.one_plus) for weight in weights]
         along = _means(
@@ -137,7 +136,7 @@ class _ProjectionNorm(torch.autograd.Function):
                 factors,
                 normed,
                 along.split_with_sizes((1, 1), -1),
-                each_scale,
+                own_scales,
                 strict=True,
             )
         ]
@@ -148,12 +147,12 @@ class _ProjectionNorm(torch.autograd.Function):
             )
         ]
         value_grad = grad[..., kept.shape[-1] :]
-        qkv_grad = torch.cat([part.to(grad.dtype) for part in (*grads, value_grad)], dim=-1)
+        qkv_grad = torch.cat([tensor.to(grad.dtype) for tensor in (*grads, value_grad)], dim=-1)
         return qkv_grad, *weight_grads, None, None, None
 
 
 def _queries_and_keys(qkv: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """View the queries and the keys of [s, b, queries + keys and what follows]."""
+    """View the queries and the keys of [s, b, queries + keys + others]."""
     query, key = (len(weight) for weight in weights)
     return [qkv[..., :query], qkv[..., query : query + key]]
 
@@ -165,7 +164,7 @@ def _means(parts: Sequence[Tensor], tp: Axis) -> Tensor:
     it is there, and divides by all copies. In backward each copy has the gradient through its own
     queries alone, so the sum is that of all heads; it is divided by all copies because the
     gradients of the copies, of which each takes off this component, are summed."""
-    sums = [part.sum(-1, keepdim=True).div_(part.shape[-1] * tp.size) for part in parts]
+    sums = [tensor.sum(-1, keepdim=True).div_(tensor.shape[-1] * tp.size) for tensor in parts]
     means = torch.cat(sums, dim=-1)
     collectives.all_reduce(means, tp, async_op=False).wait()
     return means

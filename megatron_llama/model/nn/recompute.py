@@ -21,7 +21,7 @@ from megatron_llama.engine.mesh import Axis
 
 @dataclass(frozen=True)
 class Recomputable:
-    """A tensor, and how to make it again from tensors that are kept anyway: ``function(*sources)``,
+    """A tensor that can be made again from tensors that are kept anyway: ``function(*sources)``,
     without autograd.
 
     The consumer keeps the sources, which share their storage with what their own layers keep
@@ -36,7 +36,7 @@ class _Recomputed(torch.autograd.Function):
     """Keeps the input of a function and runs the function again in backward. Where the ranks of an
     axis have the input in common, each keeps 1/size of it.
 
-    ``anchor`` is empty. It requires grad where the input does not, so that backward comes here for
+    ``anchor`` is empty. It requires grad where the input does not, so that backward runs even for
     the weights alone."""
 
     @staticmethod

@@ -28,7 +28,7 @@ class Rotary:
     """The rotary embedding of a model's layers."""
 
     width: int
-    """How many channels of a head rotate: its first ones."""
+    """Channels of a head that rotate, its first ones."""
     theta: float
     scaling: Mapping[str, Any] | None
     """``rope_scaling`` of a resolved ModelConfig."""
@@ -36,15 +36,15 @@ class Rotary:
 
     @staticmethod
     def of(model: ModelConfig) -> Rotary:
-        """Return that of a resolved model's layers, or of its full-attention layers where sliding
-        ones have another."""
+        """Return the embedding of a resolved model's layers, or of its full-attention layers if
+        sliding ones have another."""
         return Rotary(
             rotary_width(model), model.rope_theta, model.rope_scaling, model.max_position_embeddings
         )
 
     @staticmethod
     def of_sliding_layers(model: ModelConfig) -> Rotary | None:
-        """Return that of sliding layers, which is never scaled; None: that of all layers."""
+        """Return the embedding of sliding layers, never scaled; None: that of all layers."""
         if not model.rope_local_base_freq:
             return None
         theta = model.rope_local_base_freq
@@ -117,8 +117,8 @@ def rope_frequencies(
 
 
 def attention_factor(scaling: Mapping[str, Any] | None, max_position_embeddings: int) -> float:
-    """Return what cosines and sines are multiplied by, so that attention scores have the spread
-    that they have in the original context (Peng et al., 2023, section 3.4)."""
+    """Return the factor of cosines and sines that gives attention scores the spread that they have
+    in the original context (Peng et al., 2023, section 3.4)."""
     if scaling is None or scaling["rope_type"] not in ("yarn", "longrope"):
         return 1.0
     if scaling.get("attention_factor") is not None:
@@ -219,7 +219,7 @@ def _longrope(
 
 @cache
 def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return fp32 numbers on a device. Kept, because a copy from the host would be waited for."""
+    """Return fp32 numbers on a device, kept because a copy from the host makes it wait."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

@@ -16,7 +16,7 @@ from megatron_llama.model.nn.linear import empty_weight
 
 class _Score(torch.autograd.Function):
     """The product with one row, at least in fp32. Its weight gradient goes to the handle, and is
-    never postponed: a sum over what is at hand costs next to nothing."""
+    never postponed: a sum over a gradient that is at hand costs next to nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ class _Score(torch.autograd.Function):
 
 
 class _GatherEqual(torch.autograd.Function):
-    """Gathers the parts of a sequence of which all ranks do the same: every rank has the whole
-    gradient, and takes its own part of it."""
+    """Gathers the parts of a sequence with which all ranks do the same: every rank has the whole
+    gradient, and takes its own part."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, tp: Axis) -> Tensor:
@@ -66,7 +66,7 @@ class Score(nn.Module):
         self.weight = empty_weight(1, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s or s/tp, b, h] -> [s, b], at least fp32."""
+        """Compute [s or s/tp, b, h] -> [s, b], at least fp32."""
         scores = cast(Tensor, _Score.apply(x, self.weight))  # type: ignore[no-untyped-call]
         if not self.gathers:
             return scores

@@ -1,7 +1,7 @@
 """Causal attention with a sliding window or with capped scores, and of long sequences of packed
 documents that no kernel takes.
 
-An accelerator's flash attention knows windows. Everything else goes block by block: some queries
+An accelerator's flash attention knows windows. All other cases go block by block: some queries
 against the keys that their windows reach, so the cost follows the window, and a mask is never
 larger than a block. Blocks are computed by the kernels of ``attention.py``.
 """
@@ -73,7 +73,7 @@ def sliding_attention(
         return out.flatten(2)
     if documents is not None:
         return packed_attention(query, key, value, documents, rule)
-    q, k, v = (part.transpose(0, 1) for part in (query, key, value))
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     left = rule.window - 1 if rule.limits(length) else None
     out, *_ = _aten._flash_attention_forward(
         *(q, k, v, None, None, length, length, 0.0, True, False),
@@ -89,15 +89,15 @@ def continued_attention(
     """Compute attention of new tokens, query [s, b, n, d], to themselves and those before them: the
     result of ``KVCache.slide``, [r + s, b, n_kv, d]. Returns [s, b, n * d]; without gradients.
 
-    ``starts``, int64 [b], are the positions of the first new tokens, of which ``shortest`` is the
-    lowest: the r slots before them begin with empty ones where a sequence is shorter."""
+    ``starts``, int64 [b], are the positions of the first new tokens; ``shortest`` is the lowest of
+    them. In shorter sequences the first of the r slots before the new tokens are empty."""
     kept = key.shape[0] - query.shape[0]
     ids = None
     if shortest < kept:
         slots = torch.arange(key.shape[0], device=query.device).unsqueeze(-1)
         is_token = (slots >= kept - starts).int()
         ids = DocumentIds(torch.ones_like(is_token[kept:]), is_token)
-    heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+    heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     out, _ = attend(*heads, rule=rule, offset=kept, ids=ids)
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -116,7 +116,7 @@ class _SlidingAttention(torch.autograd.Function):
         backend: AttentionBackend,
     ) -> Tensor:
         ctx.arguments = {"rule": rule, "ids": ids, "backend": backend}
-        heads = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
+        heads = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
         out, lse = attend(*heads, **ctx.arguments)
         ctx.save_for_backward(*heads, out, lse)
         return out.permute(2, 0, 1, 3)
@@ -124,7 +124,7 @@ class _SlidingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = attend_backward(grad.permute(1, 2, 0, 3), *ctx.saved_tensors, **ctx.arguments)
-        return *(part.permute(2, 0, 1, 3) for part in grads), None, None, None
+        return *(tensor.permute(2, 0, 1, 3) for tensor in grads), None, None, None
 
 
 def attend(
@@ -144,7 +144,7 @@ def attend(
     other documents aside."""
     if _runs_flash(query, key, offset, rule, ids):
         out, lse, *_ = _aten._flash_attention_forward(
-            *(part.transpose(1, 2) for part in (query, key, value)),
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             *_flash_arguments(query, key, offset),
             False,
             scale=rule.scale,
@@ -186,21 +186,21 @@ def attend_backward(
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         *lengths, dropout, causal = _flash_arguments(query, key, offset)
         grads = _aten._flash_attention_backward(
-            *(part.transpose(1, 2) for part in (grad, query, key, value, out)),
+            *(tensor.transpose(1, 2) for tensor in (grad, query, key, value, out)),
             *(lse.contiguous(), *lengths, dropout, causal, unused, unused[0]),
             scale=rule.scale,
             **_flash_window(query, key, offset, rule),
         )
-        dq, dk, dv = (part.transpose(1, 2) for part in grads)
+        dq, dk, dv = (tensor.transpose(1, 2) for tensor in grads)
         return dq, dk, dv
     query_grad = torch.empty_like(query)
     # Summed over blocks of queries, so at least in fp32.
     wide = at_least_fp32(query.dtype)
-    key_grad, value_grad = (torch.zeros_like(part, dtype=wide) for part in (key, value))
+    key_grad, value_grad = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
     for block in _blocks(query, key, offset, rule, ids):
         rows = block.rows
         columns = block.columns
-        block_grad, block_query, block_out = (part[:, :, rows] for part in (grad, query, out))
+        block_grad, block_query, block_out = (tensor[:, :, rows] for tensor in (grad, query, out))
         dq, dk, dv = attention.attend_backward(
             block_grad,
             block_query,
@@ -221,8 +221,7 @@ def attend_backward(
 def sliding_warnings(
     device: torch.device, dtype: torch.dtype, head_dim: int, rules: Iterable[ScoreRule]
 ) -> list[str]:
-    """Return what a user should know of layers whose attention goes block by block on an
-    accelerator."""
+    """Return warnings about layers whose attention goes block by block on an accelerator."""
     if is_host(device):
         return []
     warnings = []
@@ -247,9 +246,9 @@ def _runs_flash(
         return False
     queries = query.shape[2]
     keys = key.shape[2]
-    # With a limit to the past alone, flash attention takes the number of keys for the limit to the
-    # future, counted from where it takes the query to be: the first of more queries than keys
-    # would miss the last keys.
+    # Given only a limit to the past, flash attention uses the number of keys as the limit to the
+    # future, counted from its own position of the query. With more queries than keys, the first
+    # queries would miss the last keys.
     return offset + queries == keys or queries <= keys + 1 or not rule.limits(offset + queries)
 
 
@@ -264,8 +263,8 @@ def _flash_arguments(
 def _flash_window(query: Tensor, key: Tensor, offset: int, rule: ScoreRule) -> dict[str, int]:
     if not rule.limits(offset + query.shape[2]):
         return {}
-    # Flash attention takes the last query for the position of the last key. Where it comes later,
-    # the window reaches less far back from there.
+    # Flash attention assumes the last query at the position of the last key. If the query comes
+    # later, its window reaches less far back from that key.
     later = offset + query.shape[2] - key.shape[2]
     left = rule.window - 1 - later
     assert left >= 0, "the last query sees no key"
@@ -289,7 +288,7 @@ def _blocks(
     keys = key.shape[2]
     for start in range(0, queries, BLOCK):
         stop = min(start + BLOCK, queries)
-        # What the first query's window reaches, and what the last query has before it.
+        # From the first key in the first query's window to the last query's own key.
         first = max(0, offset + start - rule.window + 1) if rule.window else 0
         last = min(keys, offset + stop)
         rows = slice(start, stop)

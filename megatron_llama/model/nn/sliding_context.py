@@ -1,10 +1,10 @@
 """Context parallelism of layers with a window: keys and values that no window reaches are neither
 computed nor sent.
 
-The tokens that a rank's queries see of other ranks' chunks (``zigzag.tails``) come in one message
-from each of these ranks, whichever algorithm other layers use: a ring would pass the same tokens on
-from neighbour to neighbour, and stop when the window ends. Messages are hidden under computation:
-forward starts with the rank's own chunks, and backward ends with one of them.
+Each other rank sends the tokens of its chunks that a rank's queries see (``zigzag.tails``) in one
+message, whichever algorithm other layers use: a ring would pass the same tokens on from neighbour
+to neighbour, and stop when the window ends. Messages are hidden under computation: forward starts
+with the rank's own chunks, and backward ends with one of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sliding_context_attention(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """How the sequence is spread over ranks, which token sees which, and what computes."""
+    """The layout of the sequence over ranks, which token sees which, and the kernels."""
 
     cp: Axis
     chunk: int
@@ -62,7 +62,7 @@ class _Sequence:
         return zigzag_chunks(self.cp.rank, self.cp.size)
 
     def tails(self, source: int, target: int) -> tuple[Tail, ...]:
-        """Return what rank ``source`` sends to rank ``target``."""
+        """Return the tails that rank ``source`` sends to rank ``target``."""
         if source == target:
             return ()
         return tails(source, target, self.cp.size, self.chunk, self.rule.window)
@@ -73,7 +73,7 @@ class _Sequence:
         return slice(stop - tail.tokens, stop)
 
     def arguments(self, piece: _Piece) -> dict[str, Any]:
-        """Return what ``attend`` has to know of a piece."""
+        """Return the arguments of ``attend`` for a piece."""
         ids = None
         if self.document_ids is not None:
             first = piece.query_chunk * self.chunk
@@ -98,8 +98,8 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The first tokens of one of the rank's chunks as queries, and as many tokens, the last ones,
-    of a chunk as keys. With one chunk for both these are all."""
+    """The first tokens of one of the rank's chunks as queries, and as many last tokens of a chunk
+    as keys. If both are one chunk, these are all of its tokens."""
 
     query_chunk: int
     key_chunk: int
@@ -144,19 +144,19 @@ class _Tails:
             yield from zip((tail.chunk for tail in self.received[peer]), parts, strict=True)
 
     def send_back(self, grads: Mapping[int, Tensor], like: Tensor) -> tuple[Pending, Any]:
-        """Start to send the gradients of what was received. Return what arrives instead, for
-        ``add``."""
+        """Start to send the gradients of the received tails. Return the buffers of the gradients
+        that arrive, for ``add``."""
         buffers = {peer: _room(like, sent, like.dtype) for peer, sent in self.sent.items() if sent}
         return exchange_with(grads, buffers, self.sequence.cp), buffers
 
     def add(self, buffers: Mapping[int, Tensor], own_grad: Tensor) -> None:
-        """Add the gradients from all ranks, in the order of these, to those of this rank's keys and
+        """Add the gradients from all ranks, in rank order, to those of this rank's keys and
         values."""
         for peer in sorted(buffers):
             sizes = [tail.tokens for tail in self.sent[peer]]
-            parts = torch.split(buffers[peer], sizes, dim=1)
-            for tail, part in zip(self.sent[peer], parts, strict=True):
-                own_grad[:, self.sequence.end_of_tail(tail)] += part
+            tail_grads = torch.split(buffers[peer], sizes, dim=1)
+            for tail, tail_grad in zip(self.sent[peer], tail_grads, strict=True):
+                own_grad[:, self.sequence.end_of_tail(tail)] += tail_grad
 
 
 def _room(like: Tensor, message: tuple[Tail, ...], dtype: torch.dtype) -> Tensor:
@@ -170,7 +170,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 class _SlidingContext(torch.autograd.Function):
-    """Saves what the rank owns: the others' keys and values are sent again in backward."""
+    """Saves the rank's own tensors: other ranks' keys and values are sent again in backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequence: _Sequence) -> Tensor:
@@ -183,10 +183,10 @@ class _SlidingContext(torch.autograd.Function):
 
         def attend_to(chunk: int, keys_and_values: Tensor) -> None:
             for piece in sequence.pieces(chunk):
-                k, v = (_heads_first(part[-piece.tokens :]) for part in keys_and_values)
+                k, v = (_heads_first(tensor[-piece.tokens :]) for tensor in keys_and_values)
                 rows = piece.rows
-                part = attend(q[:, :, rows], k, v, **sequence.arguments(piece))
-                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
+                piece_out, piece_lse = attend(q[:, :, rows], k, v, **sequence.arguments(piece))
+                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], piece_out, piece_lse)
 
         others = _Tails(sequence, key_value)
         for chunk, own in zip(sequence.own, key_value.chunk(2, dim=1), strict=True):
@@ -205,18 +205,18 @@ class _SlidingContext(torch.autograd.Function):
         sequence: _Sequence = ctx.sequence
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
         own_grad = torch.zeros_like(key_value, dtype=lse.dtype)
-        heads = [_heads_first(part) for part in (grad.contiguous(), query, out)]
+        heads = [_heads_first(tensor) for tensor in (grad.contiguous(), query, out)]
 
         def add_grads_of(chunk: int, keys_and_values: Tensor, total: Tensor) -> None:
             for piece in sequence.pieces(chunk):
                 rows = piece.rows
-                g, q, o = (part[:, :, rows] for part in heads)
-                k, v = (_heads_first(part[-piece.tokens :]) for part in keys_and_values)
+                g, q, o = (tensor[:, :, rows] for tensor in heads)
+                k, v = (_heads_first(tensor[-piece.tokens :]) for tensor in keys_and_values)
                 row_lse = lse[:, :, rows]
                 dq, dk, dv = attend_backward(g, q, k, v, o, row_lse, **sequence.arguments(piece))
                 _heads_first(query_grad)[:, :, rows].add_(dq)
-                for sums, part in zip(total, (dk, dv), strict=True):
-                    _heads_first(sums[-piece.tokens :]).add_(part)
+                for sums, piece_grad in zip(total, (dk, dv), strict=True):
+                    _heads_first(sums[-piece.tokens :]).add_(piece_grad)
 
         others = _Tails(sequence, key_value)
         (first, second), values = sequence.own, key_value.chunk(2, dim=1)
@@ -231,7 +231,7 @@ class _SlidingContext(torch.autograd.Function):
         for (chunk, tail), (_, tail_grad) in received:
             add_grads_of(chunk, tail, tail_grad)
         pending, buffers = others.send_back(grads, own_grad)
-        # One own chunk was left for the time in which the gradients are sent.
+        # One own chunk was left to compute while the gradients are sent.
         add_grads_of(second, values[1], totals[1])
         pending.wait()
         others.add(buffers, own_grad)

@@ -20,13 +20,13 @@ from megatron_llama.model.plan.params import kv_copies, padded_vocab_size
 ROTARY_BYTES = 4
 """An entry of the rotary table, always fp32."""
 INDEX_BYTES = 8 + 1
-"""What a vocabulary-parallel embedding keeps of a token: its row as int64, and whether another rank
-has it."""
+"""Bytes that a vocabulary-parallel embedding keeps of a token: its row as int64, and whether
+another rank has it."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What one rank keeps of one microbatch, in bytes unless it says tokens."""
+    """The activations that one rank keeps of one microbatch, in bytes unless a name says tokens."""
 
     model: ModelConfig
     """With every derived field filled in."""
@@ -47,7 +47,7 @@ class Activations:
 
     @staticmethod
     def from_config(config: Config) -> Activations:
-        """The activations of a resolved configuration."""
+        """Return the activations of a resolved configuration."""
         training = config.training
         parallel = config.parallel
         return Activations(
@@ -69,7 +69,7 @@ class Activations:
 
     @property
     def tokens(self) -> int:
-        """Tokens of whose attention and matrix products this rank computes its share."""
+        """Tokens whose attention and matrix products this rank computes its share of."""
         return self.micro_batch_size * self.seq_length // self.cp
 
     @property
@@ -106,7 +106,7 @@ class Activations:
 
     @property
     def _norm(self) -> int:
-        """RMSNorm keeps its input and one scale for each token."""
+        """Bytes of an RMSNorm: its input and one scale for each token."""
         return self.hidden + self._residual_tokens * self.fp32_itemsize
 
     @property
@@ -139,7 +139,7 @@ class Activations:
         return 2 * self._query + self._key_value * received + log_sum_exp + self._qk_norm
 
     def block(self, granularity: Granularity) -> int:
-        """One transformer block."""
+        """Return the bytes of one transformer block."""
         if granularity == "full":
             # Only the block's input is kept. Without sequence parallelism all tp ranks have the
             # same input, and each keeps 1/tp of it if it divides.
@@ -158,8 +158,8 @@ class Activations:
         return selective + outputs + self._inner
 
     def postponed_block(self, granularity: Granularity) -> int:
-        """One block between BACKWARD_INPUT and BACKWARD_WEIGHT: the inputs and the output gradients
-        of its four matrix products."""
+        """Return one block between BACKWARD_INPUT and BACKWARD_WEIGHT: the inputs and the output
+        gradients of its four matrix products."""
         # Gradients of the residual stream are those of all tokens, also under sequence parallelism.
         streams = 2 * self.tokens * self.model.hidden_size * self.itemsize
         gradients = self._query + self._key_value + 2 * self._inner + streams
@@ -181,7 +181,7 @@ class Activations:
 
     @property
     def exceeds_head_chunk(self) -> bool:
-        """Whether the logits of all tokens are so many that they are computed in chunks, where the
+        """Whether the logits of all tokens are so many that they are computed in chunks, if the
         schedule allows it."""
         return self.tokens * self._columns > self.head_chunk
 
@@ -191,10 +191,10 @@ class Activations:
         return self.tokens * self._columns * self.itemsize
 
     def loss(self, *, in_chunks: bool) -> int:
-        """What computing the loss needs besides what is kept: some logits in fp32, if they are not;
+        """Return the bytes for the loss besides what is kept: some logits in fp32, if they are not;
         in chunks also the logits of one chunk, and the input of the head where this rank keeps only
-        a part of it; and logits once more where they are capped. A reward model needs its scores,
-        and the input of the head in fp32."""
+        a part of it; and logits once more if they are capped. A reward model needs its scores, and
+        the input of the head in fp32."""
         if self.model.num_labels:
             return self._residual_tokens * self.model.hidden_size * self.fp32_itemsize
         at_once = (
@@ -209,7 +209,7 @@ class Activations:
         )
         capped = at_once * self.itemsize if self.model.final_logit_softcapping else 0
         if not in_chunks:
-            # The gradient through the cap is another tensor, made when the loss is done.
+            # The gradient through the cap is another tensor, made after the loss.
             return max(computed, capped)
         whole = (
             self.tokens * self.model.hidden_size * self.itemsize
@@ -219,15 +219,15 @@ class Activations:
         return computed + at_once * self.itemsize + capped + whole
 
     def gradients(self, recomputed: Granularity) -> int:
-        """What the backward pass of a block needs besides what is kept: what it computes again, and
-        the largest gradients that exist at once, those of the MLP's two inner activations and of
-        their product."""
+        """Return the bytes for the backward pass of a block besides what is kept: what it computes
+        again, and the largest gradients that exist at once, those of the MLP's two inner
+        activations and of their product."""
         return self.block("none") - self.block(recomputed) + 3 * self._inner
 
     def head(self, *, in_chunks: bool) -> int:
-        """Final norm, head and loss. The gradient of the logits is the largest part, unless they
-        are computed in chunks; where logits are capped, the hyperbolic tangent is as large. A
-        reward model has a score for each token instead."""
+        """Return the bytes of final norm, head and loss. The gradient of the logits is the largest
+        part, unless they are computed in chunks; where logits are capped, the hyperbolic tangent is
+        as large. A reward model has a score for each token instead."""
         if self.model.num_labels:
             return self._norm + self.hidden + self.tokens * self.fp32_itemsize
         tensors = 2 if self.model.final_logit_softcapping else 1
@@ -252,16 +252,16 @@ class Activations:
         last: bool,
         in_chunks: bool = False,
     ) -> int:
-        """A pipeline stage of ``blocks`` blocks, of which ``recomputing`` recompute. ``in_chunks``:
-        the last stage never holds the logits of all tokens."""
+        """Return the bytes of a pipeline stage of ``blocks`` blocks, of which ``recomputing``
+        recompute. ``in_chunks``: the last stage never holds the logits of all tokens."""
         kept = recomputing * self.block(granularity) + (blocks - recomputing) * self.block("none")
         return kept + self.rotary + first * self.embedding + last * self.head(in_chunks=in_chunks)
 
     def postponed_stage(
         self, blocks: int, granularity: Granularity, recomputing: int, *, first: bool, last: bool
     ) -> int:
-        """A stage between BACKWARD_INPUT and BACKWARD_WEIGHT: its blocks, and the gradients of the
-        looked-up rows and of the logits."""
+        """Return the bytes of a stage between BACKWARD_INPUT and BACKWARD_WEIGHT: its blocks, and
+        the gradients of the looked-up rows and of the logits."""
         kept = recomputing * self.postponed_block(granularity) + (
             blocks - recomputing
         ) * self.postponed_block("none")

@@ -15,10 +15,10 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def with_frozen(unit: UnitSpec, patterns: Sequence[str]) -> UnitSpec:
-    """The unit with those parameters frozen of which every HuggingFace tensor is.
+    """Return the unit, with each parameter frozen whose HuggingFace tensors all are.
     ``checks/freeze.py`` refuses patterns that freeze a part of one."""
     params = []
     for spec in unit.params:
-        frozen = all(is_frozen(part.name, patterns) for part in spec.slices)
+        frozen = all(is_frozen(hf_slice.name, patterns) for hf_slice in spec.slices)
         params.append(replace(spec, trainable=spec.trainable and not frozen))
     return replace(unit, params=tuple(params))

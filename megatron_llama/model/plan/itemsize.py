@@ -1,4 +1,4 @@
-"""Bytes of one number, by what it is for."""
+"""Bytes of one number, by its use."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from megatron_llama.config.schema import Config
 
 
 def compute_itemsize(config: Config) -> int:
-    """Bytes of a parameter or activation in the dtype that a run computes in."""
+    """Return the bytes of a parameter or activation in the dtype that a run computes in."""
     training = config.training
     return 8 if training.fp64 else 2 if training.bf16 or training.fp16 else 4
 
 
 def fp32_itemsize(config: Config) -> int:
-    """Bytes of a master weight, a moment or an accumulated gradient: fp32, or fp64 with --fp64."""
+    """Return the bytes of a master weight, moment or accumulated gradient: fp32, or fp64 with
+    --fp64."""
     return max(compute_itemsize(config), 4)
 
 
 def reduce_itemsize(config: Config) -> int:
-    """Bytes of a gradient while it travels between data-parallel ranks."""
+    """Return the bytes of a gradient while it travels between data-parallel ranks."""
     return 2 if config.parallel.grad_reduce_in_bf16 else fp32_itemsize(config)

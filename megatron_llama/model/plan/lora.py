@@ -15,7 +15,7 @@ from megatron_llama.model.plan.params import QKV, SCORE, stage_units, whole_mode
 PROJECTIONS = LoraConfig().lora_target_modules
 """The linear layers of a transformer block, by LLaMA's names in HuggingFace."""
 MODULES = (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-"""The same in the order of LLaMA's block, each with the module that it is in."""
+"""The same with the module of each, in the order of LLaMA's block."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Projections whose inputs are split over tp; the others' outputs are."""
 LORA_A = "lora_A"
@@ -29,13 +29,13 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """The names of both halves of a weight's low-rank addition, as PEFT has them."""
+    """Return the names of both halves of a weight's low-rank addition, as PEFT has them."""
     owner = name.removesuffix(".weight")
     return f"{owner}.{LORA_A}.weight", f"{owner}.{LORA_B}.weight"
 
 
 def projections(model: ModelConfig) -> tuple[str, ...]:
-    """The linear layers of a transformer block, by their names in the HuggingFace model."""
+    """Return the linear layers of a transformer block, by their names in the HuggingFace model."""
     rows = dict.fromkeys(MODULES, 0)
     family = FAMILIES[model.model_type]
     theirs = (family.place(module, rows)[0] for module in MODULES)
@@ -43,15 +43,15 @@ def projections(model: ModelConfig) -> tuple[str, ...]:
 
 
 def projection_of(name: str) -> str:
-    """``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
+    """Return ``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
     return name.split(".")[-2]
 
 
 def with_adapters(
     unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parallel: bool
 ) -> UnitSpec:
-    """The unit with all its weights frozen but for the score, which is new, and an addition after
-    each weight that gets one."""
+    """Return the unit with all its weights frozen except the score, which is new, and an addition
+    after each weight that gets one."""
     if not lora.lora_rank:
         return unit
     params: list[ParamSpec] = []
@@ -70,8 +70,8 @@ def with_adapters(
 def _adapter(
     spec: ParamSpec, parts: tuple[HFSlice, ...], rank: int, tp: int, *, sequence_parallel: bool
 ) -> tuple[ParamSpec, ParamSpec]:
-    """A [rank, inputs] and B [outputs, rank] of the slices of a weight that are one HuggingFace
-    tensor.
+    """Return A [rank, inputs] and B [outputs, rank] of the slices of a weight that are one
+    HuggingFace tensor.
 
     The half at the weight's split side is split over tp too, the other half is repeated. A repeated
     half sees only a part of its gradient where the tp ranks compute with different inputs
@@ -80,12 +80,12 @@ def _adapter(
     a, b = adapter_names(name)
     projection = projection_of(name)
     (outputs, inputs) = parts[0].shape
-    rows = sum(part.rows for part in parts)
+    rows = sum(piece.rows for piece in parts)
     local = f"{spec.name.removesuffix('.weight')}.adapters.{projection}"
     in_a = HFSlice(a, (rank, inputs), 0, rank, hf_col=parts[0].hf_col)
     in_b = tuple(
-        HFSlice(b, (outputs, rank), part.row - parts[0].row, part.rows, hf_row=part.hf_row)
-        for part in parts
+        HFSlice(b, (outputs, rank), piece.row - parts[0].row, piece.rows, hf_row=piece.hf_row)
+        for piece in parts
     )
     build = partial(ParamSpec, decay=True, stage=spec.stage, adapter=True)
     first = build(f"{local}.{LORA_A}.weight", (rank, spec.shape[1]), (in_a,))
@@ -98,20 +98,20 @@ def _adapter(
 
 
 def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of both halves of every low-rank addition, in forward order; PEFT's names
-    without its prefix."""
+    """Return name and shape of both halves of every low-rank addition, in forward order; PEFT's
+    names without its prefix."""
     units = stage_units(model, whole_model(model), 0)
     adapted = (with_adapters(unit, lora, 1, sequence_parallel=False) for unit in units)
     return {
-        part.name: part.shape
+        hf_slice.name: hf_slice.shape
         for unit in adapted
         for spec in unit.params
-        for part in spec.slices
+        for hf_slice in spec.slices
         if spec.adapter
     }
 
 
 def trained_beside_adapters(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the weights that ``--lora-rank`` trains whole: the score of a reward model,
-    which is new. PEFT calls them modules to save."""
+    """Return name and shape of the weights that ``--lora-rank`` trains whole: the score of a reward
+    model, which is new. PEFT calls them modules to save."""
     return {SCORE: (model.num_labels, model.hidden_size)} if model.num_labels else {}

@@ -23,7 +23,7 @@ EXAMPLE = "'embed*: lr=1e-3, weight_decay=0'"
 
 
 class Malformed(ValueError):
-    """A group that cannot be read. Its text is the problem, as ``errors.describe`` has it."""
+    """A group that cannot be read. Its text is the problem, as ``errors.describe`` makes it."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class ParamGroup:
     """One value of ``--param-group``."""
 
     text: str
-    """As it was given."""
+    """The value as it was given."""
     pattern: str
     values: Mapping[str, float]
-    """What it says, by KEYS."""
+    """The numbers that it gives, by KEYS."""
 
     def matches(self, name: str) -> bool:
-        """Whether it is about a HuggingFace parameter: the pattern is that of the whole name, or
-        of its end from some dot on."""
+        """Whether the pattern matches the name of a HuggingFace parameter, whole or from some dot
+        on."""
         return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"*.{self.pattern}")
 
 
 def read_group(text: str) -> ParamGroup:
     """Read ``PATTERN: key=value, key=value``. Raises Malformed."""
-    pattern, colon, rest = (part.strip() for part in text.partition(":"))
+    pattern, colon, rest = (word.strip() for word in text.partition(":"))
     if not pattern or not colon or not rest:
         raise Malformed(
             describe(
@@ -56,7 +56,7 @@ def read_group(text: str) -> ParamGroup:
         )
     values: dict[str, float] = {}
     for entry in rest.split(","):
-        key, equals, word = (part.strip() for part in entry.partition("="))
+        key, equals, word = (word.strip() for word in entry.partition("="))
         key = key.replace("-", "_")
         if not equals or key not in KEYS:
             got = f"{entry.strip() or 'nothing'} in {text}"
@@ -99,7 +99,7 @@ def read_groups(texts: Sequence[str]) -> tuple[ParamGroup, ...]:
 
 
 def merged(groups: Iterable[ParamGroup], name: str) -> dict[str, float]:
-    """What all groups together say of a parameter. ``conflicts`` are refused before."""
+    """Return the values of all groups for a parameter. Conflicts have been refused before."""
     values: dict[str, float] = {}
     for group in groups:
         if group.matches(name):
@@ -108,13 +108,13 @@ def merged(groups: Iterable[ParamGroup], name: str) -> dict[str, float]:
 
 
 def conflict(groups: Iterable[ParamGroup], name: str) -> tuple[ParamGroup, ParamGroup, str] | None:
-    """Two groups that say different things of one parameter, and of what; None if none do."""
+    """Return two groups that contradict each other about a parameter, and the key; else None."""
     said: dict[str, ParamGroup] = {}
     for group in groups:
         if not group.matches(name):
             continue
         for key, value in group.values.items():
-            # A rate and a factor of the rate say the same thing.
+            # A rate and a factor of the rate give the same number.
             subject = LR if key == LR_MULT else key
             before = said.setdefault(subject, group)
             if before.values.get(key) != value:
@@ -123,8 +123,8 @@ def conflict(groups: Iterable[ParamGroup], name: str) -> tuple[ParamGroup, Param
 
 
 def with_values(optimizer: OptimizerConfig, values: Mapping[str, float]) -> OptimizerConfig:
-    """The options of parameters of which groups say ``values``. Unless it is given, the least rate
-    keeps its proportion to the peak."""
+    """Return the options of parameters to which groups give ``values``. Unless it is given, the
+    least rate keeps its proportion to the peak."""
     factor = values.get(LR_MULT, 1.0)
     lr = values.get(LR, optimizer.lr * factor)
     if LR in values:
@@ -141,27 +141,27 @@ def with_values(optimizer: OptimizerConfig, values: Mapping[str, float]) -> Opti
 
 
 class ParamGroups:
-    """The groups of a model's parameters. Number 0 is that of all parameters of which no group says
-    anything about the update; the others are numbered in the order in which the model has them, so
-    every rank finds the same."""
+    """The groups of a model's parameters. Number 0 holds all parameters whose update no group
+    changes; the others are numbered in the order in which the model has them, so every rank finds
+    the same."""
 
     def __init__(self, optimizer: OptimizerConfig, names: Iterable[str]) -> None:
         """``names``: the HuggingFace names of all parameters of the model, low-rank additions
         included."""
         self._groups = read_groups(optimizer.param_group)
-        found: dict[tuple[tuple[str, float], ...], int] = {(): 0}
+        numbers: dict[tuple[tuple[str, float], ...], int] = {(): 0}
         for name in names if self._groups else ():
-            found.setdefault(self._key(name), len(found))
-        self._numbers = found
-        self.configs = tuple(with_values(optimizer, dict(key)) for key in found)
+            numbers.setdefault(self._key(name), len(numbers))
+        self._numbers = numbers
+        self.configs = tuple(with_values(optimizer, dict(key)) for key in numbers)
         """The options of each group."""
 
     def number(self, name: str) -> int:
-        """The group of a parameter of the model."""
+        """Return the number of a parameter's group."""
         return self._numbers[self._key(name)]
 
     def decays(self, name: str) -> bool:
-        """Whether a group says how a parameter decays: then it does, whatever its dims."""
+        """Whether a group gives a parameter's decay: then it decays, whatever its dims."""
         return WEIGHT_DECAY in merged(self._groups, name)
 
     def _key(self, name: str) -> tuple[tuple[str, float], ...]:
@@ -170,14 +170,14 @@ class ParamGroups:
 
 
 def initial_std(texts: Sequence[str], name: str) -> float | None:
-    """The standard deviation that groups give the initial values of a parameter; None if none
+    """Return the standard deviation that groups give a parameter's initial values; None if none
     does."""
     return merged(read_groups(texts), name).get(INIT_STD)
 
 
 def with_groups(unit: UnitSpec, groups: ParamGroups) -> UnitSpec:
-    """The unit with the group of each parameter. ``checks/param_groups.py`` refuses patterns that
-    cut what is stored as one."""
+    """Return the unit with the group of each parameter. ``checks/param_groups.py`` refuses patterns
+    that cut a stored parameter in two."""
     if len(groups.configs) == 1:
         return unit
     params = []

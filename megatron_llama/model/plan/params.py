@@ -1,10 +1,10 @@
-"""Which parameters a pipeline stage owns, their local shapes, and where each element sits in the
+"""The parameters of a pipeline stage, their local shapes, and the place of each element in the
 HuggingFace model.
 
-There is one table of this, so that those who read it cannot disagree: the model builds its modules
-from it, ``buckets.py`` packs the parameters into messages, checkpoints and conversions read the
-HuggingFace coordinates, and ``--dry-run`` counts. ``specs.py`` has the words of the table: slices,
-rectangles, units. A *partition* says which transformer blocks each pipeline stage holds.
+There is one table, so that its readers cannot disagree: the model builds its modules from it,
+``buckets.py`` packs the parameters into messages, checkpoints and conversions read the HuggingFace
+coordinates, and ``--dry-run`` counts. ``specs.py`` has the words of the table: slices, rectangles,
+units. A *partition* says which transformer blocks each pipeline stage holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCORE = "score.weight"
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks, padding included."""
+    """Return rows of the embedding over all tensor-parallel ranks, padding included."""
     multiple = model.make_vocab_size_divisible_by * tp
     return -(-model.vocab_size // multiple) * multiple
 
@@ -58,20 +58,20 @@ class Partition:
         return len(self.layers)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of one pipeline rank, first to last."""
+        """Return the stages of one pipeline rank, first to last."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @property
     def first_and_last_share_rank(self) -> bool:
-        """The first and the last stage run on one rank: a tied head is the embedding itself."""
+        """Whether first and last stage run on one rank: a tied head is the embedding itself."""
         return self.placement[0] == self.placement[-1]
 
 
 def split_layers(
     layers: int, stages: int, *, explicit: Sequence[int] = (), first: int = 0, last: int = 0
 ) -> tuple[range, ...]:
-    """The blocks of each stage: as listed in ``explicit``, or equal shares of which the first and
-    the last stage give up ``first`` and ``last`` blocks.
+    """Return the blocks of each stage: as listed in ``explicit``, or equal shares of which the
+    first and the last stage give up ``first`` and ``last`` blocks.
 
     The caller has checked that the numbers fit (``train/setup/checks/parallel.py``)."""
     share = (layers + first + last) // stages
@@ -83,7 +83,7 @@ def split_layers(
 
 
 def partition_of(config: Config) -> Partition:
-    """The partition of a resolved configuration."""
+    """Return the partition of a resolved configuration."""
     parallel = config.parallel
     placement = placement_of(
         parallel.pipeline_schedule,
@@ -101,8 +101,8 @@ def partition_of(config: Config) -> Partition:
 
 
 def kv_copies(model: ModelConfig, tp: int) -> int:
-    """How many consecutive tensor-parallel ranks share one key/value head: more than 1 when tp
-    exceeds the number of heads."""
+    """Return how many consecutive tensor-parallel ranks share one key/value head: more than 1 when
+    tp exceeds the number of heads."""
     return max(1, tp // model.num_key_value_heads)
 
 
@@ -117,12 +117,12 @@ class Shapes:
     stage: int = 0
 
     def embedding(self, *, tied: bool, contributions: int) -> UnitSpec:
-        """The token embedding, rows split over tp."""
+        """Return the token embedding, rows split over tp."""
         weight = self._vocab(EMBEDDING, EMBEDDING, tied, contributions)
         return UnitSpec("embed_tokens", (weight,))
 
     def block(self, layer: int) -> UnitSpec:
-        """One transformer block, in the order of its forward pass."""
+        """Return one transformer block, in the order of its forward pass."""
         m = self.model
         prefix = f"model.layers.{layer}"
         before = m.norm_position in ("before", "both")
@@ -144,8 +144,8 @@ class Shapes:
         return UnitSpec(f"layers.{layer}", params, is_block=True)
 
     def head(self, *, tied: bool, shared: bool) -> UnitSpec:
-        """Final norm and output head, or the score of a reward model. ``shared``: the head is the
-        embedding of the same process and is not listed again."""
+        """Return the final norm and the output head, or the score of a reward model. ``shared``:
+        the head is the embedding of the same process and is not listed again."""
         name = "model.norm.weight"
         norm = self._norm(name, name)
         if self.model.num_labels:
@@ -157,15 +157,14 @@ class Shapes:
         return UnitSpec("head", (norm, self._vocab("lm_head.weight", source, tied, 1)))
 
     def _score(self) -> ParamSpec:
-        """The weight of a reward model's score, which every tp rank holds. With sequence
+        """Return the weight of a reward model's score, which every tp rank holds. With sequence
         parallelism each scores its part of the sequence."""
         shape = (self.model.num_labels, self.model.hidden_size)
-        part = HFSlice(SCORE, shape, 0, shape[0])
-        # One row: gathered before each access it would cost a message and save next to nothing.
+        # One row: gathering it before each access would cost a message and save next to nothing.
         return ParamSpec(
             SCORE,
             shape,
-            (part,),
+            (HFSlice(SCORE, shape, 0, shape[0]),),
             decay=True,
             copies=self.tp,
             partial_grad=self.sequence_parallel and self.tp > 1,
@@ -174,8 +173,8 @@ class Shapes:
         )
 
     def _attention_inputs(self, prefix: str) -> tuple[ParamSpec, ...]:
-        """One fused weight ``qkv_proj``. When several ranks share a key/value head, queries are
-        apart from keys and values: those are copies, and each rank sees only the gradient through
+        """Return one fused weight ``qkv_proj``. When several ranks share a key/value head, keys and
+        values are apart from queries: they are copies, and each rank sees only the gradient through
         its own queries."""
         m = self.model
         bias = m.attention_bias or m.add_qkv_bias
@@ -192,8 +191,8 @@ class Shapes:
         return replace(self, tp=self.tp // copies, tp_rank=self.tp_rank // copies)
 
     def _head_norms(self, prefix: str) -> tuple[ParamSpec, ...]:
-        """The norms of queries and keys: one weight for all heads, or rows that are split as those
-        of the projection."""
+        """Return the norms of queries and keys: one weight for all heads, or rows that are split as
+        those of the projection."""
         m = self.model
         names = ("self_attn.q_norm", "self_attn.k_norm")
         if m.qk_norm == "none":
@@ -228,15 +227,14 @@ class Shapes:
         )
 
     def _vector(self, name: str, theirs: str, size: int, *, partial_grad: bool) -> ParamSpec:
-        """A vector that every tp rank holds, ``theirs`` in the HuggingFace model. ``partial_grad``:
-        each of them applies it to other positions or heads, so that their gradients are to be
-        summed."""
-        part = HFSlice(theirs, (size,), 0, size)
+        """Return a vector that every tp rank holds, ``theirs`` in the HuggingFace model.
+        ``partial_grad``: each rank applies it to other positions or heads, so their gradients have
+        to be summed."""
         partial_grad = partial_grad and self.tp > 1
         return ParamSpec(
             name,
             (size,),
-            (part,),
+            (HFSlice(theirs, (size,), 0, size),),
             decay=False,
             copies=self.tp,
             partial_grad=partial_grad,
@@ -245,14 +243,13 @@ class Shapes:
         )
 
     def _split_vector(self, prefix: str, module: str, size: int) -> ParamSpec:
-        """A norm's weight over all heads, split over tp."""
+        """Return a norm's weight over all heads, split over tp."""
         local = size // self.tp
         name = f"{prefix}.{self._family.tensors.get(module, module)}.weight"
-        part = HFSlice(name, (size,), 0, local, hf_row=self.tp_rank * local)
         return ParamSpec(
             f"{prefix}.{module}.weight",
             (local,),
-            (part,),
+            (HFSlice(name, (size,), 0, local, hf_row=self.tp_rank * local),),
             decay=False,
             stage=self.stage,
             resident=True,
@@ -261,12 +258,12 @@ class Shapes:
     def _columns(
         self, prefix: str, name: str, modules: Sequence[str], *, bias: bool
     ) -> tuple[ParamSpec, ...]:
-        """A fused column-parallel weight, and its bias: the outputs of each of the modules are
-        split over tp, and the rank's shares are stacked."""
+        """Return a fused column-parallel weight, and its bias: the outputs of each of the modules
+        are split over tp, and the rank's shares are stacked."""
         outputs = self._outputs
         row = 0
         slices = []
-        # One product makes all of them; each keeps its place in a HuggingFace tensor.
+        # One product computes all modules; each keeps its place in a HuggingFace tensor.
         for module in modules:
             theirs, rows, first = self._family.place(module, outputs)
             local = outputs[module] // self.tp
@@ -282,14 +279,14 @@ class Shapes:
             f"{prefix}.{name}.weight",
             (row, hidden),
             tuple(
-                replace(part, name=f"{part.name}.weight", shape=(*part.shape, hidden))
-                for part in slices
+                replace(hf_slice, name=f"{hf_slice.name}.weight", shape=(*hf_slice.shape, hidden))
+                for hf_slice in slices
             ),
             decay=True,
         )
         if not bias:
             return (weight,)
-        parts = tuple(replace(part, name=f"{part.name}.bias") for part in slices)
+        parts = tuple(replace(hf_slice, name=f"{hf_slice.name}.bias") for hf_slice in slices)
         vector = build(f"{prefix}.{name}.bias", (row,), parts, decay=False, resident=True)
         return weight, vector
 
@@ -303,18 +300,21 @@ class Shapes:
         return sizes | dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), m.intermediate_size)
 
     def _rows(self, prefix: str, module: str, inputs: int, *, bias: bool) -> tuple[ParamSpec, ...]:
-        """A row-parallel weight, whose input columns are split over tp, and its bias, which is
-        added to the sum over tp."""
+        """Return a row-parallel weight, whose input columns are split over tp, and its bias, which
+        is added to the sum over tp."""
         hidden = self.model.hidden_size
         local = inputs // self.tp
         name = f"{prefix}.{module}"
         theirs = f"{prefix}.{self._family.tensors.get(module, module)}"
-        part = HFSlice(f"{theirs}.weight", (hidden, inputs), 0, hidden, hf_col=self.tp_rank * local)
-        weight = ParamSpec(f"{name}.weight", (hidden, local), (part,), decay=True, stage=self.stage)
+        size = (hidden, inputs)
+        hf_slice = HFSlice(f"{theirs}.weight", size, 0, hidden, hf_col=self.tp_rank * local)
+        weight = ParamSpec(
+            f"{name}.weight", (hidden, local), (hf_slice,), decay=True, stage=self.stage
+        )
         if not bias:
             return (weight,)
-        # As a norm's weight: all tp ranks hold it, and with sequence parallelism each adds it to
-        # its part of the sequence.
+        # Like a norm's weight: all tp ranks hold the bias, and with sequence parallelism each adds
+        # it to its part of the sequence.
         return weight, self._norm(f"{name}.bias", f"{theirs}.bias")
 
     @property
@@ -325,16 +325,16 @@ class Shapes:
         m = self.model
         local = padded_vocab_size(m, self.tp) // self.tp
         first = self.tp_rank * local
-        # The last ranks of a small vocabulary may have nothing but padding.
+        # The last ranks of a small vocabulary may have only padding.
         rows = max(0, min(m.vocab_size - first, local))
-        part = HFSlice(
+        hf_slice = HFSlice(
             source, (m.vocab_size, m.hidden_size), 0, rows, hf_row=min(first, m.vocab_size)
         )
         shape = (local, m.hidden_size)
         return ParamSpec(
             name,
             shape,
-            (part,),
+            (hf_slice,),
             decay=True,
             tied=tied,
             contributions=contributions,
@@ -356,8 +356,8 @@ def stage_units(
     tp_rank: int = 0,
     sequence_parallel: bool = False,
 ) -> tuple[UnitSpec, ...]:
-    """The units of one pipeline stage on one tensor-parallel rank, in forward order. What a run
-    adds to them or does not train is ``run_params.trained_units``."""
+    """Return the units of one pipeline stage on one tensor-parallel rank, in forward order.
+    ``run_params.trained_units`` adds and freezes what a run asks for."""
     shapes = Shapes(model, tp, tp_rank, sequence_parallel, stage)
     tie = has_tied_head(model)
     shared = tie and partition.first_and_last_share_rank
@@ -372,16 +372,16 @@ def stage_units(
 
 
 def whole_model(model: ModelConfig) -> Partition:
-    """The partition of a model that is one single stage."""
+    """Return the partition of a model that is one single stage."""
     return Partition((range(model.num_hidden_layers),), (0,))
 
 
 def hf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the HuggingFace model, in forward order."""
-    units = stage_units(model, whole_model(model), 0)
-    return {part.name: part.shape for unit in units for spec in unit.params for part in spec.slices}
+    """Return name and shape of every tensor of the HuggingFace model, in forward order."""
+    specs = (spec for unit in stage_units(model, whole_model(model), 0) for spec in unit.params)
+    return {hf_slice.name: hf_slice.shape for spec in specs for hf_slice in spec.slices}
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model, as HuggingFace counts them: no padding, tied weights once."""
+    """Count the whole model's parameters as HuggingFace does: no padding, tied weights once."""
     return sum(math.prod(shape) for shape in hf_shapes(model).values())

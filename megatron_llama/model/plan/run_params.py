@@ -1,7 +1,7 @@
-"""What a run makes of the table of parameters (``params.py``): low-rank additions, what is frozen,
-Muon's matrices, and the group of each parameter.
+"""A run's changes to the table of parameters (``params.py``): low-rank additions, frozen
+parameters, Muon's matrices, and the group of each parameter.
 
-Every feature has its own module, a function from units to units. Their order is here alone.
+Every feature has its own module, a function from units to units. Only this module has their order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def trained_units(
     tp: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[UnitSpec, ...]:
-    """The units of a stage as a run trains them, in forward order. ``freeze`` holds patterns of
-    HuggingFace names. ``muon``: whether Muon updates the matrices of blocks."""
+    """Return the units of a stage as a run trains them, in forward order. ``freeze`` holds patterns
+    of HuggingFace names. ``muon``: whether Muon updates the matrices of blocks."""
     adapted = (with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units)
     frozen = (with_frozen(unit, freeze) for unit in adapted)
-    # Last: Muon leaves out low-rank additions, and has nothing to do with what is frozen.
+    # Last: Muon leaves out low-rank additions and frozen parameters.
     return tuple(with_muon(unit) if muon else unit for unit in frozen)
 
 
 def whole_model_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:
-    """The units of the whole model in one stage, as the first of ``tp`` ranks trains them."""
+    """Return the whole model's units in one stage, as the first of ``tp`` ranks trains them."""
     model = config.model
     return trained_units(
         stage_units(model, whole_model(model), 0, tp=tp),
@@ -56,7 +56,7 @@ def whole_model_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:
 def rank_units(
     config: Config, *, rank: int = 0, tp_rank: int = 0
 ) -> tuple[tuple[UnitSpec, ...], ...]:
-    """The units of every stage of one pipeline rank of a resolved configuration."""
+    """Return the units of every stage of one pipeline rank of a resolved configuration."""
     partition = partition_of(config)
     tp = config.parallel.tensor_model_parallel_size
     sequence_parallel = config.parallel.sequence_parallel
@@ -83,7 +83,7 @@ def rank_units(
 
 
 def param_groups(config: Config) -> ParamGroups:
-    """The groups of all parameters of a resolved configuration."""
+    """Return the groups of all parameters of a resolved configuration."""
     if not config.optimizer.param_group:
         return ParamGroups(config.optimizer, ())
     model = config.model
@@ -91,13 +91,13 @@ def param_groups(config: Config) -> ParamGroups:
 
 
 def logged_group(config: Config) -> int:
-    """The group whose learning rate is that of a log line: number 0, or the first in the model if
-    ``--param-group`` says something of everything that is trained."""
+    """Return the group whose learning rate a log line has: number 0, or the first in the model if
+    ``--param-group`` matches every trained parameter."""
     groups = param_groups(config)
     trained = [spec for unit in whole_model_units(config) for spec in unit.params if spec.trainable]
     return min((groups.number(spec.slices[0].name) for spec in trained), default=0)
 
 
 def trains_embedding(config: Config) -> bool:
-    """Return whether the embedding is trained: not frozen, nor beside low-rank additions."""
+    """Whether the embedding is trained: not frozen, nor beside low-rank additions."""
     return not config.lora.lora_rank and not is_frozen(EMBEDDING, config.optimizer.freeze)

@@ -1,4 +1,4 @@
-"""What sliding windows save: scores, and keys and values between context-parallel ranks."""
+"""Savings of sliding windows: scores, and keys and values between context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def score_share(model: ModelConfig, length: int) -> float:
 
 
 def context_tokens(window: int, length: int, size: int, rank: int) -> tuple[int, int]:
-    """Return of how many tokens a context-parallel rank sends keys and values in one layer, counted
-    once for each rank that gets them, and of how many it receives them. ``window`` 0: all of a
-    sequence of ``length``. Gradients go the other way."""
+    """Return the numbers of tokens whose keys and values a context-parallel rank sends in one
+    layer, counted once for each receiving rank, and receives. ``window`` 0: all of a sequence of
+    ``length``. Gradients go the other way."""
     if not 0 < window < length:
         others = (size - 1) * (length // size)
         return others, others
@@ -34,7 +34,7 @@ def context_tokens(window: int, length: int, size: int, rank: int) -> tuple[int,
 
 @cache
 def _most_tokens(window: int, length: int, size: int) -> tuple[int, int]:
-    """Return both of ``context_tokens``, each of the rank where it is most."""
+    """Return both numbers of ``context_tokens``, each the largest of all ranks."""
     sent, received = zip(
         *(context_tokens(window, length, size, rank) for rank in range(size)), strict=True
     )
@@ -43,8 +43,7 @@ def _most_tokens(window: int, length: int, size: int) -> tuple[int, int]:
 
 def context_shares(model: ModelConfig, length: int, size: int) -> tuple[float, float]:
     """Return the keys and values that leave a context-parallel rank in all layers, and their
-    gradients, each as a share of what would leave it without windows, on the rank where it is
-    most."""
+    gradients, each as a share of the same without windows, the largest of all ranks."""
     if size == 1 or not model.sliding_window:
         return 1.0, 1.0
     most = [_most_tokens(window, length, size) for window in layer_windows(model)]

@@ -1,5 +1,5 @@
-"""Which rank holds which part of a sequence under context parallelism, and what each part attends
-to: plain integers, no torch.
+"""The parts of a sequence that each rank holds under context parallelism, and the parts that each
+attends to: plain integers, no torch.
 
 The sequence is cut into 2 x size equal chunks; rank r holds chunks r and 2 x size - 1 - r, in that
 order. An early chunk sees few keys and its partner many, so every rank computes the same number of
@@ -51,22 +51,22 @@ def chunk_length(length: int, size: int) -> int:
 
 
 def own_pieces() -> tuple[Piece, ...]:
-    """Return both chunks attending to themselves: this needs no communication, and is the same for
+    """Return both chunks attending to themselves. They need no communication, and are the same for
     both algorithms."""
     return Piece((0, 1), (0, 1), causal=True), Piece((1, 2), (1, 2), causal=True)
 
 
 def gathered_pieces(rank: int, size: int) -> tuple[Piece, ...]:
-    """Return what ``own_pieces`` leaves, when the block is the whole sequence in its order: each
-    chunk sees all chunks before it."""
+    """Return the pieces beside ``own_pieces`` when the block is the whole sequence in its order:
+    each chunk sees all chunks before it."""
     first, second = zigzag_chunks(rank, size)
     early = (Piece((0, 1), (0, first)),) if first else ()
     return *early, Piece((1, 2), (0, second))
 
 
 def ring_pieces(rank: int, source: int) -> tuple[Piece, ...]:
-    """Return what ``rank`` computes with the two chunks of rank ``source``: half of the four pairs,
-    where it is another rank."""
+    """Return the pieces of ``rank`` with the two chunks of rank ``source``: half of the four pairs
+    if it is another rank."""
     if source == rank:
         first, second = own_pieces()
         return first, Piece((1, 2), (0, 1)), second
@@ -93,8 +93,8 @@ class Tail:
 
 
 def tails(source: int, target: int, size: int, length: int, window: int) -> tuple[Tail, ...]:
-    """Return what the queries of rank ``target`` see of the chunks of rank ``source``, through a
-    window and beside their own chunk."""
+    """Return the tails of rank ``source``'s chunks that the queries of rank ``target`` see, through
+    a window and beside their own chunk."""
     seen = (
         Tail(chunk, max(reached(chunk, own, length, window) for own in zigzag_chunks(target, size)))
         for chunk in zigzag_chunks(source, size)

@@ -1,3 +1,3 @@
-"""What a schedule means for the engine: buckets of stages, accesses of weights, traffic.
+"""The plans of the engine that follow from a schedule: buckets, weight accesses, traffic.
 
 Nothing in here imports torch."""

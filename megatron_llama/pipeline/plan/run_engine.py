@@ -1,6 +1,6 @@
-"""The engine of a run: the options that it obeys, and the buckets of each rank.
+"""The engine of a run: its options, and the buckets of each rank.
 
-Here alone a trainer's configuration becomes ``EngineOptions``.
+Only this module makes ``EngineOptions`` of a trainer's configuration.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def by_unit(parallel: ParallelConfig) -> bool:
 
 
 def parameter_slots(parallel: ParallelConfig) -> int | None:
-    """Returns the number of block-sized parameter slots of a resolved configuration; None: one for
+    """Return the number of block-sized parameter slots of a resolved configuration; None: one for
     each bucket.
 
-    With pipeline stages the default is None: each of m microbatches would gather everything twice,
+    With pipeline stages the default is None: each of m microbatches would gather all weights twice,
     in a pipeline that waits."""
     chosen = parallel.param_slots
     stages = parallel.pipeline_model_parallel_size
@@ -45,7 +45,7 @@ def parameter_slots(parallel: ParallelConfig) -> int | None:
 
 
 def engine_options(config: Config) -> EngineOptions:
-    """What a configuration makes the engine obey. ``auto`` has been decided."""
+    """Return the engine's options for a configuration in which ``auto`` has been decided."""
     parallel = config.parallel
     training = config.training
     return EngineOptions(
@@ -67,7 +67,7 @@ def engine_options(config: Config) -> EngineOptions:
 
 
 def compute_dtype_name(training: TrainingConfig) -> str:
-    """The dtype of parameters and activations."""
+    """Return the dtype of parameters and activations."""
     if training.fp64:
         return FP64
     if training.fp16:
@@ -76,13 +76,13 @@ def compute_dtype_name(training: TrainingConfig) -> str:
 
 
 def update_options(optimizer: OptimizerConfig) -> UpdateOptions:
-    """The numbers of one group of parameters, by the options of the same names."""
+    """Return the numbers of one group of parameters, by the options of the same names."""
     names = (number.name for number in fields(UpdateOptions))
     return UpdateOptions(**{name: getattr(optimizer, name) for name in names})
 
 
 def loss_scaling(training: TrainingConfig) -> LossScaling | None:
-    """How the loss scale follows overflows; None without --fp16."""
+    """Return the rule of the loss scale; None without --fp16."""
     names = (number.name for number in fields(LossScaling))
     return (
         LossScaling(**{name: getattr(training, name) for name in names}) if training.fp16 else None
@@ -90,7 +90,7 @@ def loss_scaling(training: TrainingConfig) -> LossScaling | None:
 
 
 def shard_count(parallel: ParallelConfig, dp: int) -> int:
-    """Returns into how many shards a bucket is cut. ``dp`` counts the data-parallel ranks,
+    """Return the number of shards of a bucket. ``dp`` counts the data-parallel ranks,
     context-parallel ones included."""
     name = parallel.data_parallel_sharding_strategy
     # Process groups are made before ``auto`` is decided, by the memory of all processes; it always
@@ -101,8 +101,8 @@ def shard_count(parallel: ParallelConfig, dp: int) -> int:
 
 
 def rank_bucket_plan(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0) -> BucketPlan:
-    """Returns the bucket plan of one pipeline rank (all its stages) on one tensor-parallel rank,
-    for a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones
+    """Return the bucket plan of one pipeline rank (all its stages) on one tensor-parallel rank, for
+    a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones
     included."""
     units = [unit for stage in rank_units(config, rank=rank, tp_rank=tp_rank) for unit in stage]
     return stage_bucket_plan(units, engine_options(config), shards=shard_count(config.parallel, dp))

@@ -15,7 +15,7 @@ from megatron_llama.schedule import Action, Op
 def rank_weight_accesses(
     config: Config, actions: Iterable[Action], *, rank: int
 ) -> tuple[WeightAccess, ...]:
-    """Returns the weight accesses of one pipeline rank of a resolved configuration in a list of its
+    """Return the weight accesses of one pipeline rank of a resolved configuration in a list of its
     actions."""
     return weight_accesses_of(
         actions,
@@ -28,7 +28,7 @@ def weight_accesses_of(
     forward: Mapping[int, Sequence[int]],
     backward: Mapping[int, Sequence[int]],
 ) -> tuple[WeightAccess, ...]:
-    """Returns the weight accesses of one rank. ``forward`` and ``backward`` have for each of its
+    """Return the weight accesses of one rank. ``forward`` and ``backward`` have for each of its
     stages the units in the order in which a pass reads them (``unit_weight_accesses``). A weight
     gradient reads activations only, and transfers read no weight: neither is an access."""
     found: list[WeightAccess] = []
@@ -43,12 +43,12 @@ def weight_accesses_of(
 def unit_weight_accesses(
     units: Sequence[Sequence[UnitSpec]], partition: Partition, *, rank: int = 0
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """Returns ``forward`` and ``backward`` of ``weight_accesses_of`` for one pipeline rank.
+    """Return ``forward`` and ``backward`` of ``weight_accesses_of`` for one pipeline rank.
     ``units`` are those of each of its stages, as ``rank_units`` returns them.
 
-    Backward leaves out what it does not read: the embedding, whose gradient needs the token ids
-    only, and the first blocks of the model up to the first trainable parameter, because no gradient
-    goes that far down."""
+    Backward leaves out the units that it does not read: the embedding, whose gradient needs only
+    the token ids, and the first blocks of the model up to the first trainable parameter, because no
+    gradient goes that far down."""
     forward = {}
     backward = {}
     first = 0
@@ -62,7 +62,7 @@ def unit_weight_accesses(
 
 
 def _leading_frozen_units(specs: Sequence[UnitSpec]) -> int:
-    """Returns how many units come before the first with a trainable parameter."""
+    """Return the number of units before the first with a trainable parameter."""
     return next(
         (index for index, unit in enumerate(specs) if any(spec.trainable for spec in unit.params)),
         len(specs),

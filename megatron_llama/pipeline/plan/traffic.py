@@ -1,5 +1,5 @@
-"""What one step sends over the data-parallel axes, and what attention sends between
-context-parallel ranks, counted from the plans that the run executes."""
+"""The messages of one step over the data-parallel axes, and of attention between context-parallel
+ranks, counted from the plans that the run executes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from megatron_llama.schedule import Schedule
 @dataclass(frozen=True)
 class StepTraffic:
     """Messages and bytes of one rank in one of many equal steps. Bytes are those of whole buckets,
-    as the recorder of a run counts them; ``sent`` is what leaves the rank."""
+    as the recorder of a run counts them; ``sent`` are the bytes that leave the rank."""
 
     gathers: int
     gather_bytes: int
     reductions: int
-    """Reduce-scatters, or all-reduces where nothing is sharded."""
+    """Reduce-scatters, or all-reduces if nothing is sharded."""
     reduction_bytes: int
     replica_bytes: int
     """Bytes of the shards that are all-reduced over replicas."""
     shards: int
     replicas: int
     matrix_bytes: float = 0.0
-    """With Muon, what a rank sends to the owners of matrices and back, on average over the ranks
-    that share buckets."""
+    """With Muon, the bytes that a rank sends to the owners of matrices and back, on average over
+    the ranks that share buckets."""
 
     @property
     def sent(self) -> float:
@@ -53,8 +53,8 @@ class StepTraffic:
 
 
 def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) -> StepTraffic:
-    """Count what a step of one pipeline rank sends. ``config`` is resolved, with every ``auto``
-    decided; ``dp``: data-parallel ranks, context-parallel ones included."""
+    """Count the messages and bytes of a step of one pipeline rank. ``config`` is resolved, with
+    every ``auto`` decided; ``dp``: data-parallel ranks, context-parallel ones included."""
     parallel = config.parallel
     bucket_plan = rank_bucket_plan(config, dp=dp, rank=rank)
     shards = bucket_plan.shards
@@ -97,14 +97,14 @@ class ContextTraffic:
     """Bytes that leave a context-parallel rank for one microbatch and some blocks."""
 
     key_values: int
-    """Keys and values: so much in each forward pass, and again in backward."""
+    """Keys and values, in each forward pass and again in backward."""
     gradients: int
     """Their gradients, in at least fp32."""
 
 
 def context_traffic(config: Config, layers: Sequence[int], *, rank: int) -> ContextTraffic:
-    """Count what ``rank`` of the context-parallel ranks sends in these layers, with windows or
-    without. A block that is computed again sends keys and values once more."""
+    """Count the bytes that ``rank`` of the context-parallel ranks sends in these layers, with
+    windows or without. A recomputed block sends keys and values once more."""
     model = config.model
     training = config.training
     size = config.parallel.context_parallel_size
@@ -127,11 +127,11 @@ def count_gathers(
     frozen: Container[int] = (),
     steps: int = 2,
 ) -> Counter[int]:
-    """Returns how often each bucket is gathered in the last of ``steps``. From the second step on
-    all are equal.
+    """Count the gathers of each bucket in the last of ``steps``. All steps from the second on are
+    equal.
 
     A step is: begin, every access, an update of all buckets but the ``frozen`` ones, ``try_gather``
-    in forward order. This walks ``prefetch``, so give it one of its own."""
+    in forward order. This walks ``prefetch``, so the caller must not use that elsewhere."""
     accesses = tuple(accesses)
     order = dict.fromkeys(
         bucket for access in accesses for bucket in prefetch.unit_buckets[access.unit]

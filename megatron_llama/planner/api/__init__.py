@@ -1,1 +1,1 @@
-"""The functions for users of Python."""
+"""The planner's functions for Python users."""

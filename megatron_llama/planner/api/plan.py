@@ -1,4 +1,4 @@
-"""The fastest layouts for a cluster that is not here."""
+"""``plan``: the fastest layouts for a cluster, found without it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from megatron_llama.train.api.common.options import Options, read_options
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout, with what a run in it is planned to take."""
+    """A layout, with the planned time and memory of a run in it."""
 
     name: str
-    """In one word, as ``explain`` takes it: ``tp4/pp4/cp1/dp4/mbs1/1f1b/optim/recompute-none``."""
+    """The name that ``explain`` takes: ``tp4/pp4/cp1/dp4/mbs1/1f1b/optim/recompute-none``."""
     options: Mapping[str, Any]
-    """The options of the run that differ from their defaults, for ``train``: it needs
-    ``data_path`` besides, and its length if that was not given."""
+    """The options of the run that differ from their defaults, for ``train``. ``train`` also needs
+    ``data_path``, and the length of the run if it was not given."""
     command: str
     """The line that starts the run on the cluster."""
     step_seconds: float
@@ -44,40 +44,40 @@ class PlannedLayout:
     memory_bytes: int
     """Bytes of the fullest GPU."""
     probability_out_of_memory: float
-    """How likely that is too much, from 0 to 1."""
+    """Probability that this exceeds the memory, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``plan`` has found."""
+    """The result of ``plan``."""
 
     candidates: tuple[Candidate, ...]
-    """The layouts with everything that the planner knows of them."""
+    """The layouts with all that the planner knows of them."""
     near: tuple[Citation, ...]
     """The nearest published runs, of other trainers."""
     tried: int
-    """Layouts that were tried."""
+    """Number of layouts that were tried."""
     assumed: str | None
-    """What was planned with because nobody gave it, in words; None if everything was given."""
+    """Options that were assumed because they were not given, in words; None if all were given."""
 
     @property
     def layouts(self) -> tuple[PlannedLayout, ...]:
         """The layouts, fastest first."""
         return tuple(
             PlannedLayout(
-                label(each),
-                run_options(each),
-                command(each),
-                each.seconds,
-                each.speed,
-                each.needed,
-                each.oom_probability,
+                label(candidate),
+                run_options(candidate),
+                command(candidate),
+                candidate.seconds,
+                candidate.speed,
+                candidate.needed,
+                candidate.oom_probability,
             )
-            for each in self.candidates
+            for candidate in self.candidates
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything that the command ``plan`` writes with --json."""
+        """Return the contents that the command ``plan`` writes with --json."""
         return as_json(self.candidates, list(self.near), self.tried)
 
 
@@ -94,11 +94,11 @@ def plan(
 ) -> Plan:
     """Find the fastest layouts for a run on ``gpus`` GPUs, without any of them and without torch.
 
-    ``config`` and keyword ``options`` are those of ``train``; of a layout those that are given stay
-    as they are. ``gpu`` is the kind (``"h100"`` by default; docs/options.md of ``plan`` has all),
-    ``nic_gbit`` the Gbit/s between nodes for each GPU (by default what machines with this GPU
-    usually have), ``coefficients`` a file of ``plan calibrate`` instead of ``gpu``. ``top`` layouts
-    are returned (10), or the one that ``explain`` names.
+    ``config`` and keyword ``options`` are those of ``train``; given options of the layout are kept.
+    ``gpu`` is the kind of GPU (``"h100"`` by default; docs/options.md of ``plan`` lists all),
+    ``nic_gbit`` the Gbit/s between nodes for each GPU (by default that of usual machines with this
+    GPU), ``coefficients`` a file of ``plan calibrate`` instead of ``gpu``. ``top`` layouts are
+    returned (10), or the one that ``explain`` names.
 
     ```python
     import megatron_llama as ml
@@ -108,7 +108,7 @@ def plan(
     print(best.options)  # ml.train(best.options, data_path=..., train_iters=...)
     ```
 
-    Raises ConfigError for options that cannot be used, and where nothing fits."""
+    Raises ConfigError for options that cannot be used, and if no layout fits."""
     given = {
         "gpus": gpus,
         "gpu": gpu,
@@ -118,7 +118,7 @@ def plan(
         "explain": explain,
     }
     own = {name: value for name, value in given.items() if value is not None}
-    # The other options of the command say what to write.
+    # The other options of the command are about its output.
     part = part_of(PlanConfig, "", *given)
     sections = (part, *config_sections())
     parsed = read_options(config, {**options, **own}, sections, weights=False)
@@ -138,13 +138,13 @@ def search_plan(parsed: Parsed) -> Plan:
         best: tuple[Candidate, ...] = (layout_named(config, machine, fit, options.explain),)
         tried = 1
     else:
-        found = search(config, machine, fit, top=options.top, pinned=pinned)
-        if not found.best:
-            assert found.smallest is not None
+        result = search(config, machine, fit, top=options.top, pinned=pinned)
+        if not result.best:
+            assert result.smallest is not None
             enough = enough_gpus(config, machine, fit, pinned)
-            raise ConfigError(does_not_fit(found.smallest, enough))
-        best = found.best
-        tried = found.tried
+            raise ConfigError(does_not_fit(result.smallest, enough))
+        best = result.best
+        tried = result.tried
     job = best[0].job
     near = nearest(
         read_citations(),

@@ -1,2 +1,2 @@
-"""Timing of everything that the planner has coefficients for, on the devices and links at hand. The
-kinds of points are listed in ``planner/measurements.py``."""
+"""Times kernels and links on the present devices for the planner's coefficients. The kinds of
+points are listed in ``planner/measurements.py``."""

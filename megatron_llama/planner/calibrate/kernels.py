@@ -1,5 +1,5 @@
-"""Times matrix products, attention, what moves memory, and whole steps of the trainer, each on this
-process's device alone."""
+"""Times matrix products, attention, memory-bound operators and whole steps of the trainer, on the
+device of this process alone."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron_llama.train.setup.resolve import resolve
 
 FEWEST = 3
 MOST = 50
-"""Least and largest number of repetitions of one point."""
+"""Fewest and most repetitions of one point."""
 SHARE = 1 / 60
 """Share of the whole time that one point may take."""
 SIZES = (64, 256, 1024, 4096, 8192)
-"""Dimensions of products. Products that take too long are left out."""
+"""Dimensions of products, without products that take too long."""
 LENGTHS = (256, 1024, 4096, 8192)
 """Sequence lengths of attention."""
 HEADS = 8
@@ -42,18 +42,18 @@ PROBE = 512
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Return the least seconds of a call, of as many calls as ``budget`` seconds allow:
+    """Return the least seconds of a call in about ``budget`` seconds. The least is taken because
     disturbances only add time. A first call is not counted."""
     call()
     devices.synchronize(device)
-    found: list[float] = []
+    times: list[float] = []
     end = time.perf_counter() + budget
-    while len(found) < FEWEST or (len(found) < MOST and time.perf_counter() < end):
+    while len(times) < FEWEST or (len(times) < MOST and time.perf_counter() < end):
         begin = time.perf_counter()
         call()
         devices.synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def probed(device: torch.device, dtype: torch.dtype, budget: float) -> float:
@@ -66,8 +66,7 @@ def kernel_points(
     device: torch.device, dtype: torch.dtype, budget: float, rate: float
 ) -> Iterator[tuple[Point, float]]:
     """Yield every point that needs one process, in the order of their kinds. Sizes are chosen so
-    that a point takes about ``budget`` seconds at ``rate`` FLOP/s, which is the same on all
-    ranks."""
+    that a point takes about ``budget`` seconds at ``rate`` FLOP/s, which is equal on all ranks."""
 
     def timed(call: Callable[[], object]) -> float:
         return seconds_of(call, device, budget)
@@ -107,8 +106,8 @@ def shapes() -> Iterator[tuple[int, int, int]]:
 def _steps(
     device: torch.device, dtype: torch.dtype, rate: float, budget: float
 ) -> Iterator[tuple[Point, float]]:
-    """MeasuredSteps of a tiny model, which are all overhead, and of one as wide as the device is
-    fast."""
+    """Yield the steps of a tiny model, which consist of overhead, and of a model whose width suits
+    the speed of the device."""
     # Four layers of 12 h^2 weights each, h tokens, 6 FLOPs for each weight and token.
     fitting = (size for size in (4096, 2048, 1024, 512) if 6 * 12 * 4 * size**3 <= rate * budget)
     hidden = next(fitting, 256)
@@ -126,8 +125,8 @@ def _steps(
 def _training_step(
     sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, budget: float
 ) -> float:
-    """The seconds of a whole step of this trainer in one process: forward, backward, clipping,
-    update."""
+    """Return the seconds of a whole step of this trainer in one process: forward, backward,
+    clipping, update."""
     layers, hidden, inner, heads, vocabulary, tokens = sizes
     model = ModelConfig(
         vocab_size=vocabulary,

@@ -1,5 +1,5 @@
-"""Times messages between processes, inside a machine and between machines, and how much of them
-products hide."""
+"""Times messages between processes, inside a machine and between machines, alone and together with
+products."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_llama.planner.calibrate.kernels import FEWEST, MOST
 from megatron_llama.planner.measurements import Point
 
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Bytes over all ranks. Messages that take too long are left out, by all ranks alike."""
+"""Bytes over all ranks. All ranks leave out messages that take too long."""
 
 
 def link_points(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Point, float]]:
-    """Yield the points of links. tp of ``mesh`` is a machine, and dp has a rank of each machine.
-    Collective; every rank yields the same points."""
+    """Yield the points of links. The tp axis of ``mesh`` is a machine, and the dp axis has one rank
+    of each machine. Collective; every rank yields the same points."""
     for axis, nodes in ((mesh.tp, 1), (mesh.dp, mesh.dp.size)):
         if axis.size > 1:
             for size in MESSAGES:
@@ -36,9 +36,9 @@ def link_points(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple
                 )
                 longest = 0.0
                 for kind, call in kinds:
-                    found = _together(call, mesh, budget)
-                    longest = max(longest, found)
-                    yield (kind, (axis.size, nodes, full.nbytes)), found
+                    seconds = _together(call, mesh, budget)
+                    longest = max(longest, seconds)
+                    yield (kind, (axis.size, nodes, full.nbytes)), seconds
                 if longest > budget / FEWEST / 8:
                     break
     if mesh.world.size > 1:
@@ -56,7 +56,7 @@ def _reduce(full: torch.Tensor, axis: Axis) -> None:
 
 
 def _overlapped(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Point, float]]:
-    """A product and a message of about the same duration, and both at once."""
+    """Yield the points of a product, of a message of about the same duration, and of both."""
     axis = mesh.tp if mesh.tp.size > 1 else mesh.dp
     message = torch.ones(1 << 20, dtype=dtype, device=mesh.device)
     square = torch.ones(512, 512, dtype=dtype, device=mesh.device)
@@ -81,8 +81,8 @@ def _overlapped(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple
 
 
 def _together(call: Callable[[], object], mesh: Mesh, budget: float) -> float:
-    """The least seconds, on the slowest rank, of something that all ranks do at once, equally
-    often. Collective."""
+    """Return the least seconds on the slowest rank of a call that all ranks make at the same time,
+    equally often. Collective."""
 
     def timed() -> float:
         begin = time.perf_counter()

@@ -1,5 +1,5 @@
-"""``plan``: which layout is fastest on a cluster that is not here. The other actions are in modules
-of their own, listed in ``ACTIONS``."""
+"""``plan``: the fastest layout on a cluster, found without it. The other actions are in modules of
+their own, listed in ``ACTIONS``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ACTIONS: Mapping[str, str] = MappingProxyType(
         "trace": "plan_trace:trace_layout",
     }
 )
-"""Module and function of each action, imported when it is asked for: some need torch."""
+"""Module and function of each action. They are imported on use, since some need torch."""
 
 
 def plan(parsed: Parsed) -> None:
-    """Run the action that is asked for. Raises ConfigError."""
+    """Run the action that the user named. Raises ConfigError."""
     module, _, function = ACTIONS[parsed.get(PlanConfig).action].partition(":")
     getattr(import_module(f"{__package__}.{module}"), function)(with_cluster(parsed))
 
@@ -40,14 +40,14 @@ def plan(parsed: Parsed) -> None:
 def search_layouts(parsed: Parsed) -> None:
     """Print the fastest layouts, or the one that --explain names. Raises ConfigError."""
     options = parsed.get(PlanConfig)
-    found = search_plan(parsed)
-    best = found.candidates
-    near = list(found.near)
-    if found.assumed is not None:
-        print(found.assumed)
-    print("\n".join(_lines(best, near, found.tried, explained=options.explain is not None)))
+    result = search_plan(parsed)
+    best = result.candidates
+    near = list(result.near)
+    if result.assumed is not None:
+        print(result.assumed)
+    print("\n".join(_lines(best, near, result.tried, explained=options.explain is not None)))
     if options.json is not None:
-        write_json(options.json, found.as_json())
+        write_json(options.json, result.as_json())
     if options.html is not None:
         write_page(options.html, plan_page(best, _title(best[0]), near))
     if options.svg is not None:

@@ -1,5 +1,5 @@
-"""``plan calibrate FILE``: measure the devices and links at hand, and write the coefficients with
-which plans are made."""
+"""``plan calibrate FILE``: measure the present devices and links, and write coefficients for
+plans."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def calibrate(parsed: Parsed) -> None:
-    """Time kernels, then links, on all processes that were started together; the first one writes
-    the file. Raises ConfigError."""
+    """Time kernels, then links, on all processes that were started together. Rank 0 writes the
+    file. Raises ConfigError."""
     options = parsed.get(PlanConfig)
     training = parsed.get(TrainingConfig)
     if options.file is None or options.seconds <= 0:
@@ -61,30 +61,30 @@ def calibrate(parsed: Parsed) -> None:
                 [kind, *sizes, seconds] for (kind, sizes), seconds in points.items()
             ]
             write_json(options.file, content)
-            found = [f"{device.base.source}, {calibration.precision}", *lines(points, calibration)]
-            print("\n".join([*found, f"plan with --coefficients {options.file}"]), flush=True)
+            words = [f"{device.base.source}, {calibration.precision}", *lines(points, calibration)]
+            print("\n".join([*words, f"plan with --coefficients {options.file}"]), flush=True)
 
 
 def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:
-    """Every point with its median over the processes. Collective."""
+    """Return the points with their medians over the processes. Collective."""
     from megatron_llama.engine.comm.object_collectives import all_gather_float, all_gather_object
     from megatron_llama.planner.calibrate.kernels import SHARE, kernel_points, probed
     from megatron_llama.planner.calibrate.links import link_points
 
     budget = seconds * SHARE
-    found = dict[Point, float]()
+    points = dict[Point, float]()
     rate = min(all_gather_float(probed(mesh.device, dtype, budget), mesh.world))
-    for points in (
+    for timed in (
         kernel_points(mesh.device, dtype, budget, rate),
         link_points(mesh, dtype, budget),
     ):
-        everybody = all_gather_object(dict(points), mesh.world)
-        found |= {point: median(one[point] for one in everybody) for point in everybody[0]}
-    return found
+        gathered = all_gather_object(dict(timed), mesh.world)
+        points |= {point: median(times[point] for times in gathered) for point in gathered[0]}
+    return points
 
 
 def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> MeasuredDevice:
-    """The device with what is known of it without measuring."""
+    """Return the device with the properties that are known without measuring."""
     from megatron_llama.engine.comm import device as devices
     from megatron_llama.engine.comm.host_memory import free_bytes
 

@@ -1,4 +1,4 @@
-"""``plan compare FILE``: a run as --record-timeline saw it, next to its plan."""
+"""``plan compare FILE``: a run recorded with --record-timeline, next to its plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_llama.train.run.timeline_file import Recorded, read_timeline
 
 
 def compare_runs(parsed: Parsed) -> None:
-    """Plan the configuration of a recorded run for the device that ran it, and say what took
-    longer. Raises ConfigError."""
+    """Plan the configuration of a recorded run for the device that ran it, and print which parts
+    took longer. Raises ConfigError."""
     options = parsed.get(PlanConfig)
     if options.file is None:
         expected = "a file of pretrain --record-timeline"
@@ -37,20 +37,20 @@ def compare_runs(parsed: Parsed) -> None:
     given = options.coefficients is not None or "gpu" in parsed.explicit
     known = given or device is not None
     candidate = Candidate(config, machine_of(same), calibrated(same).fit)
-    found = Comparison(MeasuredSteps(recorded), candidate, known)
-    print("\n".join(found.lines(path.name)))
+    comparison = Comparison(MeasuredSteps(recorded), candidate, known)
+    print("\n".join(comparison.lines(path.name)))
     if options.json is not None:
-        write_json(options.json, found.as_json())
+        write_json(options.json, comparison.as_json())
     if options.html is not None:
-        write_page(options.html, compare_page(found, path.name))
+        write_page(options.html, compare_page(comparison, path.name))
     if options.svg is not None:
         title = f"{path.name}: {label(candidate)}, measured and planned"
-        write_drawing(options.svg, steps_chart(found).svg(title))
+        write_drawing(options.svg, steps_chart(comparison).svg(title))
 
 
 def _for_machine(parsed: Parsed, recorded: Recorded, device: Gpu | None) -> Parsed:
-    """The options of the machine that the run had, unless they are given. ``device`` is its kind of
-    GPU, if the planner knows it."""
+    """Return the options with the machine of the run, where they are not given. ``device`` is its
+    kind of GPU, if the planner knows it."""
     options = parsed.get(PlanConfig)
     launch = parsed.get(LaunchConfig)
     gpu = CPU if recorded.host else device

@@ -1,5 +1,5 @@
-"""``plan trace``: the step of a layout on processes that are not here, operator by operator and
-message by message."""
+"""``plan trace``: the step of a layout, operator by operator and message by message, without its
+processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ UNITS = ((10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (1, "FLOP"))
 
 
 def trace_layout(parsed: Parsed) -> None:
-    """Trace the layout that the options of a run describe, and print what every kind of pipeline
-    rank does. Raises ConfigError."""
+    """Trace the layout in the options of a run, and print the work of each kind of pipeline rank.
+    Raises ConfigError."""
     config = _config(parsed)
     from megatron_llama.planner.trace.run import trace_run
 
     options = parsed.get(PlanConfig)
     trace = trace_run(config, options.gpus)
-    print(f"{trace.label}: {trace.world_size} processes, {trace.microbatches} microbatches")
+    print(f"{trace.label}; {trace.microbatches} microbatches")
     for stage in trace.stages:
         print("\n".join(_lines(trace, stage, config.model.num_hidden_layers)))
     if options.json is not None:
@@ -36,8 +36,8 @@ def trace_layout(parsed: Parsed) -> None:
 
 
 def _config(parsed: Parsed) -> Config:
-    """The run, in bfloat16 unless another precision is asked for, and with LLaMA's vocabulary if
-    none is given."""
+    """Return the run, in bfloat16 unless another precision is given, and with LLaMA's vocabulary if
+    none is given. Raises ConfigError."""
     config = assemble(parsed)
     world = parsed.get(PlanConfig).gpus
     training = config.training
@@ -85,6 +85,6 @@ def _lines(trace: Trace, stage: StageTrace, layers: int) -> Iterator[str]:
 
 def _blocks(start: int, count: int, layers: int) -> str:
     names = {0: "no layer", 1: f"layer {start}"}
-    found = names.get(count, f"layers {start}-{start + count - 1}")
+    name = names.get(count, f"layers {start}-{start + count - 1}")
     ends = (" with the embedding" * (start == 0)) + (" with the head" * (start + count == layers))
-    return found + ends
+    return name + ends

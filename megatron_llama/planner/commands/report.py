@@ -1,4 +1,4 @@
-"""``report RUN [RUN ...]``: what became of a run, as a page, as JSON, and in a few lines."""
+"""``report RUN [RUN ...]``: the course of a run as a page, as JSON, and in a few lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_llama.planner.run.summary import Summary, differences, summaries_a
 
 
 def report(parsed: Parsed) -> None:
-    """Print the numbers of runs, and write the files of --html and --json. Raises DataError for a
-    folder of which nothing can be shown, and ConfigError."""
+    """Print the numbers of runs, and write the files of --html and --json. Raises ConfigError, and
+    DataError for a folder with nothing that can be shown."""
     options = parsed.get(ReportConfig)
     if not options.runs:
         raise ConfigError("report", got="no run", expected="a folder", do="write report RUN")
@@ -23,8 +23,8 @@ def report(parsed: Parsed) -> None:
         raise ConfigError("report", got=got, expected="each run once", do="leave one out")
     runs = [read_run(name) for name in options.runs]
     summaries = [summary_of(run, options.coefficients) for run in runs]
-    for one in summaries:
-        _print(one)
+    for summary in summaries:
+        _print(summary)
     for name, values in differences(summaries).items() if len(summaries) > 1 else ():
         print(f"{name}: {' | '.join(values)}")
     if options.json is not None:
@@ -34,11 +34,11 @@ def report(parsed: Parsed) -> None:
         print(f"written: {options.html}")
 
 
-def _print(one: Summary) -> None:
-    print(one.name)
-    for name, value in one.rows():
+def _print(summary: Summary) -> None:
+    print(summary.name)
+    for name, value in summary.rows():
         print(f"  {name:<34}{value}")
-    problems = one.run.problems
+    problems = summary.run.problems
     for problem in problems[:PROBLEMS]:
         print(f"  not understood: {problem}")
     if len(problems) > PROBLEMS:

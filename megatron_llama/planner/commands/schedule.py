@@ -24,13 +24,13 @@ from megatron_llama.schedule import (
 )
 
 LINE = 120
-"""Columns of text; longer schedules continue below."""
+"""Columns of text. Longer schedules continue below."""
 RULER = 5
 """Ticks between two numbers of the time scale."""
 
 Formula = tuple[str, Callable[[int, int, int], Fraction], Callable[[int], int]]
-"""The bubble in words, its value for (p, m, v), and the fewest microbatches for which the formula
-holds, given p."""
+"""The bubble in words, its value for (p, m, v), and by p the fewest microbatches for which the
+formula holds."""
 
 FORMULAS: Mapping[str, Formula] = MappingProxyType(
     {
@@ -49,11 +49,11 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
         ),
     }
 )
-"""The bubbles that the papers state, printed next to the one that is simulated."""
+"""Bubbles from the papers, printed next to the simulated bubble."""
 
 
 def schedule(parsed: Parsed) -> None:
-    """Print the schedule and what it costs, and draw it into the files of ``--svg`` and ``--html``.
+    """Print the schedule and its costs, and draw it into the files of ``--svg`` and ``--html``.
     Raises ConfigError for options that give no schedule and for a file that cannot be written."""
     options = parsed.get(ScheduleConfig)
     plan = schedule_named(
@@ -84,8 +84,8 @@ def schedule(parsed: Parsed) -> None:
 
 
 def _grid(plan: Schedule, timeline: Timeline) -> Iterator[str]:
-    """One row per rank and one cell per chunk pass. What does not fit into LINE columns continues
-    in further blocks of rows below."""
+    """Yield lines with one row per rank and one cell per chunk pass. A schedule of more than LINE
+    columns continues in further blocks of rows below."""
     ticks = int(timeline.makespan)
     width = len(f"F{plan.microbatches - 1}") + (plan.virtual > 1) + 1
     margin = len(f"rank {len(plan.ranks) - 1}  ")
@@ -93,16 +93,16 @@ def _grid(plan: Schedule, timeline: Timeline) -> Iterator[str]:
     rows = []
     for passes in timeline.ranks:
         cells = [f"{'.':<{width}}"] * ticks
-        for one in passes:
-            length = int(one.end - one.start)
-            letter = chr(ord("a") + _chunk(plan, one.action)) if plan.virtual > 1 else ""
-            label = f"{one.action.op.letter}{one.action.microbatch}{letter}"
-            # A pass of several ticks is one box: filled up to the space before the next.
+        for timed in passes:
+            length = int(timed.end - timed.start)
+            letter = chr(ord("a") + _chunk(plan, timed.action)) if plan.virtual > 1 else ""
+            label = f"{timed.action.op.letter}{timed.action.microbatch}{letter}"
+            # A pass of several ticks is one box, filled up to the space before the next pass.
             text = (
                 f"{label:<{width}}" if length == 1 else label.ljust(width * length - 1, "-") + " "
             )
             for tick in range(length):
-                cells[int(one.start) + tick] = text[width * tick : width * (tick + 1)]
+                cells[int(timed.start) + tick] = text[width * tick : width * (tick + 1)]
         rows.append(cells)
     for start in range(0, ticks, per_block):
         numbers = "".join(
@@ -116,7 +116,7 @@ def _grid(plan: Schedule, timeline: Timeline) -> Iterator[str]:
 
 
 def _chunk(plan: Schedule, action: Action) -> int:
-    """Which of its rank's chunks an action belongs to."""
+    """Return the index of an action's chunk among the chunks of its rank."""
     return plan.placement[: action.stage].count(plan.placement[action.stage])
 
 
@@ -147,13 +147,13 @@ ROW = 34
 GAP = 2
 MARGIN = 16
 DIGIT = 10
-"""Pixels: height of a rank's row, between boxes, around the drawing, of one digit."""
+"""Pixels: height of a row, gap between boxes, margin of the drawing, width of a digit."""
 
 
 def drawing(plan: Schedule, timeline: Timeline) -> Drawing:
-    """The schedule: a box for every pass with the number of its microbatch; later chunks of
-    a rank are lighter. The rank stands on the left, the time in chunk passes below, and what the
-    colours mean under it."""
+    """Return a drawing of the schedule: a box for each pass with its microbatch, lighter for later
+    chunks of a rank. Ranks are on the left, the time in chunk passes is below, and a key of the
+    colours under it."""
     ticks = int(timeline.makespan)
     ranks = len(plan.ranks)
     cell = DIGIT * len(str(plan.microbatches - 1)) + 14
@@ -167,7 +167,7 @@ def drawing(plan: Schedule, timeline: Timeline) -> Drawing:
     def centred(
         x: float, middle: float, words: str, ink: str, size: int, css_class: str = ""
     ) -> None:
-        # Digits are about 0.7 of the font's size high, and ``text`` counts from their lower end.
+        # Digits are about 0.7 of the font's size high, and ``text`` takes their lower end.
         lower = middle + 0.35 * size
         canvas.text(x, lower, words, fill=ink, anchor="middle", size=size, css_class=css_class)
 
@@ -175,16 +175,16 @@ def drawing(plan: Schedule, timeline: Timeline) -> Drawing:
         top = MARGIN + rank * ROW
         centred((MARGIN + left - 12) / 2, top + ROW / 2, str(rank), INK, 15, "ink")
         canvas.box(left, top + GAP / 2, ticks * cell, ROW - GAP, fill=IDLE, css_class="faint")
-        for one in passes:
-            x = left + int(one.start) * cell
-            length = int(one.end - one.start) * cell
+        for timed in passes:
+            x = left + int(timed.start) * cell
+            length = int(timed.end - timed.start) * cell
             # The first chunk has the full colour, the last one is two thirds of the way to white.
-            pale = 0.66 * _chunk(plan, one.action) / max(1, plan.virtual - 1)
-            colour = COLOURS[one.action.op.letter]
-            fill = "#" + "".join(f"{round(part + pale * (255 - part)):02x}" for part in colour)
+            pale = 0.66 * _chunk(plan, timed.action) / max(1, plan.virtual - 1)
+            colour = COLOURS[timed.action.op.letter]
+            fill = "#" + "".join(f"{round(tint + pale * (255 - tint)):02x}" for tint in colour)
             edge = x + GAP / 2
             canvas.box(edge, top + GAP / 2, length - GAP, ROW - GAP, fill=fill, rounded=2)
-            number = str(one.action.microbatch)
+            number = str(timed.action.microbatch)
             centred(x + length / 2, top + ROW / 2, number, ink_on(fill), 15)
     for tick in range(0, ticks + 1, RULER):
         x = left + tick * cell
@@ -192,7 +192,7 @@ def drawing(plan: Schedule, timeline: Timeline) -> Drawing:
         centred(x, axis + 17, str(tick), GREY, 11, "axis")
     for index, letter in enumerate(dict.fromkeys(op.letter for op in plan.passes)):
         x = left + index * (ROW + 24)
-        fill = "#" + "".join(f"{part:02x}" for part in COLOURS[letter])
+        fill = "#" + "".join(f"{tint:02x}" for tint in COLOURS[letter])
         canvas.box(x, axis + 34, ROW - 8, ROW - 8, fill=fill, rounded=2)
         centred(x + (ROW - 8) / 2, axis + 30 + ROW / 2, letter, ink_on(fill), 15)
     return canvas

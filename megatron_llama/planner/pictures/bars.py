@@ -1,5 +1,4 @@
-"""Pictures for pages and files: rows of bars over one axis, which are timelines or parts of a
-whole."""
+"""Rows of bars over one axis, for pages and files: timelines, or parts of a whole."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from megatron_llama.planner.pictures.page import BARS, key
 from megatron_llama.planner.pictures.svg import Drawing, ink_on
 
 WIDTH = 1160
-"""Pixels of a drawing."""
+"""Width of a drawing in pixels."""
 MARGIN = 170
-"""Pixels of the labels on its left."""
+"""Width of the labels on the left in pixels."""
 ROW = 20
 GAP = 4
-"""Pixels of a row, and between two rows."""
+"""Height of a row, and of the gap between two rows, in pixels."""
 LETTER = 6.2
-"""Pixels of a letter of a bar's text."""
+"""Width of a letter of a bar's text in pixels."""
 GREY = "#69707c"
 RED = "#c0504d"
 COLOURS: Mapping[str, str] = MappingProxyType(
@@ -38,7 +37,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "other": "#9aa0a8",
     }
 )
-"""Colours of bars by what they are."""
+"""Colours of bars by kind."""
 PALETTE = (
     *("#3168be", "#c9ced6", "#a0742c", "#7a8a2c", "#5b8f9e"),
     *("#8a63b8", "#6b6f76", RED, "#167a54", "#e08214"),
@@ -54,27 +53,27 @@ class Bar:
     end: float
     colour: str
     text: str = ""
-    """Written inside, if there is room."""
+    """Text inside the bar, shown if there is room."""
     tip: str = ""
-    """Shown while the mouse is over it."""
+    """Text shown while the mouse is over the bar."""
 
 
 @dataclass(frozen=True)
 class BarRow:
-    """Bars in a row, with a label on its left."""
+    """Bars in a row, with a label on the left."""
 
     label: str
     bars: Sequence[Bar]
 
     def scaled(self, factor: float) -> BarRow:
         """Return the row in a unit ``factor`` times smaller."""
-        bars = [replace(one, begin=one.begin * factor, end=one.end * factor) for one in self.bars]
+        bars = [replace(bar, begin=bar.begin * factor, end=bar.end * factor) for bar in self.bars]
         return BarRow(self.label, bars)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Rows over one axis, and what their colours mean."""
+    """Rows over one axis, and the meaning of their colours."""
 
     rows: Sequence[BarRow]
     whole: float
@@ -89,7 +88,7 @@ class Chart:
         yield drawing(self.rows, self.whole, self.unit)
 
     def svg(self, title: str) -> str:
-        """Return a file of its own, with the title and the key above the rows."""
+        """Return an SVG file with the title and the key above the rows."""
         top = 2 * (ROW + GAP)
         canvas = Drawing(WIDTH, top + _height(self.rows))
         canvas.box(0, 0, WIDTH, top + _height(self.rows), fill="#ffffff")
@@ -108,16 +107,16 @@ class Frame:
     """The size of a drawing."""
 
     width: float = WIDTH
-    """Pixels."""
+    """Width in pixels."""
     margin: float = MARGIN
-    """Pixels of the labels on the left."""
+    """Width of the labels on the left in pixels."""
     ticks: int = 10
-    """So many at most."""
+    """Most ticks of the axis."""
 
 
 WIDE = Frame()
 NARROW = Frame(380, 66, 5)
-"""Fits on a telephone."""
+"""Frame that fits on a phone."""
 
 
 def drawing(
@@ -129,15 +128,15 @@ def drawing(
     frame: Frame = WIDE,
     title: str = "",
 ) -> str:
-    """Return rows over one axis from 0 to ``whole`` in ``unit``. ``marks`` are places that a line
-    shows, and their names; ``title`` is what a screen reader says."""
+    """Return rows over one axis from 0 to ``whole`` in ``unit``, as HTML. ``marks`` are places with
+    vertical lines, and their names; ``title`` is for screen readers."""
     canvas = Drawing(frame.width, _height(rows))
     _draw(canvas, 0, rows, whole, unit, marks, frame)
     return f'<div class="wide">{canvas.svg(inline=True, title=title)}</div>'
 
 
 def _height(rows: Sequence[BarRow]) -> int:
-    """Pixels of the rows and of the axis below them."""
+    """Return the height of the rows and of the axis below them in pixels."""
     return len(rows) * (ROW + GAP) + GAP + 40
 
 
@@ -180,7 +179,7 @@ def _draw(
 
 
 def _tick(whole: float, count: int) -> float:
-    """The distance of two ticks: 1, 2 or 5 times a power of ten, for at most ``count`` of them."""
+    """Return the distance of ticks: 1, 2 or 5 times a power of ten, for at most ``count`` ticks."""
     if whole <= 0:
         return 0.0
     step = 10.0 ** floor(log10(whole) - 1)
@@ -189,8 +188,8 @@ def _tick(whole: float, count: int) -> float:
 
 
 def _visible(bars: Sequence[Bar], scale: float) -> Iterator[Bar]:
-    """The bars without those whose pixel another one of their colour has already: no browser opens
-    a file with hundreds of thousands of small messages."""
+    """Yield the bars, without small ones in the same pixel and colour as the bar before: no browser
+    opens a file with hundreds of thousands of small messages."""
     last: tuple[int, str] | None = None
     for bar in bars:
         place = int(bar.begin * scale), bar.colour

@@ -1,5 +1,5 @@
-"""The page of ``plan compare --html``: one recorded step and its plan over one axis, and the table
-of differences."""
+"""The page of ``plan compare --html``: one recorded step and its plan over one axis, and a table of
+differences."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from megatron_llama.planner.report import label
 from megatron_llama.train.run.timeline_file import COMPUTE, ITERATIONS, LANES, UPDATES, WAITS, Span
 
 MESSAGES = tuple(lane for lane in LANES if lane not in (ITERATIONS, COMPUTE, WAITS))
-"""Lanes of what happens at the same time as the passes."""
+"""Lanes of work that runs at the same time as passes."""
 
 
 def compare_page(found: Comparison, name: str) -> str:
-    """Return the whole page. ``name`` is that of the recorded file."""
+    """Return the whole page. ``name`` is the name of the recorded file."""
     return page(f"{name}: measured and planned", _parts(found))
 
 
-def _parts(found: Comparison) -> Iterator[str]:
-    candidate = found.candidate
-    recorded = found.steps.recorded
+def _parts(comparison: Comparison) -> Iterator[str]:
+    candidate = comparison.candidate
+    recorded = comparison.steps.recorded
     microbatches = f"{candidate.job.microbatches} microbatches"
     yield paragraph(
         f"{label(candidate)}, {microbatches}, {recorded.ranks} ranks on {recorded.device}."
     )
-    yield paragraph(f"{'. '.join(found.verdict())}.")
-    yield heading(f"Iteration {found.steps.typical}")
+    yield paragraph(f"{'. '.join(comparison.verdict())}.")
+    yield heading(f"Iteration {comparison.steps.typical}")
     yield paragraph(
         "The first rank of every place in the pipeline as it was measured, and as planned. "
         "Numbers are microbatches, pale boxes are waits. "
         "A message ends when somebody has waited for it."
     )
-    yield from steps_chart(found).inline()
+    yield from steps_chart(comparison).inline()
     yield heading("Differences")
     yield paragraph("Means over ranks and steps, what costs most beyond the plan first.")
-    yield table(HEAD, (row.cells for row in found.rows))
-    if found.messages:
+    yield table(HEAD, (row.cells for row in comparison.rows))
+    if comparison.messages:
         yield heading("Messages")
         yield paragraph(
             "From being issued to being there: hidden by passes or not, "
             "with waiting for the last rank."
         )
-        yield table(HEAD[:-1], (row.cells[:-1] for row in found.messages))
+        yield table(HEAD[:-1], (row.cells[:-1] for row in comparison.messages))
 
 
 def steps_chart(found: Comparison) -> Chart:
@@ -58,16 +58,16 @@ def steps_chart(found: Comparison) -> Chart:
     update = (UPDATES, "norm and update", found.scale * found.candidate.step_time.update)
     planned, end = PlannedTimeline(found.schedule, found.times, found.hop, [update]).rows()
     rows = []
-    for one, other in zip(measured, planned, strict=True):
-        rows += [*one, *(replace(row, label=f"{row.label}, planned") for row in other)]
+    for recorded, plan in zip(measured, planned, strict=True):
+        rows += [*recorded, *(replace(row, label=f"{row.label}, planned") for row in plan)]
     return Chart(rows, max(length, end), "ms", names)
 
 
-def _measured(found: Comparison) -> tuple[list[list[BarRow]], float]:
-    """For each pipeline rank the rows of its first rank in one step, in milliseconds, and the end
-    of the step."""
-    steps = found.steps
-    pp = found.candidate.job.pp
+def _measured(comparison: Comparison) -> tuple[list[list[BarRow]], float]:
+    """Return for each pipeline rank the rows of its first rank in one step, and the end of the
+    step, in milliseconds."""
+    steps = comparison.steps
+    pp = comparison.candidate.job.pp
     stride = steps.recorded.ranks // pp
     spans = [
         span

@@ -1,5 +1,5 @@
-"""Curves over one axis as SVG, thinned so that a million steps are as small as a thousand and no
-spike is lost."""
+"""Curves over one axis as SVG. Curves are thinned: a million steps take no more bytes than a
+thousand, and every spike stays."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ COLOURS = (
     *("light-dark(#a3273f, #ff8b97)", "light-dark(#0d7f8c, #5fd0dc)"),
     *("light-dark(#7a6a1d, #d9c65b)", "light-dark(#5b6472, #b6bec9)"),
 )
-"""Of curves, in order, on light and on dark ground; later curves begin again."""
+"""Colours of curves in order, for light and dark pages. Later curves begin again."""
 STYLE = "".join(
     f"polyline.c{place} {{ stroke: {colour}; stroke-width: 1.4 }}\n"
     for place, colour in enumerate(COLOURS)
 )
-"""What the classes of curves mean on a page."""
+"""CSS of the classes of curves."""
 WIDTH, HEIGHT = 380.0, 208.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 8.0, 22.0
 """Pixels around the field of a chart."""
 COLUMNS = 480
-"""Into so many columns an axis is divided, more than there are pixels: a page can be enlarged."""
+"""Columns of an axis. There are more than pixels, since a page can be enlarged."""
 BEYOND = 4.0
-"""Values are cut off that lie so many times further out than all others."""
+"""Values that lie this many times further out than all others are cut off."""
 FLAT = 1e-12
-"""Values that differ by so little of their size are one value."""
+"""Values whose relative difference is at most this count as one value."""
 SMALLEST_RANGE = 1e-290
-"""The smallest range of an axis: parts of smaller ones are no numbers of fp64."""
+"""Smallest range of an axis. fp64 cannot divide smaller ranges."""
 TICKS = 5
 TIPS = 40
-"""If there are more marks they are short, and none says what it is: the list does."""
+"""Most marks that have full height and a tip. More marks are short, without tips."""
 SHORT = 9.0
-"""Pixels of a short mark."""
+"""Height of a short mark in pixels."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,28 @@ class Curve:
 
     label: str
     x: Floats
-    """In ascending order."""
+    """Places in ascending order."""
     y: Floats
-    """NaN where nothing is known."""
+    """Values; NaN where a value is not known."""
     breaks: Sequence[float] = ()
-    """Places between which the curve is not joined."""
+    """Places at which the curve is interrupted."""
     colour: int = 0
-    """Its place in COLOURS."""
+    """Index of the colour in COLOURS."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a place of the axis."""
+    """An incident at a place of the axis."""
 
     x: float
     tip: str
     css_class: str = "restart"
-    """``restart``: a line over the whole height; ``skipped``: a small one at the foot."""
+    """``restart`` for a line over the whole height, ``skipped`` for a short line at the foot."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ends of an axis, and in which numbers of the data its unit is written."""
+    """The ends of an axis, its unit, and the unit's size in the numbers of the data."""
 
     low: float
     high: float
@@ -80,7 +80,7 @@ class Axis:
 
     @property
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """The places of ticks and their texts: 1, 2 or 5 times a power of ten."""
+        """Places of ticks and their texts: multiples of 1, 2 or 5 times a power of ten."""
         low = self.low / self.scale
         high = self.high / self.scale
         step = 10.0 ** math.floor(math.log10((high - low) / TICKS))
@@ -94,8 +94,7 @@ class Axis:
 
 
 def short(value: float) -> str:
-    """A number of a tick or a caption, in at most four digits: ``0.002``, ``1.5e-05``, ``12.5k``,
-    ``3M``."""
+    """Return a number in at most four digits: ``0.002``, ``1.5e-05``, ``12.5k``, ``3M``."""
     size = abs(value)
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -104,9 +103,9 @@ def short(value: float) -> str:
 
 
 def thinned(curve: Curve, low: float, high: float, columns: int) -> Iterator[Curve]:
-    """Yield the pieces of a curve between its breaks, each with at most four points for each of
+    """Yield the pieces of a curve between its breaks. A piece has at most four points in each of
     ``columns`` columns between ``low`` and ``high``: the first, the lowest, the highest and the
-    last. What is drawn is then the same."""
+    last. The drawing looks the same with these points."""
     known = np.isfinite(curve.y)
     x = curve.x[known]
     y = curve.y[known]
@@ -119,23 +118,23 @@ def thinned(curve: Curve, low: float, high: float, columns: int) -> Iterator[Cur
         begins = first + np.concatenate([[0], np.flatnonzero(np.diff(column)) + 1])
         kept = set[int]()
         for begin, end in zip(begins, [*begins[1:], last], strict=True):
-            part = y[begin:end]
-            found = (0, len(part) - 1, int(part.argmin()), int(part.argmax()))
-            kept |= {int(begin) + place for place in found}
+            values = y[begin:end]
+            extremes = (0, len(values) - 1, int(values.argmin()), int(values.argmax()))
+            kept |= {int(begin) + place for place in extremes}
         places = sorted(kept)
         yield Curve(curve.label, x[places], y[places], colour=curve.colour)
 
 
 def visible_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the range of values of an axis: all of them, unless a few lie so far out that nothing
-    could be seen of the others."""
-    found = [curve.y[np.isfinite(curve.y)] for curve in curves]
-    values = np.concatenate(found) if found else np.zeros(0)
+    """Return the range of an axis: that of all values, or that of most values if a few lie so far
+    out that the others could not be seen."""
+    finite = [curve.y[np.isfinite(curve.y)] for curve in curves]
+    values = np.concatenate(finite) if finite else np.zeros(0)
     if not len(values):
         return 0.0, 1.0
     low = float(values.min())
     high = float(values.max())
-    inner_low, usual = (float(one) for one in np.quantile(values, (0.005, 0.995)))
+    inner_low, usual = (float(bound) for bound in np.quantile(values, (0.005, 0.995)))
     if high - usual > BEYOND * (usual - low) > 0:
         high = usual + 0.5 * (usual - low)
     if inner_low - low > BEYOND * (high - inner_low) > 0:
@@ -148,7 +147,7 @@ def visible_range(curves: Sequence[Curve]) -> tuple[float, float]:
         rest = max(0.05 * size, SMALLEST_RANGE)
         return low - rest, high + rest
     margin = 0.04 * (high - low)
-    # Nothing here is below zero that is not in the data.
+    # The margin of values that are not negative does not go below zero.
     return (max(low - margin, 0.0) if low >= 0 else low - margin), high + margin
 
 
@@ -161,8 +160,8 @@ def chart(
     marks: Sequence[Mark] = (),
     columns: int = COLUMNS,
 ) -> str:
-    """Return curves over one axis as a part of a page. ``title`` and ``description`` say the same
-    to whoever does not see them. Values beyond the visible range are drawn at its edge."""
+    """Return curves over one axis as inline SVG. ``title`` and ``description`` are for readers who
+    cannot see the curves. Values beyond the visible range are drawn at its edge."""
     canvas = Drawing(WIDTH, HEIGHT)
     up = Axis(*visible_range(curves))
     width = WIDTH - LEFT - RIGHT
@@ -173,8 +172,8 @@ def chart(
         return LEFT + width * (value - across.low) / (across.high - across.low)
 
     def above(value: float) -> float:
-        part = (value - up.low) / (up.high - up.low)
-        return foot - height * min(max(part, 0.0), 1.0)
+        share = (value - up.low) / (up.high - up.low)
+        return foot - height * min(max(share, 0.0), 1.0)
 
     for value, text in up.ticks:
         canvas.line(LEFT, above(value), WIDTH - RIGHT, above(value), css_class="g")
@@ -182,16 +181,16 @@ def chart(
     ticks = list(across.ticks)
     for value, text in ticks:
         canvas.line(at(value), foot, at(value), foot + 4, css_class="g")
-        # The last one has the unit; it may not stand out of the picture.
+        # The last tick has the unit. Its text must stay within the picture.
         last = (value, text) == ticks[-1]
         words = f"{text} {across.unit}" if last and across.unit else text
         beyond = at(value) + 3 * len(words) > WIDTH
         x = WIDTH - 2 if beyond else at(value)
         canvas.text(x, foot + 16, words, anchor="end" if beyond else "middle", css_class="s")
     for css_class, begin, end in (("restart", TOP, TOP + SHORT), ("skipped", foot - SHORT, foot)):
-        own = [one for one in marks if one.css_class == css_class]
-        # Of marks in the same pixel one is enough.
-        places = {round(at(one.x)): one for one in own if across.low <= one.x <= across.high}
+        own = [mark for mark in marks if mark.css_class == css_class]
+        # One mark for each pixel is enough.
+        places = {round(at(mark.x)): mark for mark in own if across.low <= mark.x <= across.high}
         if len(places) <= TIPS:
             for mark in places.values():
                 canvas.line(at(mark.x), begin, at(mark.x), foot, css_class=css_class, tip=mark.tip)

@@ -1,4 +1,4 @@
-"""Counts of numbers as bars: for a terminal, and as a page."""
+"""Counts of numbers as bars, for a terminal and as a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEPS = (1, 2, 5)
 
 @dataclass(frozen=True)
 class Bar:
-    """``count`` numbers from ``low`` to ``high``, both included."""
+    """The count of numbers from ``low`` to ``high``, both included."""
 
     low: int
     high: int
@@ -22,8 +22,7 @@ class Bar:
 
 
 def bars(counts: Mapping[int, int], most: int = 20) -> list[Bar]:
-    """Sort numbers into at most ``most`` bars of one round width (1, 2 or 5 times a power of
-    ten)."""
+    """Return at most ``most`` bars of equal round width: 1, 2 or 5 times a power of ten."""
     if not counts:
         return []
     least = min(counts)
@@ -32,40 +31,40 @@ def bars(counts: Mapping[int, int], most: int = 20) -> list[Bar]:
     steps = (step * 10**power for power in range(19) for step in _STEPS)
     while largest // width - least // width >= most:
         width = next(steps)
-    found: Counter[int] = Counter()
+    totals: Counter[int] = Counter()
     for number, count in counts.items():
-        found[number // width] += count
+        totals[number // width] += count
     return [
-        Bar(index * width, index * width + width - 1, found[index])
+        Bar(index * width, index * width + width - 1, totals[index])
         for index in range(least // width, largest // width + 1)
     ]
 
 
 def quantiles(counts: Mapping[int, int]) -> str:
-    """Say the least, median, 90 %, 99 % and largest number, and the mean."""
+    """Return words with the least, median, 90 %, 99 % and largest number, and the mean."""
     total = sum(counts.values())
     numbers = sorted(counts)
-    found = {}
+    values = {}
     for name, share in (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99)):
         seen = 0
         for number in numbers:
             seen += counts[number]
             if seen >= share * total:
-                found[name] = number
+                values[name] = number
                 break
     mean = sum(number * count for number, count in counts.items()) / total
-    middle = ", ".join(f"{name} {number:,}" for name, number in found.items())
+    middle = ", ".join(f"{name} {number:,}" for name, number in values.items())
     return f"least {numbers[0]:,}, {middle}, most {numbers[-1]:,}, mean {mean:,.1f}"
 
 
 def text_bars(counts: Mapping[int, int], width: int = 50) -> Iterator[str]:
     """Yield a line of text for each bar."""
-    found = bars(counts)
-    largest = max((bar.count for bar in found), default=1)
+    drawn = bars(counts)
+    largest = max((bar.count for bar in drawn), default=1)
     places = [
-        f"{bar.low:,}-{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in found
+        f"{bar.low:,}-{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in drawn
     ]
-    for bar, place in zip(found, places, strict=True):
+    for bar, place in zip(drawn, places, strict=True):
         yield (
             f"{place:>{max(map(len, places))}} {bar.count:>8,} "
             f"{'#' * -(-bar.count * width // largest)}"
@@ -91,15 +90,15 @@ def page(title: str, lines: Iterable[str], charts: Sequence[tuple[str, Mapping[i
     return "\n".join([head, *parts, "</html>"]) + "\n"
 
 
-def _chart(found: Sequence[Bar], width: int = 800, height: int = 200) -> str:
-    """The bars as an SVG element, with about ten of their lower ends written below."""
+def _chart(drawn: Sequence[Bar], width: int = 800, height: int = 200) -> str:
+    """Return the bars as an SVG element, with about ten of their lower ends written below."""
     drawing = Drawing(width, height + 20)
-    largest = max(bar.count for bar in found)
-    step = width / len(found)
-    for index, bar in enumerate(found):
+    largest = max(bar.count for bar in drawn)
+    step = width / len(drawn)
+    for index, bar in enumerate(drawn):
         tall = bar.count * height / largest
         tip = f"{bar.low:,} to {bar.high:,}: {bar.count:,}"
         drawing.box(index * step + 1, height - tall, max(step - 2, 1), tall, tip=tip)
-        if index % -(-len(found) // 10) == 0:
+        if index % -(-len(drawn) // 10) == 0:
             drawing.text(index * step, height + 15, f"{bar.low:,}")
     return drawing.svg()

@@ -1,5 +1,5 @@
-"""Pages that need nothing but a browser: one HTML file without scripts, in its light or dark
-colours. ``plan``, ``schedule``, ``prove`` and ``report`` write theirs with these parts."""
+"""Pages that need only a browser: one HTML file without scripts, in the browser's light or dark
+colours. ``plan``, ``schedule``, ``prove`` and ``report`` build their pages from these parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ text.n { pointer-events: none }
 rect.r { fill: #f7f8fa }
 line.g { stroke: #e3e6eb }
 """
-"""How the parts of drawings look by their CSS classes: bars and their texts, the ground of a row,
-and the lines of a grid. A drawing in a file of its own takes them as they are."""
+"""Style of the CSS classes of drawings: bars and their texts, the ground of a row, and the lines of
+a grid. A drawing in a file of its own uses this style unchanged."""
 STYLE = f"""
 :root {{ color-scheme: light dark; --page: light-dark(#fff, #14181f);
   --soft: light-dark(#5b6472, #9aa4b2); --rule: light-dark(#e3e6eb, #333a45);
@@ -49,8 +49,8 @@ rect.ok {{ fill: var(--bar) }} rect.no {{ fill: var(--bad) }} text.s {{ fill: va
 
 
 def page(title: str, parts: Iterable[str], *, style: str = "") -> str:
-    """Return a whole file. ``parts`` come from ``heading``, ``table`` and the others; ``style`` is
-    the CSS of what only this page has."""
+    """Return a whole HTML file. ``parts`` come from ``heading``, ``table`` and the other functions;
+    ``style`` is additional CSS of this page."""
     name = escape(title)
     return "\n".join(
         [
@@ -72,17 +72,17 @@ def heading(text: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Return plain text."""
+    """Return a paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 
 def code(text: str) -> str:
-    """Return text to be copied."""
+    """Return preformatted text, for readers to copy."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def details(summary: str, parts: Iterable[str]) -> str:
-    """Return parts that are shown when the reader opens them."""
+    """Return parts in a section that the reader can open."""
     return "\n".join([f"<details><summary>{escape(summary)}</summary>", *parts, "</details>"])
 
 
@@ -93,8 +93,8 @@ def table(
     words: Sequence[int] = (0,),
     sentences: Sequence[int] = (),
 ) -> str:
-    """Return a table. ``words`` are the columns of short texts, ``sentences`` those whose lines may
-    break; the others are numbers."""
+    """Return a table. ``words`` are the columns of short texts, ``sentences`` the columns whose
+    lines may break. All other columns are numbers."""
     kinds = [
         "k" if place in words else "s" if place in sentences else "n" for place in range(len(head))
     ]
@@ -112,8 +112,8 @@ Cell = tuple[str, str]
 
 
 def html_table(head: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
-    """Return a table of HTML that scrolls where it is wider than the page. The last cell of a row
-    that is shorter than its head runs to the end of it."""
+    """Return a table of HTML, which scrolls if it is wider than the page. If a row is shorter than
+    the head, its last cell extends to the end."""
     top = "".join(_cell("th", cell) for cell in head)
     body = (
         "".join(
@@ -134,7 +134,7 @@ def _cell(tag: str, cell: Cell, columns: int = 1) -> str:
 
 
 def key(names: Iterable[tuple[str, str]]) -> str:
-    """Return what colours mean. ``names`` are (words, colour)."""
+    """Return a key of colours. ``names`` are (words, colour)."""
     entries = (
         f'<span><i style="background:{colour}"></i>{escape(words)}</span>'
         for words, colour in names

@@ -1,5 +1,5 @@
-"""The page of ``plan --html``: the table, the pipeline of the fastest layout as the simulator runs
-it, and where its time and memory go."""
+"""The page of ``plan --html``: the table, the simulated pipeline of the fastest layout, and its
+time and memory by part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.oom_probability import ALLOCATABLE
 from megatron_llama.planner.pictures.bars import COLOURS, PALETTE, Bar, BarRow, Chart, drawing
 from megatron_llama.planner.pictures.page import code, heading, key, page, paragraph, table
-from megatron_llama.planner.report import LEGEND, PARTS, SHARES, command, label, losses, mfu
+from megatron_llama.planner.report import (
+    LEGEND,
+    PARTS,
+    SHARES,
+    command,
+    described,
+    label,
+    losses,
+    mfu,
+)
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.schedule import Op, Schedule, TimedPass
 from megatron_llama.schedule.actions import send_of
@@ -28,17 +37,17 @@ HEAD = (
 
 @dataclass(frozen=True)
 class PlannedTimeline:
-    """The passes of a schedule, and the messages that travel meanwhile."""
+    """The passes of a schedule, with the messages that travel at the same time."""
 
     schedule: Schedule
     times: Sequence[StageTimes]
     hop: float
     """Seconds of a message between stages."""
     end: Sequence[tuple[str, str, float]] = ()
-    """What every rank does after the last pass: lane, words, seconds."""
+    """Work of every rank after the last pass: lane, words, seconds."""
 
     def rows(self) -> tuple[list[list[BarRow]], float]:
-        """Return for each pipeline rank its rows in milliseconds, and the end of the step."""
+        """Return the rows of each pipeline rank, and the end of the step, in milliseconds."""
         timeline = simulate(self.schedule, self.times, self.hop)
         clock = timeline.makespan
         last = []
@@ -53,21 +62,21 @@ class PlannedTimeline:
     ) -> list[BarRow]:
         compute: list[Bar] = []
         messages: dict[str, list[Bar]] = {PIPELINE: [], GATHERS: [], REDUCTIONS: []}
-        for one in passes:
-            action = one.action
+        for timed in passes:
+            action = timed.action
             op = action.op
             times = self.times[action.stage]
-            seconds = one.end - one.start
+            seconds = timed.end - timed.start
             words = f"{op.value.replace('_', ' ')} {action.microbatch}, stage {action.stage}"
-            compute.append(_bar(op.value, words, one.start, seconds, str(action.microbatch)))
+            compute.append(_bar(op.value, words, timed.start, seconds, str(action.microbatch)))
             gather = 0.0 if op is Op.BACKWARD_WEIGHT else times.gather_backward
             gather = times.gather_forward if op is Op.FORWARD else gather
             if self.hop > 0 and send_of(action, self.schedule.placement) is not None:
-                messages[PIPELINE].append(_bar(PIPELINE, PIPELINE, one.end, self.hop))
+                messages[PIPELINE].append(_bar(PIPELINE, PIPELINE, timed.end, self.hop))
             if gather > 0:
-                messages[GATHERS].append(_bar(GATHERS, GATHERS, one.start, gather))
+                messages[GATHERS].append(_bar(GATHERS, GATHERS, timed.start, gather))
             if times.reduce > 0 and op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                messages[REDUCTIONS].append(_bar(REDUCTIONS, REDUCTIONS, one.start, times.reduce))
+                messages[REDUCTIONS].append(_bar(REDUCTIONS, REDUCTIONS, timed.start, times.reduce))
         for lane, bar in last:
             (compute if lane == UPDATES else messages[lane]).append(bar)
         first = BarRow(f"pp rank {rank}", compute)
@@ -80,12 +89,12 @@ def _bar(kind: str, words: str, begin: float, seconds: float, text: str = "") ->
 
 
 def milliseconds(seconds: float) -> str:
-    """Return milliseconds for a tip."""
+    """Return seconds as milliseconds for a tip."""
     return f"{seconds * 1e3:.3f} ms"
 
 
 def plan_page(best: Sequence[Candidate], title: str, near: Sequence[object]) -> str:
-    """Return the whole page. ``near`` are published runs that are like the first layout."""
+    """Return the whole page. ``near`` are published runs similar to the first layout."""
     return page(title, _parts(best, near))
 
 
@@ -93,6 +102,8 @@ def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     first = best[0]
     yield table(HEAD, _table_rows(best), words=(), sentences=(12,))
     yield paragraph(LEGEND)
+    yield heading(f"The run in {label(first)}")
+    yield table(("", ""), described(first).items(), sentences=(1,))
     yield heading(f"The pipeline of {label(first)}")
     yield from _pipeline(first)
     yield heading("Where the time goes")
@@ -131,7 +142,7 @@ def _table_rows(best: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
 
 
 def _pipeline(candidate: Candidate) -> Iterator[str]:
-    """The first microbatches, as many as show the pattern, and the end of the step."""
+    """Yield the chart of the first microbatches, which show the pattern, and of the step's end."""
     job = candidate.job
     schedule = candidate.short.schedule
     shown = schedule.microbatches
@@ -144,7 +155,7 @@ def _pipeline(candidate: Candidate) -> Iterator[str]:
 
 
 def pipeline_chart(candidate: Candidate) -> Chart:
-    """Return the pipeline ranks of the first microbatches as the simulator runs them."""
+    """Return a chart of the pipeline ranks in the simulated first microbatches."""
     job = candidate.job
     schedule = candidate.short.schedule
     colours = [(op.value.replace("_", " "), COLOURS[op.value]) for op in schedule.passes]
@@ -158,13 +169,13 @@ def pipeline_chart(candidate: Candidate) -> Chart:
         schedule,
         candidate.stage_times,
         candidate.hop if job.pp > 1 else 0.0,
-        [one for one in end if one[2] > 0],
+        [entry for entry in end if entry[2] > 0],
     ).rows()
     return Chart([row for rank in rows for row in rank], length, "ms", [*colours, *lanes])
 
 
 def _memory(candidate: Candidate) -> str:
-    """Bytes of every pipeline rank by component, and the memory of the device."""
+    """Return a drawing of each pipeline rank's memory by component, and of the device's memory."""
     total = candidate.machine.gpu.memory / GIB
     rows = []
     for rank in range(candidate.job.pp):
@@ -176,7 +187,7 @@ def _memory(candidate: Candidate) -> str:
 
 
 def _stacked(name: str, parts: Sequence[tuple[str, float]], unit: str) -> BarRow:
-    """The parts of a whole one after the other, in the colours of PALETTE."""
+    """Return a row of the parts of a whole, in the colours of PALETTE."""
     bars = []
     begin = 0.0
     for (words, size), colour in zip(parts, cycle(PALETTE), strict=False):

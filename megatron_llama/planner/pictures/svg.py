@@ -1,4 +1,4 @@
-"""Drawings as SVG: text that every browser shows and that needs no library to write."""
+"""Drawings as SVG, which every browser shows and which can be written without a library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ INK = "#222831"
 
 
 def ink_on(fill: str) -> str:
-    """Return the colour, white or a near black, in which a text on ``fill`` (``#rrggbb``) is read
-    best: the one with the higher contrast (WCAG 2.2, section 1.4.3)."""
+    """Return white or INK for a text on ``fill`` (``#rrggbb``), whichever has the higher contrast
+    (WCAG 2.2, section 1.4.3)."""
     ground = _luminance(fill)
     white = (_luminance(WHITE) + 0.05) / (ground + 0.05)
     black = (ground + 0.05) / (_luminance(INK) + 0.05)
@@ -19,11 +19,11 @@ def ink_on(fill: str) -> str:
 
 
 def _luminance(colour: str) -> float:
-    """The relative luminance of ``#rrggbb``, from 0 to 1."""
+    """Return the relative luminance of ``#rrggbb``, from 0 to 1."""
     light = 0.0
     for place, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
-        part = int(colour[place : place + 2], 16) / 255
-        light += weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
+        level = int(colour[place : place + 2], 16) / 255
+        light += weight * (level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4)
     return light
 
 
@@ -65,7 +65,7 @@ class Drawing:
         css_class: str = "",
         tip: str = "",
     ) -> None:
-        """Draw a straight line. ``dashes``: pixels drawn and left out in turn, such as ``4 3``.
+        """Draw a straight line. ``dashes`` are pixels drawn and left out in turn, such as ``4 3``.
         ``tip`` is shown while the mouse is over it."""
         more = f' stroke-dasharray="{dashes}"' if dashes else ""
         more += f' stroke="{stroke}"' if stroke else ""
@@ -83,7 +83,7 @@ class Drawing:
     ) -> None:
         """Draw straight lines from each point to the next, or a dot if there is only one."""
         places = [f"{x:.1f},{y:.1f}" for x, y in points]
-        # A line of no length is a dot where its ends are round.
+        # A line of length 0 with round ends is a dot.
         whole = " ".join(places if len(places) > 1 else places * 2)
         more = f' stroke="{stroke}"' if stroke else ""
         self._elements.append(
@@ -102,8 +102,8 @@ class Drawing:
         size: float = 0,
         css_class: str = "",
     ) -> None:
-        """Write a text whose baseline is at ``y``. ``anchor`` (``start``, ``middle``, ``end``) says
-        which part of it is at ``x``."""
+        """Write a text whose baseline is at ``y``. ``anchor`` (``start``, ``middle``, ``end``) is
+        the part of the text at ``x``."""
         more = f' font-size="{size:g}"' if size else ""
         more += f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._elements.append(
@@ -113,9 +113,9 @@ class Drawing:
     def svg(
         self, *, inline: bool = False, style: str = "", title: str = "", description: str = ""
     ) -> str:
-        """The ``<svg>`` element: a file of its own or, ``inline``, a part of an HTML page, which
-        needs no namespace. ``style`` is what a file says of its CSS classes; ``title`` and
-        ``description`` are what a screen reader says."""
+        """Return the ``<svg>`` element: a file of its own or, ``inline``, a part of an HTML page,
+        which needs no namespace. ``style`` is the CSS of a file; ``title`` and ``description`` are
+        for screen readers."""
         size = f'width="{self._width:.0f}" height="{self._height:.0f}"'
         view = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}"'
         form = 'role="img" font-family="sans-serif"'

@@ -1,2 +1,2 @@
-"""A run that has been trained, as its folder tells of it: curves, incidents, plan and measurement,
-and the page of ``report``."""
+"""A trained run, read from its folder: curves, incidents, plan and measurement, and the page of
+``report``."""

@@ -1,4 +1,4 @@
-"""Reads what a run has left in its folder: the curve, the events, the steps that were left out."""
+"""Reads the files in a run's folder: the curve, the events, the steps that were left out."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from megatron_llama.metrics.events import END, FAULT, NOT_FINITE, REWIND, SAVED,
 
 SKIPPED = "skipped.jsonl"
 SHOWN = 60
-"""Characters of a line that is not understood."""
+"""Characters shown of a line that is not understood."""
 LOSSES = ("lm_loss", "loss")
-"""Names of the training loss, of which a log has one."""
+"""Names of the training loss. A log has one of them."""
 TIME = "time"
 SECONDS = "seconds"
 """The column with the time of a line, in seconds since 1970 on the clock of the run's machine."""
 BEYOND = 1e100
-"""A number as large as this is none that a trainer has written."""
+"""Numbers of at least this size were not written by a trainer."""
 CHUNK = 4096
 """Lines that are turned into arrays together."""
 CHUNK_CELLS = 200_000
-"""Values in lines that are: one line may have a million names."""
+"""Values that are turned into arrays together: one line may have a million names."""
 SPARSE_CELLS = 10_000_000
-"""Numbers in all columns, empty ones included, if the file has not half as many itself."""
+"""Most cells of all columns, empty ones included, unless half of them or more have values."""
 KEPT_PROBLEMS = 1_000
 LARGEST_COUNT = 2**53 - 1
-"""Counts become fp64 in columns."""
+"""Largest count that is exact as fp64, the dtype of columns."""
 EARLIEST = 62_135_596_800.0
 """Seconds from the year 1, where Python's dates begin, to 1970."""
 MIDDLE = (253_402_300_799.0 - EARLIEST) / 2
@@ -57,28 +57,28 @@ class Event:
 
     what: str
     seconds: float
-    """Its time of day, as in the column SECONDS."""
+    """Time of the event, as in the column SECONDS."""
     details: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Everything that was understood. Columns have NaN where a line has null or no such number."""
+    """Contents of a run's folder. Columns have NaN where a line has null or no such number."""
 
     name: str
-    """As the user called it."""
+    """Name that the user gave."""
     steps: Mapping[str, Floats]
     """The lines of training, by column. ``iteration`` grows."""
     evaluations: Mapping[str, Floats]
     """The lines of evaluations, by column."""
     events: tuple[Event, ...]
-    """In the order in which they were written."""
+    """Events in the order in which they were written."""
     skipped: tuple[Skipped, ...]
     """Bad steps that were left out."""
     checkpoint: Mapping[str, Any]
-    """What the newest checkpoint keeps of the configuration, for runs without events; or empty."""
+    """Configuration and torch version from the newest checkpoint, for runs without events."""
     problems: tuple[str, ...]
-    """What was not understood: file, line, and why."""
+    """Lines that were not understood: file, line number and reason."""
 
     @cached_property
     def starts(self) -> tuple[Event, ...]:
@@ -88,8 +88,8 @@ class RunFolder:
     @property
     def config(self) -> Mapping[str, Mapping[str, Any]]:
         """The newest configuration, section by section; empty if none is known."""
-        found = self.starts[-1].details["config"] if self.starts else self.checkpoint.get("config")
-        return found if isinstance(found, dict) and _is_config(found) else {}
+        config = self.starts[-1].details["config"] if self.starts else self.checkpoint.get("config")
+        return config if isinstance(config, dict) and _is_config(config) else {}
 
     @property
     def loss(self) -> str:
@@ -97,14 +97,15 @@ class RunFolder:
         return next((name for name in LOSSES if name in self.steps), LOSSES[0])
 
     def column(self, name: str) -> Floats:
-        """A column of the steps; NaN where the log has none."""
-        found = self.steps.get(name)
-        return np.full(len(self.steps["iteration"]), np.nan) if found is None else found
+        """Return a column of the steps; all NaN if the log does not have it."""
+        column = self.steps.get(name)
+        return np.full(len(self.steps["iteration"]), np.nan) if column is None else column
 
 
 def read_run(name: str) -> RunFolder:
-    """Read the folder of a run, or its ``log.jsonl``; of a URL that was given to --save, the folder
-    here with its log. Raises DataError where nothing can be shown."""
+    """Return the contents of a run's folder. ``name`` is the folder, its ``log.jsonl``, or a URL
+    that was given to --save, whose log is in a local folder. Raises DataError if nothing can be
+    shown."""
     path = local_folder(name)
     folder = path.parent if path.is_file() else path
     problems = _Problems()
@@ -127,7 +128,7 @@ def read_run(name: str) -> RunFolder:
 
 
 class _Problems:
-    """What is not understood. A file of nothing else has a problem in each line: a part is kept."""
+    """Collects lines that are not understood, up to a limit: every line of a file may be one."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []
@@ -141,27 +142,27 @@ class _Problems:
             self._left_out += 1
 
     def said(self) -> tuple[str, ...]:
-        """Return all that are kept, and how many others there were."""
+        """Return the problems that were kept, and the number of the others."""
         more = f"and {self._left_out:,} more lines"
         return (*self.kept, more) if self._left_out else tuple(self.kept)
 
 
 class _Columns:
-    """Numbers by name, a row for each line. A million lines take seconds: they are turned into
-    arrays many at a time."""
+    """Collects numbers by name, with a row for each line. Many lines at a time are turned into
+    arrays, since a log may have a million lines."""
 
     def __init__(self) -> None:
         self._lines: list[Mapping[str, Any]] = []
         self._cells = 0
-        """Values in these lines."""
+        """Number of values in these lines."""
         self._pieces: dict[str, list[tuple[int, Floats]]] = {}
-        """Numbers of many lines, with the row of the first."""
+        """Arrays of each column, each with the row at which it begins."""
         self._rows = 0
         self.names_left_out = 0
-        """Columns of which nothing is kept: there are too many."""
+        """Number of columns that are not kept because there are too many."""
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Append the numbers of a line."""
+        """Append a line."""
         self._lines.append(entry)
         self._cells += len(entry)
         if len(self._lines) == CHUNK or self._cells > CHUNK_CELLS:
@@ -183,12 +184,12 @@ class _Columns:
         self._cells = 0
 
     def arrays(self) -> dict[str, Floats]:
-        """Return all columns that have a number somewhere, equally long, and an ``iteration``."""
+        """Return all columns that have a number, in equal lengths, and always ``iteration``."""
         self._flush()
         columns = {"iteration": np.zeros(0)}
         cells = sum(len(numbers) for pieces in self._pieces.values() for _, numbers in pieces)
         for name, pieces in self._pieces.items():
-            # A column with a number here and there takes as much as a full one.
+            # A column with few numbers takes as much memory as a full one.
             if len(columns) * self._rows > max(SPARSE_CELLS, 2 * cells):
                 self.names_left_out += 1
                 continue
@@ -200,18 +201,18 @@ class _Columns:
 
 
 def _numbers(values: Sequence[object]) -> Floats:
-    """Numbers as they are, NaN for everything else."""
+    """Return values as fp64, with NaN for everything that is not a number."""
     plain = all(type(value) is int or type(value) is float for value in values)
-    found = np.array(values) if plain else None
-    if found is None or found.dtype.kind not in "if":
+    array = np.array(values) if plain else None
+    if array is None or array.dtype.kind not in "if":
         known = [value if _is_number(value) else math.nan for value in values]
-        found = np.array(known, np.float64)
-    numbers = found.astype(np.float64)
+        array = np.array(known, np.float64)
+    numbers = array.astype(np.float64)
     return np.where(np.abs(numbers) < BEYOND, numbers, np.nan)
 
 
 def _is_number(value: object) -> bool:
-    """Whether a trainer may have written this as a number."""
+    """Whether a trainer can have written this number."""
     return type(value) in (int, float) and abs(value) < BEYOND  # type: ignore[arg-type]
 
 
@@ -221,18 +222,18 @@ def _is_count(value: object) -> bool:
 
 
 def _times(values: Sequence[object]) -> Floats:
-    """Seconds of times of day."""
-    # A million times take seconds, one by one: numpy reads those that a trainer writes.
+    """Return times of day as seconds since 1970, with NaN for everything else."""
+    # numpy reads the trainer's format at once. A million calls of ``_seconds`` would be slow.
     if all(isinstance(value, str) and len(value) == len("2026-01-01T00:00:00") for value in values):
         with suppress(ValueError):
             seconds = np.array(values, "datetime64[s]").astype(np.float64)
             return np.where(np.abs(seconds - MIDDLE) < MIDDLE + EARLIEST, seconds, np.nan)
     known = (_seconds(value) for value in values)
-    return np.array([math.nan if one is None else one for one in known])
+    return np.array([math.nan if seconds is None else seconds for seconds in known])
 
 
 def _curves(path: Path, problems: _Problems) -> tuple[Mapping[str, Floats], Mapping[str, Floats]]:
-    """The columns of the lines of training and of those of evaluations."""
+    """Return the columns of training lines and the columns of evaluation lines."""
     steps = _Columns()
     evaluations = _Columns()
     last = {True: -1, False: -1}
@@ -258,7 +259,7 @@ def _curves(path: Path, problems: _Problems) -> tuple[Mapping[str, Floats], Mapp
 
 
 def _entries(path: Path, problems: _Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a file with the numbers of their lines. What is none is a problem."""
+    """Yield the JSON objects of a file with their line numbers. Other lines are problems."""
     if not path.is_file():
         if os.path.lexists(path):
             problems.add(f"{path.name}: neither a file nor a link to one")
@@ -289,7 +290,7 @@ def _entries(path: Path, problems: _Problems) -> Iterator[tuple[int, dict[str, A
 
 
 def _seconds(time: object) -> float | None:
-    """The time of a line."""
+    """Return a time as seconds since 1970; None if it is not a time."""
     if not isinstance(time, str):
         return None
     try:
@@ -299,7 +300,7 @@ def _seconds(time: object) -> float | None:
 
 
 def time_of(seconds: float) -> str:
-    """Return the day and time of a column SECONDS in words."""
+    """Return a value of the column SECONDS as day and time."""
     return f"{_EPOCH + timedelta(seconds=math.floor(seconds)):%Y-%m-%d %H:%M:%S}"
 
 
@@ -308,17 +309,17 @@ def _is_text(value: object) -> bool:
 
 
 def _is_config(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+    return isinstance(value, dict) and all(isinstance(section, dict) for section in value.values())
 
 
 def _are_datasets(value: object) -> bool:
-    """Whether this is what a start says of its data, as ``train/setup/facts.py`` gathers it."""
+    """Whether a start's ``data`` has the form that ``train/setup/facts.py`` writes."""
     return isinstance(value, list) and all(
-        isinstance(one, dict)
-        and isinstance(one.get("name"), str)
-        and (one.get("samples") is None or _is_count(one["samples"]))
-        and (one.get("weight") is None or (_is_number(one["weight"]) and one["weight"] >= 0))
-        for one in value
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and (entry.get("samples") is None or _is_count(entry["samples"]))
+        and (entry.get("weight") is None or (_is_number(entry["weight"]) and entry["weight"] >= 0))
+        for entry in value
     )
 
 
@@ -338,7 +339,7 @@ _KINDS: Mapping[str, _Needs] = MappingProxyType(
         END: {},
     }
 )
-"""Events and what they need to be understood."""
+"""Checks of the keys that each kind of event must have."""
 _MORE: _Needs = MappingProxyType(
     {
         "data": _are_datasets,
@@ -347,7 +348,7 @@ _MORE: _Needs = MappingProxyType(
         "processes_per_machine": _is_count,
     }
 )
-"""What starts of some versions have as well."""
+"""Checks of the keys that only starts of some versions have."""
 
 
 def _events(path: Path, problems: _Problems) -> Iterator[Event]:
@@ -371,22 +372,21 @@ def _events(path: Path, problems: _Problems) -> Iterator[Event]:
 def _skipped(path: Path, problems: _Problems) -> Iterator[Skipped]:
     for number, entry in _entries(path, problems):
         try:
-            found = Skipped(**{**entry, "value": float(entry["value"])})
+            step = Skipped(**{**entry, "value": float(entry["value"])})
         except (KeyError, TypeError, ValueError, OverflowError):
-            found = None
-        counts = () if found is None else (found.iteration, found.first_sample, found.last_sample)
-        if found is None or not all(map(_is_count, counts)) or not isinstance(found.reason, str):
+            step = None
+        counts = () if step is None else (step.iteration, step.first_sample, step.last_sample)
+        if step is None or not all(map(_is_count, counts)) or not isinstance(step.reason, str):
             problems.add(f"{path.name}:{number}: no step that was left out")
         else:
-            yield found
+            yield step
 
 
 def _newest_meta(folder: Path, problems: _Problems) -> Mapping[str, Any]:
-    """Return what the newest checkpoint says of the run; empty if there is none that can be
-    read."""
+    """Return ``config`` and ``torch_version`` of the newest readable checkpoint, or nothing."""
     if not any(folder.glob("iter_*")):
         return {}
-    # Here, since these import torch, which a run with events, or with a log alone, does not need.
+    # Imported here because these import torch, which is only needed for checkpoints.
     from megatron_llama.checkpoint.checkpoint_dir import complete
     from megatron_llama.checkpoint.meta import parse_meta
 

@@ -1,5 +1,5 @@
-"""What has gone otherwise than straight on: restarts, steps that were left out or done again, gaps
-and faults, and what they cost."""
+"""Interruptions of a run and their costs: restarts, steps that were left out or done again, gaps
+and faults."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_llama.planner.run.folder import SECONDS, Event, Floats, RunFolder
 
 GAP_SECONDS = 60.0
 GAP_FACTOR = 20.0
-"""Between two lines of one process lies a gap if it is as long as this, and so many times the usual
-distance."""
+"""A time between two lines of one process is a gap if it exceeds GAP_SECONDS and GAP_FACTOR times
+the usual time."""
 GAPS = 50
-"""So many gaps are listed, the longest."""
+"""Most gaps that are listed, the longest ones."""
 NOT_COMPARED = ("checkpoint.load", "checkpoint.save")
-"""Options that differ anyway, and that change nothing in what a run does."""
+"""Options that usually differ between starts and do not change the training."""
 
 _USER = re.compile(r"://[^/@\s]+@")
 _QUERY = re.compile(r"(://[^\s?]+)\?\S+")
@@ -32,19 +32,19 @@ _QUERY = re.compile(r"(://[^\s?]+)\?\S+")
 
 @dataclass(frozen=True)
 class Incident:
-    """A line of the list."""
+    """A row of the list of incidents."""
 
     seconds: float | None
-    """The time of day, as in a column SECONDS."""
+    """Time, as in the column SECONDS; None if not known."""
     iteration: int | None
     kind: str
-    """start, restart, rollback, skip, fault, gap, end, error."""
+    """One of start, restart, rollback, skip, fault, gap, end and error."""
     words: str
 
 
 @dataclass(frozen=True)
 class Incidents:
-    """Everything that happened in a run, and the sums."""
+    """Incidents of a run, and their sums."""
 
     run: RunFolder
 
@@ -55,12 +55,12 @@ class Incidents:
 
     @cached_property
     def repeated(self) -> int:
-        """Steps that were done, and taken back: by rollbacks and after deaths, as far as lines of
-        the log had come."""
+        """Steps that were lost to rollbacks and to ends of processes, as far as the log had
+        recorded them."""
         return sum(
             max(0, event.details["reached"] - event.details["iteration"])
             for place, event in enumerate(self._moves)
-            # What the log of a folder held before its first start is another run's.
+            # Lines of the log before the first start belong to another run.
             if place or event.what == REWIND
         )
 
@@ -70,17 +70,17 @@ class Incidents:
 
     @cached_property
     def skipped(self) -> int:
-        """Steps of the curve that left the weights as they were, overflows under --fp16 too."""
+        """Steps of the curve that did not change the weights, including overflows of --fp16."""
         return int(np.nansum(self.run.column("skipped_iterations")))
 
     @cached_property
     def overflows(self) -> int:
-        """Those that the loss scale skipped; bad steps that stay in the curve are in a file."""
+        """Steps that the loss scale skipped: all skipped steps except the bad steps in the file."""
         iterations = self.run.steps["iteration"]
         last = int(iterations[-1]) if len(iterations) else 0
         if self._rolls_back:
             return self.skipped
-        return max(0, self.skipped - sum(one.iteration <= last for one in self.run.skipped))
+        return max(0, self.skipped - sum(step.iteration <= last for step in self.run.skipped))
 
     @property
     def _rolls_back(self) -> bool:
@@ -88,21 +88,21 @@ class Incidents:
 
     @cached_property
     def wall_seconds(self) -> float | None:
-        """From the first sign of life to the last; None where the log has no times."""
+        """Seconds from the first sign of life to the last; None if the log has no times."""
         known = self._times
         return float(known[-1] - known[0]) if len(known) else None
 
     @cached_property
     def _times(self) -> Floats:
-        """All signs of life, in their order."""
+        """Times of all lines and events, in ascending order."""
         lines = self.run.column(SECONDS)
         every = np.concatenate([lines, [event.seconds for event in self.run.events]])
         return np.sort(every[np.isfinite(every)])
 
     @cached_property
     def step_seconds(self) -> float:
-        """In the steps that stayed in the curve, without evaluations, saves, and what was done
-        again."""
+        """Seconds of the steps that stayed in the curve, without evaluations, saves and repeated
+        steps."""
         iterations = self.run.steps["iteration"]
         if not len(iterations):
             return 0.0
@@ -111,8 +111,8 @@ class Incidents:
 
     @cached_property
     def down_seconds(self) -> float:
-        """Between the last sign of a process that ended and the next start."""
-        return sum(found for _, found in self._downtimes)
+        """Seconds between the last sign of life before a restart and that restart, summed."""
+        return sum(seconds for _, seconds in self._downtimes)
 
     @property
     def _downtimes(self) -> Iterator[tuple[Event, float]]:
@@ -123,15 +123,17 @@ class Incidents:
 
     @cached_property
     def listed(self) -> tuple[Incident, ...]:
-        """Everything, in the order of time."""
+        """All incidents in order of time. Those without a time come first."""
         every = [*self._told(), *self._left_out(), *self._gaps()]
-        found = [replace(one, words=without_secrets(one.words)) for one in every]
-        known = [one.seconds for one in found if one.seconds is not None]
+        listed = [replace(entry, words=without_secrets(entry.words)) for entry in every]
+        known = [entry.seconds for entry in listed if entry.seconds is not None]
         first = min(known, default=0.0)
-        return tuple(sorted(found, key=lambda one: first if one.seconds is None else one.seconds))
+        return tuple(
+            sorted(listed, key=lambda entry: first if entry.seconds is None else entry.seconds)
+        )
 
     def _told(self) -> Iterator[Incident]:
-        """What events say. A process whose end is missing was killed."""
+        """Yield the incidents of events. A process whose end is missing was killed."""
         down = {id(start): seconds for start, seconds in self._downtimes}
         before: Event | None = None
         ended = True
@@ -170,10 +172,10 @@ class Incidents:
         return bool(ends) and ends[-1] == START
 
     def _left_out(self) -> Iterator[Incident]:
-        for one in self.run.skipped:
-            samples = f"samples {one.first_sample:,} to {one.last_sample:,} are left out"
-            words = f"{one.reason} {one.value:.6g}: {samples}"
-            yield Incident(self._time_at(one.iteration), one.iteration, "skip", words)
+        for step in self.run.skipped:
+            samples = f"samples {step.first_sample:,} to {step.last_sample:,} are left out"
+            words = f"{step.reason} {step.value:.6g}: {samples}"
+            yield Incident(self._time_at(step.iteration), step.iteration, "skip", words)
         if self.overflows:
             words = f"{counted(self.overflows, 'step')} skipped while the loss scale fell (--fp16)"
             yield Incident(self._time_at(self._first_skipped), None, "skip", words)
@@ -187,11 +189,11 @@ class Incidents:
         iterations = self.run.steps["iteration"]
         place = int(np.searchsorted(iterations, iteration))
         times = self.run.column(SECONDS)
-        found = times[place] if place < len(times) else np.nan
-        return float(found) if np.isfinite(found) else None
+        time = times[place] if place < len(times) else np.nan
+        return float(time) if np.isfinite(time) else None
 
     def _gaps(self) -> Iterator[Incident]:
-        """Long silences between two lines of the same process."""
+        """Yield long silences between two lines of the same process."""
         times = self.run.column(SECONDS)
         if len(times) < 3:
             return
@@ -212,7 +214,7 @@ class Incidents:
 
 
 def _start_words(start: Event, before: Event | None, down: float | None) -> Iterator[str]:
-    """What a start says of itself, and how it differs from the one before."""
+    """Yield descriptions of a start and of its differences from the start before."""
     details = start.details
     if details.get("resumes"):
         yield f"resumed from {details['resumes']}"
@@ -236,7 +238,7 @@ def _start_words(start: Event, before: Event | None, down: float | None) -> Iter
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without its sections: values by ``section.option``."""
+    """Return the values of a configuration by ``section.option``."""
     return {
         f"{section}.{name}": value
         for section, options in config.items()
@@ -246,7 +248,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(starts: list[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the options of which starts have different values: by flag, one text for each."""
+    """Return the options that differ between starts: by flag, one text for each start."""
     configs = [flat(start["config"]) for start in starts]
     names = dict.fromkeys(name for config in configs for name in config)
     return {
@@ -257,17 +259,17 @@ def differing(starts: list[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def text(value: object) -> str:
-    """A value of an option for people. What a URL says of passwords is left out."""
+    """Return an option's value as text for people, without the secrets of URLs."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value == [] or value == ():
         return "none"
     if isinstance(value, list | tuple):
-        return " ".join(text(one) for one in value)
+        return " ".join(text(item) for item in value)
     return without_secrets(str(value))
 
 
 def without_secrets(words: str) -> str:
-    """Return a text whose URLs have neither users nor what follows their ``?``: a page is sent to
-    others, and signed URLs are keys."""
+    """Return a text with the users and the queries of its URLs removed. Pages are shared, and a
+    signed URL is a key."""
     return _QUERY.sub(r"\1?...", _USER.sub("://...@", words))

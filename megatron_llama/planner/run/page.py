@@ -1,4 +1,4 @@
-"""The page of ``report``: one run, or several beside each other."""
+"""The page of ``report``: one run, or several runs next to each other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_llama.planner.run.planned import PEAK, STEP, ComparedNumber, Plann
 from megatron_llama.planner.run.summary import Summary, differences, number
 
 BYTES = 1_000_000
-"""A page is smaller."""
+"""Bytes that a page stays below, if one of LIMITS allows it."""
 POINT = 12
 """Bytes of a point of a curve."""
 PROBLEMS = 20
-"""So many lines that were not understood are shown."""
+"""Most lines shown of those that were not understood."""
 STYLE = f"""{curves.STYLE}
 .charts {{ display: grid; gap: 18px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)) }}
@@ -45,7 +45,7 @@ KNOWN = frozenset(
         *("compute_ms_min", "compute_ms_median", "compute_ms_max", "slowest_rank"),
     }
 )
-"""Columns that are no numbers of the run's objective."""
+"""Columns that do not belong to the run's objective. All others get a chart of their own."""
 UNITS: Mapping[str, Callable[[float], str]] = MappingProxyType(
     {
         "s": lambda value: f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s",
@@ -58,14 +58,14 @@ UNITS: Mapping[str, Callable[[float], str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of everything a page shows."""
+    """Amounts of data that a page shows."""
 
     points: int
     """Bytes for the points of all curves."""
     listed: int
-    """Incidents of each run: the first half and the last."""
+    """Most incidents of each run. If there are more, half are the first and half the last."""
     options: bool
-    """Whether all options are shown, or those alone that are not the default."""
+    """Whether all options are shown, or only those that are not the default."""
 
 
 LIMITS = (
@@ -75,7 +75,7 @@ LIMITS = (
     Limits(200_000, 20, False),
     Limits(100_000, 6, False),
 )
-"""The first is taken with which a page is small enough, or the last."""
+"""The page uses the first entry with which it is small enough, or the last."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ class _Wanted:
     title: str
     column: str
     evaluated: bool = False
-    """Of the lines of evaluations."""
+    """Whether the column is one of the evaluations."""
     by_time: bool = False
     scale: float = 1.0
-    """What is drawn is the column times this."""
+    """Factor on the values of the column."""
 
 
 def report_page(summaries: Sequence[Summary]) -> str:
-    """Return the whole file."""
-    names = ", ".join(one.name for one in summaries)
+    """Return the whole HTML file."""
+    names = ", ".join(summary.name for summary in summaries)
     for limits in LIMITS:
         text = page.page(names, _parts(summaries, limits), style=STYLE)
         if len(text.encode()) < BYTES:
@@ -106,9 +106,9 @@ def _parts(summaries: Sequence[Summary], limits: Limits) -> Iterator[str]:
     yield _numbers(summaries)
     if several:
         yield page.heading("What differs")
-        found = differences(summaries)
-        head = ["", *(one.name for one in summaries)]
-        rows = [[name, *values] for name, values in found.items()]
+        differing = differences(summaries)
+        head = ["", *(summary.name for summary in summaries)]
+        rows = [[name, *values] for name, values in differing.items()]
         columns = range(1, len(head))
         yield (
             page.table(head, rows, sentences=columns)
@@ -117,47 +117,47 @@ def _parts(summaries: Sequence[Summary], limits: Limits) -> Iterator[str]:
         )
     yield from _charts(summaries, limits.points)
     yield page.heading("Plan and measurement")
-    for one in summaries:
-        yield from _title(one, several)
-        yield from _plan(one.plan)
+    for summary in summaries:
+        yield from _title(summary, several)
+        yield from _plan(summary.plan)
     yield page.heading("Restarts and faults")
-    for one in summaries:
-        yield from _title(one, several)
-        yield from _incidents(one, limits.listed)
+    for summary in summaries:
+        yield from _title(summary, several)
+        yield from _incidents(summary, limits.listed)
     yield page.heading("Data")
-    for one in summaries:
-        yield from _title(one, several)
-        yield from _data(one)
+    for summary in summaries:
+        yield from _title(summary, several)
+        yield from _data(summary)
     yield page.heading("Configuration")
-    for one in summaries:
-        yield from _title(one, several)
-        yield from _configuration(one, everything=limits.options)
-    unread = [(one, problem) for one in summaries for problem in one.run.problems]
+    for summary in summaries:
+        yield from _title(summary, several)
+        yield from _configuration(summary, everything=limits.options)
+    unread = [(summary, problem) for summary in summaries for problem in summary.run.problems]
     if unread:
         yield page.heading("Not understood")
-        shown = [f"{one.name}/{problem}" for one, problem in unread[:PROBLEMS]]
+        shown = [f"{summary.name}/{problem}" for summary, problem in unread[:PROBLEMS]]
         more = len(unread) - len(shown)
         yield page.code(
             "\n".join([*shown, *([f"and {counted(more, 'line')} more"] if more else [])])
         )
 
 
-def _title(one: Summary, several: bool) -> Iterator[str]:
+def _title(summary: Summary, several: bool) -> Iterator[str]:
     if several:
-        yield f"<h3>{escape(one.name)}</h3>"
+        yield f"<h3>{escape(summary.name)}</h3>"
 
 
 def _numbers(summaries: Sequence[Summary]) -> str:
-    """The first table: a column for each run."""
-    found = [dict(one.rows()) for one in summaries]
-    names = dict.fromkeys(name for rows in found for name in rows)
-    table = [[name, *(rows.get(name, "") for rows in found)] for name in names]
-    return page.table(["", *(one.name for one in summaries)], table)
+    """Return the first table, with a column for each run."""
+    tables = [dict(summary.rows()) for summary in summaries]
+    names = dict.fromkeys(name for rows in tables for name in rows)
+    table = [[name, *(rows.get(name, "") for rows in tables)] for name in names]
+    return page.table(["", *(summary.name for summary in summaries)], table)
 
 
 def _charts(summaries: Sequence[Summary], budget: int) -> Iterator[str]:
     several = len(summaries) > 1
-    losses = sorted({one.run.loss for one in summaries})
+    losses = sorted({summary.run.loss for summary in summaries})
     wanted = [_Wanted(name.replace("_", " "), name) for name in losses]
     wanted += [
         _Wanted("validation loss", "validation_loss", evaluated=True),
@@ -166,7 +166,7 @@ def _charts(summaries: Sequence[Summary], budget: int) -> Iterator[str]:
         _Wanted("samples of a step", "global_batch_size"),
         _Wanted("loss scale", "loss_scale"),
     ]
-    others = dict.fromkeys(name for one in summaries for name in one.run.steps)
+    others = dict.fromkeys(name for summary in summaries for name in summary.run.steps)
     wanted += [_Wanted(name, name) for name in others if name not in KNOWN]
     speed = [
         _Wanted("tokens/s", "tokens_per_second", by_time=True),
@@ -175,7 +175,7 @@ def _charts(summaries: Sequence[Summary], budget: int) -> Iterator[str]:
         _Wanted("exposed communication (ms)", "exposed_comm_ms", by_time=True),
         _Wanted("peak memory of rank 0 (GiB)", "peak_memory_bytes", by_time=True, scale=2**-30),
     ]
-    drawn = [[one for one in group if _has(summaries, one)] for group in (wanted, speed)]
+    drawn = [[figure for figure in group if _has(summaries, figure)] for group in (wanted, speed)]
     count = max(1, sum(map(len, drawn)))
     columns = min(curves.COLUMNS, max(40, budget // POINT // 4 // count // len(summaries)))
     for title, group in zip(("Curves", "Speed over time"), drawn, strict=True):
@@ -183,11 +183,11 @@ def _charts(summaries: Sequence[Summary], budget: int) -> Iterator[str]:
             continue
         yield page.heading(title)
         if several:
-            colours = [(one.name, _colour(place)) for place, one in enumerate(summaries)]
+            colours = [(summary.name, _colour(place)) for place, summary in enumerate(summaries)]
             yield page.key(colours)
         yield '<div class="charts">'
-        for one in group:
-            yield _figure(summaries, one, columns)
+        for figure in group:
+            yield _figure(summaries, figure, columns)
         yield "</div>"
     marks = (
         ""
@@ -203,63 +203,63 @@ def _colour(place: int) -> str:
 
 
 def _has(summaries: Sequence[Summary], wanted: _Wanted) -> bool:
-    """Whether there is something to see: a loss scale or a batch that never changes is nothing."""
-    found = [_values(one, wanted)[1] for one in summaries]
-    values = np.concatenate(found)
+    """Whether a chart has values. A loss scale or batch size that never changes has no chart."""
+    columns = [_values(run, wanted)[1] for run in summaries]
+    values = np.concatenate(columns)
     values = values[np.isfinite(values)]
-    if not len(values) or (wanted.by_time and all(_begin(one) is None for one in summaries)):
+    if not len(values) or (wanted.by_time and all(_begin(run) is None for run in summaries)):
         return False
     return wanted.column not in ("loss_scale", "global_batch_size") or bool(np.ptp(values))
 
 
-def _begin(one: Summary) -> float | None:
-    """The time of the first line, the first event included."""
-    known = [event.seconds for event in one.run.starts[:1]]
-    times = one.run.column(SECONDS)
+def _begin(summary: Summary) -> float | None:
+    """Return the time of the first event or line, whichever is earlier; None if unknown."""
+    known = [event.seconds for event in summary.run.starts[:1]]
+    times = summary.run.column(SECONDS)
     times = times[np.isfinite(times)]
     known += [float(times[0])] if len(times) else []
     return min(known, default=None)
 
 
-def _values(one: Summary, wanted: _Wanted) -> tuple[Floats, Floats]:
-    """The places and the values of a chart."""
-    lines = one.run.evaluations if wanted.evaluated else one.run.steps
-    found = lines.get(wanted.column)
-    if found is None:
+def _values(summary: Summary, wanted: _Wanted) -> tuple[Floats, Floats]:
+    """Return the places and the values of a chart."""
+    lines = summary.run.evaluations if wanted.evaluated else summary.run.steps
+    column = lines.get(wanted.column)
+    if column is None:
         return np.zeros(0), np.zeros(0)
     if not wanted.by_time:
-        return lines["iteration"], found * wanted.scale
-    begin = _begin(one)
-    times = _spread(one.run.column(SECONDS) - (begin or 0.0))
+        return lines["iteration"], column * wanted.scale
+    begin = _begin(summary)
+    times = _spread(summary.run.column(SECONDS) - (begin or 0.0))
     known = np.isfinite(times)
-    # A clock that was set back is no reason to draw backwards.
+    # The curve may not run backwards if the clock was set back.
     ascending: Floats = np.maximum.accumulate(times[known])
-    return ascending, (found * wanted.scale)[known]
+    return ascending, (column * wanted.scale)[known]
 
 
 def _spread(times: Floats) -> Floats:
-    """The lines of one second evenly over it: the log has whole seconds."""
+    """Return times with the lines of one second spread evenly: the log has whole seconds."""
     if not len(times):
         return times
     begins = np.flatnonzero(np.diff(times, prepend=np.nan) != 0)
     counts = np.diff(np.append(begins, len(times)))
     place = np.arange(len(times)) - np.repeat(begins, counts)
-    found: Floats = times + place / np.repeat(counts, counts)
-    return found
+    spread: Floats = times + place / np.repeat(counts, counts)
+    return spread
 
 
 def _figure(summaries: Sequence[Summary], wanted: _Wanted, columns: int) -> str:
     drawn = []
     marks: list[Mark] = []
     single = len(summaries) == 1
-    for place, one in enumerate(summaries):
-        x, y = _values(one, wanted)
-        moves = list(_moves(one, wanted.by_time))
+    for place, summary in enumerate(summaries):
+        x, y = _values(summary, wanted)
+        moves = list(_moves(summary, wanted.by_time))
         breaks = [at for at, _ in moves] if wanted.by_time else ()
-        drawn.append(Curve(one.name, x, y, breaks, place))
+        drawn.append(Curve(summary.name, x, y, breaks, place))
         if single:
             marks += [Mark(at, words) for at, words in moves]
-            marks += _left_out(one, wanted)
+            marks += _left_out(summary, wanted)
     ends = [float(curve.x[end]) for curve in drawn if len(curve.x) for end in (0, -1)]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
     # A single line has no extent: its axis begins at the start.
@@ -284,16 +284,16 @@ def _figure(summaries: Sequence[Summary], wanted: _Wanted, columns: int) -> str:
 
 
 def _said(curve: Curve) -> str:
-    """A curve in words."""
+    """Return the last, lowest and highest value of a curve in words."""
     known = curve.y[np.isfinite(curve.y)]
     low, high = short(float(known.min())), short(float(known.max()))
     return f"last {short(float(known[-1]))}, lowest {low}, highest {high}"
 
 
-def _moves(one: Summary, by_time: bool) -> Iterator[tuple[float, str]]:
-    """Where restarts and rollbacks are on the axis."""
-    begin = _begin(one) or 0.0
-    for incident in one.incidents.listed:
+def _moves(summary: Summary, by_time: bool) -> Iterator[tuple[float, str]]:
+    """Yield the places of restarts and rollbacks on the axis, with their words."""
+    begin = _begin(summary) or 0.0
+    for incident in summary.incidents.listed:
         if incident.kind in ("restart", "rollback"):
             at = incident.seconds if by_time else incident.iteration
             if at is not None:
@@ -301,22 +301,22 @@ def _moves(one: Summary, by_time: bool) -> Iterator[tuple[float, str]]:
                 yield place, f"{_at(incident)}: {incident.words}"
 
 
-def _left_out(one: Summary, wanted: _Wanted) -> list[Mark]:
-    """Where steps were left out: bad ones by their file, others by the log."""
-    begin = _begin(one) or 0.0
-    found = [
+def _left_out(summary: Summary, wanted: _Wanted) -> list[Mark]:
+    """Return marks of steps that were left out: bad steps by their file, others by the log."""
+    begin = _begin(summary) or 0.0
+    marks = [
         Mark(
             (incident.seconds or 0.0) - begin if wanted.by_time else float(incident.iteration or 0),
             f"{_at(incident)}: {incident.words}",
             "skipped",
         )
-        for incident in one.incidents.listed
+        for incident in summary.incidents.listed
         if incident.kind == "skip" and incident.iteration is not None
     ]
-    if not wanted.by_time and one.incidents.overflows:
-        where = one.run.steps["iteration"][one.run.column("skipped_iterations") > 0]
-        found += [Mark(float(at), f"skipped until iteration {at:.0f}", "skipped") for at in where]
-    return found
+    if not wanted.by_time and summary.incidents.overflows:
+        where = summary.run.steps["iteration"][summary.run.column("skipped_iterations") > 0]
+        marks += [Mark(float(at), f"skipped until iteration {at:.0f}", "skipped") for at in where]
+    return marks
 
 
 def _at(incident: Incident) -> str:
@@ -339,38 +339,38 @@ def _plan(plan: Planned | str) -> Iterator[str]:
     yield page.table(
         ["", "planned", "measured", "measured / planned"],
         [
-            _compared_cells(one)
-            for one in plan.compared()
-            if one.planned is not None or one.measured is not None
+            _compared_cells(row)
+            for row in plan.compared()
+            if row.planned is not None or row.measured is not None
         ],
     )
     for note in plan.notes():
         yield page.paragraph(note)
-    found = {one.what: one.measured for one in plan.compared()}
-    # On a host the measured peak has what no plan has; beside it nothing would be seen.
-    peak = None if plan.is_host else found[PEAK]
+    measured = {row.what: row.measured for row in plan.compared()}
+    # On a host the measured peak includes Python and torch. Its bar would dwarf the plan's.
+    peak = None if plan.is_host else measured[PEAK]
     yield '<div class="charts">'
     yield from _bars("Memory of rank 0", plan.memory, peak, "MiB", 2.0**-20)
     if plan.known:
-        yield from _bars("Time of a step", plan.step_parts, found[STEP], "ms", 1e3)
+        yield from _bars("Time of a step", plan.step_parts, measured[STEP], "ms", 1e3)
     yield "</div>"
 
 
-def _compared_cells(one: ComparedNumber) -> list[str]:
-    words = UNITS[one.unit]
-    ratio = "" if one.ratio is None else f"{one.ratio:.3g}"
-    known = ["?" if value is None else words(value) for value in (one.planned, one.measured)]
-    return [one.what, *known, ratio]
+def _compared_cells(row: ComparedNumber) -> list[str]:
+    words = UNITS[row.unit]
+    ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+    known = ["?" if value is None else words(value) for value in (row.planned, row.measured)]
+    return [row.what, *known, ratio]
 
 
 def _bars(
     title: str, parts: Mapping[str, float], measured: float | None, unit: str, scale: float
 ) -> Iterator[str]:
-    """The parts of a plan as one bar, with what its colours mean, above what was measured."""
+    """Yield a figure: the parts of a plan as one bar with a key, and a bar of the measurement."""
     bars = []
     begin = 0.0
     names = []
-    for place, (name, value) in enumerate(one for one in parts.items() if one[1] > 0):
+    for place, (name, value) in enumerate(item for item in parts.items() if item[1] > 0):
         size = value * scale
         colour = PALETTE[place % len(PALETTE)]
         tip = f"{name}: {size:,.3g} {unit}"
@@ -389,8 +389,8 @@ def _bars(
         yield f"<figure>{caption}{drawn}{page.key(names)}</figure>"
 
 
-def _incidents(one: Summary, limit: int) -> Iterator[str]:
-    incidents = one.incidents
+def _incidents(summary: Summary, limit: int) -> Iterator[str]:
+    incidents = summary.incidents
     listed = incidents.listed
     if not listed:
         yield page.paragraph("Nothing is known of restarts and faults: there is no events.jsonl.")
@@ -398,7 +398,7 @@ def _incidents(one: Summary, limit: int) -> Iterator[str]:
     sums = [
         counted(incidents.restarts, "restart"),
         f"{counted(incidents.repeated, 'step')} done again",
-        f"{counted(len(one.run.skipped), 'bad step')} left out",
+        f"{counted(len(summary.run.skipped), 'bad step')} left out",
         f"{counted(incidents.overflows, 'overflow')}",
         f"{number(incidents.down_seconds, '.0f')} s between a process and the next",
     ]
@@ -407,12 +407,12 @@ def _incidents(one: Summary, limit: int) -> Iterator[str]:
     shown = listed if len(listed) <= limit else (*listed[:half], *listed[-half:])
     rows = [
         (
-            ("" if item.seconds is None else escape(time_of(item.seconds)), "k"),
-            ("" if item.iteration is None else f"{item.iteration:,}", "n"),
-            (item.kind, item.kind),
-            (escape(item.words), "s"),
+            ("" if incident.seconds is None else escape(time_of(incident.seconds)), "k"),
+            ("" if incident.iteration is None else f"{incident.iteration:,}", "n"),
+            (incident.kind, incident.kind),
+            (escape(incident.words), "s"),
         )
-        for item in shown
+        for incident in shown
     ]
     if len(shown) < len(listed):
         left = f"{len(listed) - len(shown):,} more, not shown"
@@ -425,40 +425,38 @@ def _incidents(one: Summary, limit: int) -> Iterator[str]:
         )
 
 
-def _data(one: Summary) -> Iterator[str]:
-    if not one.datasets:
+def _data(summary: Summary) -> Iterator[str]:
+    if not summary.datasets:
         yield page.paragraph("Nothing is known of the datasets.")
         return
     rows = [
         [
-            item.name,
-            f"{item.share:.1%}",
-            "?" if item.samples is None else f"{item.samples:,}",
-            f"{item.read:,}",
-            f"{item.tokens:,}",
-            number(item.passes, ".3g"),
+            dataset.name,
+            f"{dataset.share:.1%}",
+            "?" if dataset.samples is None else f"{dataset.samples:,}",
+            f"{dataset.read:,}",
+            f"{dataset.tokens:,}",
+            number(dataset.passes, ".3g"),
         ]
-        for item in one.datasets
+        for dataset in summary.datasets
     ]
     yield page.table(["", "share", "samples", "samples read", "tokens read", "passes"], rows)
-    found = one.run.starts[-1].details["data"][0].get("is")
-    if isinstance(found, Mapping):
-        facts = [(name, value) for name, value in found.items() if isinstance(value, int | str)]
+    entry = summary.run.starts[-1].details["data"][0].get("is")
+    if isinstance(entry, Mapping):
+        facts = [(name, value) for name, value in entry.items() if isinstance(value, int | str)]
         yield page.paragraph(", ".join(f"{name}: {value}" for name, value in facts) + ".")
 
 
-def _configuration(one: Summary, *, everything: bool) -> Iterator[str]:
-    around = one.surroundings()
-    if around:
-        yield page.table(
-            ["", ""], [[name, value] for name, value in around.items()], sentences=(1,)
-        )
-    options = one.options()
+def _configuration(summary: Summary, *, everything: bool) -> Iterator[str]:
+    facts = summary.described() | summary.surroundings()
+    if facts:
+        yield page.table(["", ""], facts.items(), sentences=(1,))
+    options = summary.options()
     if not options:
         yield page.paragraph("No configuration was found.")
         return
     yield "<h3>Options that are not the default</h3>"
-    changed = one.changed_options()
+    changed = summary.changed_options()
     yield page.table(["", ""], [list(item) for item in changed.items()], sentences=(1,))
     if everything:
         rows = [list(item) for item in options.items()]

@@ -1,4 +1,4 @@
-"""The plan of a run's configuration beside what its log has measured."""
+"""The plan of a run's configuration next to the measurements in its log."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from megatron_llama.planner.measured import read_config
 from megatron_llama.planner.report import PARTS, mfu
 from megatron_llama.planner.run.folder import Floats, RunFolder
 from megatron_llama.planner.training_job import Machine
+from megatron_llama.train.setup.description import describe_config
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import problems
 
 EXPOSED = ("tensor", "context", "pipeline", "data")
-"""Fields of a StepTime that are communication nothing hides."""
+"""Fields of a StepTime that are exposed communication."""
 
 STEP = "step"
 PEAK = "peak memory of rank 0"
 WHOLE = ("model", "parallel", "offload", "zenflow", "lora")
-"""Sections of a configuration that decide what a step computes, keeps and sends."""
+"""Sections of a configuration that decide the computation, memory and messages of a step."""
 PARTLY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "training": (
@@ -43,27 +44,29 @@ PARTLY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Other sections, and which of their options do. The batch has its own column in the log."""
+"""Options of other sections that do so as well. The batch has its own column in the log."""
 
 
 def _made_of(start: Mapping[str, Any]) -> tuple[object, ...]:
-    """What has to be alike in two starts for their steps to be comparable."""
-    config = {name: part for name, part in start["config"].items() if isinstance(part, Mapping)}
-    some = [config.get(section, {}).get(name) for section in PARTLY for name in PARTLY[section]]
-    return (start["world_size"], start.get("device"), [config.get(name) for name in WHOLE], some)
+    """Return the values that must be equal in two starts for their steps to be comparable."""
+    config = {
+        name: section for name, section in start["config"].items() if isinstance(section, Mapping)
+    }
+    partial = [config.get(section, {}).get(name) for section in PARTLY for name in PARTLY[section]]
+    return (start["world_size"], start.get("device"), [config.get(name) for name in WHOLE], partial)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The typical step of a run, as its log says: medians over the lines with the newest batch
-    size, of the newest layout. None where the log has no such number."""
+    """The typical step of a run by its log: medians over the lines of the newest layout with the
+    newest batch size. None if the log has no such number."""
 
     run: RunFolder
 
     @cached_property
     def rows(self) -> NDArray[np.bool_]:
-        """Which lines are of steps as the newest start makes them: a run may have gone on in
-        another layout, and a plan is that of the newest."""
+        """Mask of the lines with the newest layout: a run may have changed its layout, and the
+        plan is of the newest one."""
         begin = 0
         starts = self.run.starts
         for before, start in pairwise(starts):
@@ -72,27 +75,27 @@ class Measured:
         return self.run.steps["iteration"] > begin
 
     def column(self, name: str) -> Floats:
-        """The values of these lines."""
+        """Return the values of a column in these lines."""
         return self.run.column(name)[self.rows]
 
     @cached_property
     def batch(self) -> int | None:
-        """Samples of a step."""
+        """Samples of the newest step; None if the log does not have them."""
         sizes = self.column("global_batch_size")
         known = sizes[np.isfinite(sizes)]
         return int(known[-1]) if len(known) else None
 
     def median(self, name: str) -> float | None:
-        """The median of a column over the steps of the newest batch size; None without a number."""
-        found = self.column(name)
+        """Return a column's median over steps of the newest batch size; None without a number."""
+        values = self.column(name)
         if self.batch is not None:
-            found = found[self.column("global_batch_size") == self.batch]
-        found = found[np.isfinite(found)]
-        return float(np.median(found)) if len(found) else None
+            values = values[self.column("global_batch_size") == self.batch]
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
 
     @cached_property
     def data_parallel_bytes(self) -> float | None:
-        """The mean of a step: of one line to the next a message may slip over."""
+        """Mean bytes of a step. A mean, since a message may be counted in the next line."""
         sent = self.column("data_parallel_bytes")
         weights = np.diff(self.run.steps["iteration"], prepend=0.0)[self.rows]
         own = np.isfinite(sent) & (self.column("global_batch_size") == (self.batch or 0))
@@ -100,21 +103,21 @@ class Measured:
 
     @cached_property
     def peak_memory(self) -> float | None:
-        """Bytes of rank 0 at its fullest moment."""
-        found = self.column("peak_memory_bytes")
-        found = found[np.isfinite(found)]
-        return float(found.max()) if len(found) else None
+        """Peak bytes of rank 0."""
+        values = self.column("peak_memory_bytes")
+        values = values[np.isfinite(values)]
+        return float(values.max()) if len(values) else None
 
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """A line of the table."""
+    """A row of the table."""
 
     what: str
     planned: float | None
     measured: float | None
     unit: str
-    """``s``, ``bytes``, ``share`` or a plain number's name."""
+    """``s``, ``bytes``, ``share`` or the name of a plain number."""
 
     @property
     def ratio(self) -> float | None:
@@ -126,15 +129,17 @@ class ComparedNumber:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of the newest start of a run, made now, with this version."""
+    """The plan of a run's newest start, made with the present version."""
 
     run: RunFolder
     config: Any
     calibration: Calibration
     machine: Machine
     known: bool
-    """Whether the planner knows the device; else there is no plan of times."""
+    """Whether the planner knows the device. If not, there is no plan of times."""
     is_host: bool
+    described: Mapping[str, str]
+    """Description of the run by subject."""
 
     @cached_property
     def candidate(self) -> Candidate:
@@ -143,7 +148,7 @@ class Planned:
 
     @cached_property
     def plan(self) -> MemoryPlan:
-        """Its plans."""
+        """Memory and traffic of the configuration."""
         return MemoryPlan(self.config, self.machine.gpus)
 
     @cached_property
@@ -154,8 +159,8 @@ class Planned:
 
     @cached_property
     def data_parallel_bytes(self) -> float:
-        """What rank 0 sends over the data-parallel axes in a step; of a collective the bytes of the
-        whole bucket."""
+        """Bytes that rank 0 sends over the data-parallel axes in a step. A collective counts with
+        the bytes of the whole bucket."""
         traffic = self.plan.traffic(0)
         return (
             traffic.gather_bytes
@@ -166,12 +171,12 @@ class Planned:
 
     @cached_property
     def step_parts(self) -> Mapping[str, float]:
-        """Seconds of a step by what they are spent on."""
+        """Seconds of a step by purpose."""
         step = self.candidate.step_time
         return {words: getattr(step, name) for name, words in PARTS}
 
     def compared(self) -> Iterator[ComparedNumber]:
-        """Yield the table."""
+        """Yield the rows of the table."""
         measured = Measured(self.run)
         milliseconds = measured.median("elapsed_ms")
         exposed = measured.median("exposed_comm_ms")
@@ -209,7 +214,7 @@ class Planned:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield what has to be known to read the table."""
+        """Yield notes for readers of the table."""
         if not self.known:
             device = self.run.starts[-1].details.get("device")
             yield (
@@ -234,12 +239,12 @@ _UNUSABLE = (
     *(TypeError, ValueError, AttributeError, ArithmeticError, LookupError, AssertionError),
     RecursionError,
 )
-"""Errors of a configuration from a file, with values that no check of options has seen."""
+"""Errors that a configuration from a file can raise, since its values were not checked."""
 
 
 def planned(run: RunFolder, coefficients: str | None) -> Planned | str:
-    """Return the plan of the newest start, or why there is none. ``coefficients`` is a file of
-    ``plan calibrate``. Raises ConfigError if it cannot be used."""
+    """Return the plan of the newest start, or the reason why there is none. ``coefficients`` is a
+    file of ``plan calibrate``. Raises ConfigError if that file cannot be used."""
     calibration = None if coefficients is None else calibration_of(None, coefficients)
     if not run.starts:
         return "The run was made by a version that did not write what a plan needs (events.jsonl)."
@@ -251,18 +256,19 @@ def planned(run: RunFolder, coefficients: str | None) -> Planned | str:
     if calibration is None:
         calibration = HOST if is_host or gpu is None else calibration_of(gpu.name, None)
     try:
-        config = read_config(start["config"], "events.jsonl config")
-        batch = Measured(run).batch or config.training.global_batch_size
-        training = replace(config.training, global_batch_size=batch, rampup_batch_size=())
-        config = replace(config, training=training)
-        found = problems(config, world_size)
-        if found:
-            return listing("This version would refuse the configuration:", found)
+        asked = read_config(start["config"], "events.jsonl config")
+        batch = Measured(run).batch or asked.training.global_batch_size
+        training = replace(asked.training, global_batch_size=batch, rampup_batch_size=())
+        config = replace(asked, training=training)
+        refused = problems(config, world_size)
+        if refused:
+            return listing("This version would refuse the configuration:", refused)
         node = int(start.get("processes_per_machine") or 0) or calibration.gpu.node
         node = gcd(world_size, node) or 1
         domain = calibration.gpu.domain if calibration.gpu.domain > calibration.gpu.node else node
         machine = Machine(calibration.gpu, world_size, node, domain, calibration.gpu.nic)
-        plan = Planned(run, config, calibration, machine, known, is_host)
+        described = describe_config(asked, world_size)
+        plan = Planned(run, config, calibration, machine, known, is_host, described)
         list(plan.compared())
     except _UNUSABLE as error:
         return f"There is no plan: {error}"

@@ -1,4 +1,4 @@
-"""The numbers of a run's page: for its tables, and for programs."""
+"""The numbers of a run's page, for its tables and for programs."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from megatron_llama.config.schema import Config
 from megatron_llama.data.order import BlendedOrder
 from megatron_llama.metrics.log import format_duration
 from megatron_llama.planner.run.folder import Floats, RunFolder, time_of
-from megatron_llama.planner.run.incidents import Incidents, differing, flat, text
+from megatron_llama.planner.run.incidents import Incidents, differing, flat, text, without_secrets
 from megatron_llama.planner.run.planned import Measured, Planned, planned
 
 VERSION = 1
-"""Of the JSON: it changes when a key changes its meaning or goes."""
+"""Version of the JSON. It changes when a key changes its meaning or is removed."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a run has read of one dataset."""
+    """Samples and tokens that a run has read of one dataset."""
 
     name: str
     share: float
-    """Of the samples of the run."""
+    """Share of the samples of the run."""
     samples: int | None
-    """Of the dataset; None for text that is read as it comes."""
+    """Size of the dataset; None for text that is read as it comes."""
     read: int
-    """Samples until the newest line, those that were left out included."""
+    """Samples up to the newest line, including those that were left out."""
     tokens: int
-    """In these."""
+    """Tokens in these samples."""
 
     @property
     def passes(self) -> float | None:
-        """How often each of its samples was read, on average."""
+        """Average number of times that each sample was read."""
         return self.read / self.samples if self.samples else None
 
 
@@ -47,22 +47,22 @@ class Summary:
 
     run: RunFolder
     plan: Planned | str
-    """Or why there is none."""
+    """The plan, or the reason why there is none."""
 
     @cached_property
     def incidents(self) -> Incidents:
-        """What happened."""
+        """Restarts, faults and gaps of the run."""
         return Incidents(self.run)
 
     @property
     def name(self) -> str:
-        """As the user called it."""
+        """Name that the user gave."""
         return text(self.run.name)
 
     @cached_property
     def iteration(self) -> int:
         """Steps done."""
-        last = [found[-1] for found in self._iterations if len(found)]
+        last = [column[-1] for column in self._iterations if len(column)]
         return int(max(last, default=0))
 
     @property
@@ -80,29 +80,29 @@ class Summary:
         return self._option("training", "seq_length")
 
     def _option(self, section: str, name: str) -> int | None:
-        found = self.run.config.get(section, {}).get(name)
-        return found if isinstance(found, int) else None
+        value = self.run.config.get(section, {}).get(name)
+        return value if isinstance(value, int) else None
 
     @cached_property
     def consumed_samples(self) -> int:
-        """Samples behind the run."""
+        """Samples consumed so far."""
         for lines in (self.run.steps, self.run.evaluations):
-            found = lines.get("consumed_samples")
-            if found is not None and len(found) and math.isfinite(found[-1]):
-                return int(found[-1])
+            samples = lines.get("consumed_samples")
+            if samples is not None and len(samples) and math.isfinite(samples[-1]):
+                return int(samples[-1])
         return 0
 
     @property
     def tokens(self) -> int | None:
-        """In these."""
+        """Tokens in these samples; None if the sequence length is not known."""
         return None if self.seq_length is None else self.consumed_samples * self.seq_length
 
     @cached_property
     def last_loss(self) -> float | None:
         """The newest training loss that was finite."""
-        found = self.run.column(self.run.loss)
-        found = found[np.isfinite(found)]
-        return float(found[-1]) if len(found) else None
+        losses = self.run.column(self.run.loss)
+        losses = losses[np.isfinite(losses)]
+        return float(losses[-1]) if len(losses) else None
 
     @cached_property
     def validation(self) -> tuple[tuple[int, float], tuple[int, float]] | None:
@@ -120,13 +120,15 @@ class Summary:
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
-        """What was read of each dataset."""
+        """Samples and tokens read of each dataset; empty if the weights are not known."""
         if not self.run.starts:
             return ()
-        found = self.run.starts[-1].details.get("data")
-        parts = [one for one in found or () if isinstance(one, Mapping) and one.get("weight")]
-        weights = [one["weight"] for one in parts]
-        sizes = [one.get("samples") for one in parts]
+        data = self.run.starts[-1].details.get("data")
+        parts = [
+            entry for entry in data or () if isinstance(entry, Mapping) and entry.get("weight")
+        ]
+        weights = [entry["weight"] for entry in parts]
+        sizes = [entry.get("samples") for entry in parts]
         if not parts:
             return ()
         total = sum(weights)
@@ -139,12 +141,12 @@ class Summary:
             reads = [round(self.consumed_samples * weight / total) for weight in weights]
         length = self.seq_length or 0
         return tuple(
-            Dataset(text(one.get("name")), one["weight"] / total, size, read, read * length)
-            for one, size, read in zip(parts, sizes, reads, strict=True)
+            Dataset(text(entry.get("name")), entry["weight"] / total, size, read, read * length)
+            for entry, size, read in zip(parts, sizes, reads, strict=True)
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the lines of the first table: what, and the number in words."""
+        """Yield the rows of the first table: a label and its value in words."""
         done = f"{self.iteration:,}"
         yield "iterations", f"{done} of {self.train_iters:,}" if self.train_iters else done
         yield "tokens", "?" if self.tokens is None else f"{self.tokens:,}"
@@ -177,7 +179,7 @@ class Summary:
         return {name: text(value) for name, value in flat(self.run.config).items()}
 
     def changed_options(self) -> dict[str, str]:
-        """Return those that are not the default."""
+        """Return the options that are not the default."""
         usual = flat(asdict(Config()))
         return {
             name: text(value)
@@ -185,21 +187,26 @@ class Summary:
             if name not in usual or text(usual[name]) != text(value)
         }
 
+    def described(self) -> dict[str, str]:
+        """Return the description of the newest start by subject; empty without a plan."""
+        words = {} if isinstance(self.plan, str) else self.plan.described
+        return {subject: without_secrets(said) for subject, said in words.items()}
+
     def surroundings(self) -> dict[str, str]:
-        """Return what a run is made of besides its options: processes, device, versions."""
+        """Return the processes, device and versions of the newest start."""
         if not self.run.starts:
             torch = self.run.checkpoint.get("torch_version")
             return {} if torch is None else {"torch": str(torch)}
         details = self.run.starts[-1].details
         versions = details.get("versions")
         named = versions if isinstance(versions, Mapping) else {}
-        found = {"processes": details["world_size"], "device": details.get("device"), **named}
+        facts = {"processes": details["world_size"], "device": details.get("device"), **named}
         if isinstance(details.get("parameters"), int):
-            found = {"parameters": f"{details['parameters']:,}", **found}
-        return {name: text(value) for name, value in found.items()}
+            facts = {"parameters": f"{details['parameters']:,}", **facts}
+        return {name: text(value) for name, value in facts.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as numbers: see ``summaries_as_json``."""
+        """Return the whole summary for programs; ``summaries_as_json`` lists the keys."""
         measured = Measured(self.run)
         incidents = self.incidents
         validation = self.validation
@@ -229,7 +236,7 @@ class Summary:
                 {"none_because": plan}
                 if isinstance(plan, str)
                 else {
-                    "compared": [asdict(one) for one in plan.compared()],
+                    "compared": [asdict(row) for row in plan.compared()],
                     "memory_bytes": dict(plan.memory),
                     "step_seconds": dict(plan.step_parts) if plan.known else None,
                     "notes": list(plan.notes()),
@@ -244,14 +251,14 @@ class Summary:
             "overflows": incidents.overflows,
             "incidents": [
                 {
-                    "time": None if one.seconds is None else time_of(one.seconds),
-                    "iteration": one.iteration,
-                    "kind": one.kind,
-                    "words": one.words,
+                    "time": None if incident.seconds is None else time_of(incident.seconds),
+                    "iteration": incident.iteration,
+                    "kind": incident.kind,
+                    "words": incident.words,
                 }
-                for one in incidents.listed
+                for incident in incidents.listed
             ],
-            "data": [asdict(one) for one in self.datasets],
+            "data": [asdict(dataset) for dataset in self.datasets],
             "options": self.options(),
             "surroundings": self.surroundings(),
             "problems": list(self.run.problems),
@@ -259,7 +266,7 @@ class Summary:
 
 
 def number(value: float | None, form: str = ".4f") -> str:
-    """A number in words; ``?`` where it is not known."""
+    """Return a number as text; ``?`` if it is not known."""
     return "?" if value is None else f"{value:{form}}"
 
 
@@ -269,30 +276,30 @@ def summary_of(run: RunFolder, coefficients: str | None) -> Summary:
 
 
 def differences(summaries: Sequence[Summary]) -> dict[str, list[str]]:
-    """Return what differs between runs, options and surroundings: one text for each run."""
-    around = [one.surroundings() for one in summaries]
-    found = {
-        name: [each.get(name, "?") for each in around]
-        for name in dict.fromkeys(name for each in around for name in each)
+    """Return the options and surroundings that differ between runs, one text for each run."""
+    around = [summary.surroundings() for summary in summaries]
+    differing_facts = {
+        name: [facts.get(name, "?") for facts in around]
+        for name in dict.fromkeys(name for facts in around for name in facts)
     }
-    options = differing([{"config": one.run.config} for one in summaries])
-    same = {name for name, values in found.items() if len(set(values)) == 1}
-    return options | {name: values for name, values in found.items() if name not in same}
+    options = differing([{"config": summary.run.config} for summary in summaries])
+    same = {name for name, values in differing_facts.items() if len(set(values)) == 1}
+    return options | {name: values for name, values in differing_facts.items() if name not in same}
 
 
 def summaries_as_json(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Return what the page says, for programs.
+    """Return the contents of the page for programs.
 
     Keys: ``version``; ``runs``, each with its position (``iteration``, ``train_iters``,
     ``consumed_samples``, ``tokens``), losses, medians under ``measured`` by the names of
-    ``log.jsonl`` (of memory the peak, of bytes the mean), ``plan`` (``compared`` with ``what``,
+    ``log.jsonl`` (the peak of memory, the mean of bytes), ``plan`` (``compared`` with ``what``,
     ``planned``, ``measured`` and ``unit``; ``memory_bytes`` and ``step_seconds`` by part; or
     ``none_because``), sums and ``incidents`` (``time``, ``iteration``, ``kind``, ``words``),
-    ``data``, ``options``, ``surroundings`` and ``problems``; ``differences``, by option one value
-    for each run. null: not known.
+    ``data``, ``options``, ``surroundings`` and ``problems``; ``differences`` with one value for
+    each run by option. null means not known.
     """
     return {
         "version": VERSION,
-        "runs": [one.as_json() for one in summaries],
+        "runs": [summary.as_json() for summary in summaries],
         "differences": differences(summaries) if len(summaries) > 1 else {},
     }

@@ -1,3 +1,3 @@
-"""The step of a run traced without a device: this trainer's own model, engine and pipeline, over
-tensors that have no memory. The result are the integers of ``planner.traced``. Nothing here changes
-what a run does."""
+"""Traces the step of a run without a device: this trainer's own model, engine and pipeline run with
+tensors that have no memory. The result is the integers of ``planner.traced``. Runs are not
+affected."""

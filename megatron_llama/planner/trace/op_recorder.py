@@ -1,5 +1,5 @@
-"""Records every operator, every message and every storage of a rank, by the action of the schedule
-in which it occurs."""
+"""Records every operator, message and storage of a rank, by the action of the schedule in which it
+occurs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _VIEW = torch.ops.aten.view.default
 
 @dataclass
 class Tables:
-    """Operators, messages and segments of all ranks of a run, each once, with their numbers."""
+    """The distinct operators, messages and segments of all ranks of a run, with their numbers."""
 
     operators: dict[Operator, int] = field(default_factory=dict)
     messages: dict[Message, int] = field(default_factory=dict)
     segments: dict[ActionSegment, int] = field(default_factory=dict)
 
     def operator(self, one: Operator) -> int:
-        """Return the operator's number as a call."""
+        """Return the operator's number in calls."""
         return self.operators.setdefault(one, len(self.operators))
 
     def message(self, one: Message) -> int:
-        """Return the message's number as a call, which is negative."""
+        """Return the message's number in calls, which is negative."""
         return -1 - self.messages.setdefault(one, len(self.messages))
 
     def segment(self, one: ActionSegment) -> int:
@@ -47,12 +47,12 @@ class _NoTime:
     """A note in a timeline without a clock."""
 
     def end(self) -> None:
-        """Do nothing: only the order of notes is recorded."""
+        """Do nothing, since only the order of notes is recorded."""
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode, which sees operators, and the timeline of a recorder, which sees messages
-    and knows the action under way."""
+    """A dispatch mode, which sees operators, joined with the timeline of a recorder, which sees
+    messages and knows the present action."""
 
     def __init__(self, tables: Tables, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the step that runs in this context. What exists when it begins is the state."""
+        """Record the step that runs in this context. Storages that exist before are the state."""
         self.storages.begin()
         self._begun = True
         self._doing = self.recorder.doing
@@ -92,7 +92,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open()
 
     def _note(self, kind: str, what: Any) -> _NoTime:
-        """Take a note of ``Recorder.timeline``: an action of the schedule, or a message."""
+        """Record a note of ``Recorder.timeline``: an action of the schedule, or a message."""
         if self._begun:
             self._follow()
             if kind == "message":
@@ -128,8 +128,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """RunTracer the operator and note it."""
-        # Models ask for devices often, and a dispatch is a slow way to answer.
+        """Run the operator and record it."""
+        # Models ask for devices often, and a dispatch is slow.
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         named = kwargs or {}
@@ -145,10 +145,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.storages.see(tensor)
         if self._begun and recipe.works:
             self._follow()
-            found = cost(recipe, args, named, results)
+            costs = cost(recipe, args, named, results)
             self._calls.append(
                 self.tables.operator(
-                    Operator(recipe.name, found.shapes, found.dtype, found.flops, found.bytes)
+                    Operator(recipe.name, costs.shapes, costs.dtype, costs.flops, costs.bytes)
                 )
             )
         return results

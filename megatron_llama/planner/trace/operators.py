@@ -1,10 +1,9 @@
-"""What an operator costs: floating-point operations of products and attention, and the bytes that
-it moves.
+"""The cost of an operator: floating-point operations of products and attention, and bytes moved.
 
 A multiplication with its addition is two operations; only matrix products and attention count.
-Attention has two products forward and five backward, because scores are computed again (Dao et al.,
-2022, appendix B.4); with a causal mask half of the scores count. Every input is read once, every
-output or changed tensor is written once; views and new memory move nothing.
+Attention has two products forward and five backward, because scores are recomputed (Dao et al.,
+2022, appendix B.4). With a causal mask half of the scores count. Every input is read once, every
+output or changed tensor is written once. Views and new memory move no bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 FORWARD = 2
 BACKWARD = 5
-"""Number of matrix products in attention."""
+"""Matrix products of attention in the forward and in the backward pass."""
 _OVERWRITES = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::masked_fill_.Scalar"})
 """Operators that write a tensor without reading it."""
 _FRESH = ("aten::empty", "aten::new_empty")
@@ -30,12 +29,12 @@ _IDLE = frozenset({"aten::lift_fresh", "aten::_unsafe_view", "prim::device"})
 
 
 def _of_product(left: Tensor, right: Tensor) -> int:
-    """The FLOPs of [..., m, k] times [..., k, n]."""
+    """Return the FLOPs of [..., m, k] times [..., k, n]."""
     return 2 * left.numel() * right.shape[-1]
 
 
 def _of_attention(query: Tensor, key: Tensor, value: Tensor, *, products: int, causal: bool) -> int:
-    """The FLOPs of ``products`` matrix products of attention; all tensors are [b, n, s, d]."""
+    """Return the FLOPs of ``products`` products of attention. All tensors are [b, n, s, d]."""
     scores = prod(query.shape[:2]) * query.shape[2] * key.shape[2]
     return products * scores * value.shape[3] * (1 if causal else 2)
 
@@ -49,7 +48,7 @@ def _backward_attention(arguments: Sequence[Any]) -> int:
 
 
 def _has(arguments: Sequence[Any], place: int) -> bool:
-    """Whether a flag is set; the dispatcher leaves out trailing arguments with default values."""
+    """Whether a flag is set. The dispatcher leaves out trailing arguments with default values."""
     return len(arguments) > place and bool(arguments[place])
 
 
@@ -65,24 +64,24 @@ _FLOPS: Mapping[str, Callable[[Sequence[Any]], int]] = MappingProxyType(
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _backward_attention,
     }
 )
-"""FLOPs by the operator's name; all overloads have the same first arguments."""
+"""FLOPs by the operator's name. All overloads have the same first arguments."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is known about an operator without its arguments."""
+    """The properties of an operator that do not depend on its arguments."""
 
     name: str
     works: bool
     """Whether it computes or moves anything."""
     flops: Callable[[Sequence[Any]], int] | None
     unread: frozenset[int | str]
-    """Arguments, by place or name, that are written without being read."""
+    """Arguments that are written without being read, by place or name."""
     written: frozenset[int | str]
 
     @staticmethod
     def of(operator: torch._ops.OpOverload) -> Recipe:
-        """Return what the operator's schema says."""
+        """Return the recipe that follows from the operator's schema."""
         schema = operator._schema
         name = schema.name
         arguments = list(enumerate(schema.arguments))
@@ -103,19 +102,19 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Cost:
-    """One call."""
+    """The cost of one call."""
 
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the input tensors, in order."""
     dtype: str
-    """The dtype of the first input, or of the result."""
+    """Dtype of the first input, or of the result if there is no input."""
     flops: int
     bytes: int
 
 
 def cost(recipe: Recipe, arguments: Sequence[Any], named: Mapping[str, Any], results: Any) -> Cost:
-    """Return what a call costs. ``named`` are the keyword arguments, ``results`` what the operator
-    returned."""
+    """Return the cost of a call. ``named`` are the keyword arguments, ``results`` the operator's
+    results."""
     shapes = []
     size = 0
     dtype = ""
@@ -133,7 +132,7 @@ def cost(recipe: Recipe, arguments: Sequence[Any], named: Mapping[str, Any], res
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument or a result: itself, or those of a list."""
+    """Return the tensors of an argument or a result, which may be a tensor or a list."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):

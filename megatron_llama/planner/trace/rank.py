@@ -1,5 +1,5 @@
-"""One rank of any run in this process: its mesh has process groups that send nothing, its stages
-and engine have tensors without memory."""
+"""The trace of one rank of any run, in this process. Its mesh has process groups that send nothing,
+and its stages and engine have tensors without memory."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ from megatron_llama.schedule import Schedule
 
 BATCHES = "batches"
 BUFFERS = "buffers"
-"""Components of the state: the data of the step, and the rest: what stages keep between steps."""
+"""Components of the state: the data of the step, and all else that stages keep between steps."""
 
 
 def trace_rank(
     config: Config, world_size: int, rank: int, schedule: Schedule, tables: Tables
 ) -> StageTrace:
-    """Return the step of pipeline rank ``rank`` of a resolved configuration, on the first of its
-    dp, cp and tp ranks. All microbatches of ``schedule`` run. Must not be called while a process
-    group exists."""
+    """Return the step of pipeline rank ``rank`` of a resolved configuration, for dp, cp and tp rank
+    0. All microbatches of ``schedule`` run. Must not be called while a process group exists."""
     first = rank * (world_size // len(schedule.ranks))
     with _fake_process_group(first, world_size), _no_collection():
         mesh = build_mesh(config, rank=first, world_size=world_size, device=torch.device("cpu"))
@@ -89,21 +88,21 @@ def step(
 def state_of(
     optimizer: OverlappedDistributedOptimizer, batches: list[Batch], storages: Storages
 ) -> dict[str, int]:
-    """Return the bytes that are there when a step begins, by the components of
-    ``engine.plan.memory.state_bytes``, ``staging``, and those above."""
+    """Return the bytes at the beginning of a step, by the components of
+    ``engine.plan.memory.state_bytes``, ``staging``, BATCHES and BUFFERS."""
     seen = set[int]()
-    found = {name: storages.of(tensors, seen) for name, tensors in held_memory(optimizer).items()}
-    found[BATCHES] = storages.of(
+    sizes = {name: storages.of(tensors, seen) for name, tensors in held_memory(optimizer).items()}
+    sizes[BATCHES] = storages.of(
         (tensor for batch in batches for tensor in batch.tensors().values()), seen
     )
-    return found | {BUFFERS: storages.live - sum(found.values())}
+    return sizes | {BUFFERS: storages.live - sum(sizes.values())}
 
 
 def settle_in(
     optimizer: OverlappedDistributedOptimizer, accesses: tuple[WeightAccess, ...]
 ) -> None:
-    """Bring the engine into its state between two steps of a run, in which the first gathers of the
-    next step have arrived."""
+    """Bring the engine into its state between two steps, in which the first gathers of the next
+    step have arrived."""
     weights = optimizer.parameters
     trained = set(optimizer.gradients.trainable)
     optimizer.publish()
@@ -118,22 +117,22 @@ def settle_in(
 
 
 def _batch(config: Config) -> Batch:
-    """A microbatch without documents, which are known only with data."""
+    """Return a microbatch without documents, which are known only with data."""
     shape = config.training.seq_length, config.training.micro_batch_size
     mask = torch.empty(shape) if config.data.eod_mask_loss else None
     return Batch(torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64), mask)
 
 
 def _axes(mesh: Mesh) -> Iterator[Axis]:
-    """The axes with more than one rank."""
+    """Yield the axes with more than one rank."""
     values = (getattr(mesh, field.name) for field in fields(mesh))
     yield from (value for value in values if isinstance(value, Axis) and value.size > 1)
 
 
 @contextmanager
 def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A process group of torch's ``fake`` backend, whose collectives return at once and send
-    nothing."""
+    """Provide a process group of torch's ``fake`` backend, whose collectives return at once and
+    send nothing."""
     if world_size == 1:
         yield
         return
@@ -146,8 +145,8 @@ def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without garbage collection a storage ends when its last reference goes, at the same moment in
-    every trace."""
+    """Disable garbage collection, so that a storage ends with its last reference, at the same
+    moment in every trace."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -1,5 +1,5 @@
-"""The trace of a whole run: one pipeline rank of each kind with few microbatches, from which the
-others follow."""
+"""The trace of a whole run. One pipeline rank of each kind is traced with few microbatches; the
+other ranks and microbatches follow from it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from megatron_llama.planner.trace.rank import BATCHES, trace_rank
 from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
 from megatron_llama.planner.traced import StageTrace, Trace, TracedAction
 from megatron_llama.schedule import Schedule, schedule_named
+from megatron_llama.train.setup.description import describe_config
 
 FEW = 5
-"""Microbatches that show everything: the first, the last, and others that do the same."""
+"""Microbatches that show the pattern: the first, the last, and equal ones between them."""
 ATTEMPTS = 2
-"""Attempts to leave out what repeats itself, before all microbatches are traced."""
+"""Attempts to leave out repetitions before all microbatches are traced."""
 
 
 def trace_run(config: Config, world_size: int) -> Trace:
-    """Return a step of every pipeline rank of a resolved configuration, every ``auto`` decided, on
-    ``world_size`` processes. Must not be called while a process group exists."""
+    """Return the step of every pipeline rank of a resolved configuration, with every ``auto``
+    decided, on ``world_size`` processes. Must not be called while a process group exists."""
     tracer = RunTracer.of(config, world_size)
     return tracer.trace([stage for ranks in tracer.alike() for stage in tracer.traced(ranks)])
 
@@ -49,15 +50,9 @@ class RunTracer:
 
     def trace(self, stages: Iterable[StageTrace]) -> Trace:
         """Return the trace of these stages, which were traced into the tables."""
-        parallel = self.config.parallel
-        dp = dp_size(self.config, self.world_size)
-        sizes = (
-            f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size} x "
-            f"pp {len(self.whole.ranks)} x dp {dp}"
-        )
-        strategy = parallel.data_parallel_sharding_strategy
+        layout = describe_config(self.config, self.world_size)["layout"]
         return Trace(
-            label=f"{self.config.model.preset or 'model'}: {sizes}, {self.whole.name}, {strategy}",
+            label=f"{self.config.model.preset or 'model'}: {layout}",
             world_size=self.world_size,
             microbatches=self.whole.microbatches,
             operators=tuple(self.tables.operators),
@@ -67,45 +62,44 @@ class RunTracer:
         )
 
     def alike(self) -> list[list[int]]:
-        """Return groups of pipeline ranks that have the same numbers of layers and the same
-        ends."""
+        """Return groups of pipeline ranks with equal numbers of layers and equal ends."""
         partition = partition_of(self.config)
-        found = dict[object, list[int]]()
+        groups = dict[object, list[int]]()
         for rank in range(len(self.whole.ranks)):
             stages = partition.stages_of(rank)
             shape = tuple(
                 (len(partition.layers[stage]), stage == 0, stage == partition.stages - 1)
                 for stage in stages
             )
-            found.setdefault(shape, []).append(rank)
-        return list(found.values())
+            groups.setdefault(shape, []).append(rank)
+        return list(groups.values())
 
     def traced(self, ranks: Sequence[int]) -> Iterator[StageTrace]:
-        """Yield the steps of ranks that are alike: all of them composed from one, if that is
-        possible, or each from its own trace."""
+        """Yield the steps of ranks that are alike. They are composed from the trace of one rank if
+        possible. Otherwise each rank is traced."""
         few = -(-FEW // self._turn) * self._turn
         if self.whole.microbatches > few and self._separable(ranks[0]):
             short = _schedule(self.config, few)
-            one = trace_rank(self.config, self.world_size, ranks[-1], short, self.tables)
-            found = [self._composed(one, short, ranks[-1], rank) for rank in ranks]
-            if all(actions is not None for actions in found):
-                for rank, actions in zip(ranks, found, strict=True):
+            step = trace_rank(self.config, self.world_size, ranks[-1], short, self.tables)
+            compositions = [self._composed(step, short, ranks[-1], rank) for rank in ranks]
+            if all(actions is not None for actions in compositions):
+                for rank, actions in zip(ranks, compositions, strict=True):
                     assert actions is not None
-                    yield self._as(replace(one, actions=actions), short, ranks[-1], rank)
+                    yield self._as(replace(step, actions=actions), short, ranks[-1], rank)
                 return
         for rank in ranks:
             yield self._alone(rank)
 
     def _composed(
-        self, one: StageTrace, short: Schedule, rank: int, other: int
+        self, step: StageTrace, short: Schedule, rank: int, other: int
     ) -> tuple[TracedAction, ...] | None:
         stages = self._stages(rank, other)
         segments = list(self.tables.segments)
-        return composed(one.actions, short.ranks[rank], self.whole.ranks[other], stages, segments)
+        return composed(step.actions, short.ranks[rank], self.whole.ranks[other], stages, segments)
 
     @property
     def _turn(self) -> int:
-        """The number of microbatches that an interleaved schedule treats together."""
+        """Number of microbatches that an interleaved schedule runs together."""
         return (
             len(self.whole.ranks)
             if self.config.parallel.virtual_pipeline_model_parallel_size > 1
@@ -113,56 +107,55 @@ class RunTracer:
         )
 
     def _separable(self, rank: int) -> bool:
-        """Whether what a pass does depends on its own microbatch alone: parameters do not come and
-        go in slots, nor do gradients with several stages."""
+        """Whether the work of a pass depends on its own microbatch alone: no parameters share
+        slots, and no gradients do if a rank has several stages."""
         dp = dp_size(self.config, self.world_size) * self.config.parallel.context_parallel_size
         layout = rank_bucket_plan(self.config, dp=dp, rank=rank)
         slots = len(set(layout.gradient_slots)) == len(layout.buckets) or self.whole.virtual == 1
         return slots and all(layout.has_own_slot(bucket.index) for bucket in layout.buckets)
 
     def _stages(self, rank: int, other: int) -> dict[int, int]:
-        """Stages of ``rank`` by those of ``other``."""
+        """Return the stages of ``rank`` by those of ``other``."""
         partition = partition_of(self.config)
         return dict(zip(partition.stages_of(other), partition.stages_of(rank), strict=True))
 
-    def _as(self, one: StageTrace, short: Schedule, rank: int, other: int) -> StageTrace:
-        """The trace of ``rank`` as that of ``other`` and of all microbatches."""
+    def _as(self, step: StageTrace, short: Schedule, rank: int, other: int) -> StageTrace:
+        """Return the trace of ``rank``, changed to that of ``other`` and of all microbatches."""
         away = (other - rank) * (self.world_size // len(self.whole.ranks))
         groups = {
-            axis: ranks if _leads_away(axis) else tuple(each + away for each in ranks)
-            for axis, ranks in one.groups.items()
+            axis: ranks if _leads_away(axis) else tuple(peer + away for peer in ranks)
+            for axis, ranks in step.groups.items()
         }
         blocks = [partition_of(self.config).layers[stage] for stage in self._stages(rank, other)]
-        layers = tuple((each.start, len(each)) for each in blocks)
-        batches = one.state[BATCHES] // short.microbatches * self.whole.microbatches
+        layers = tuple((stage_blocks.start, len(stage_blocks)) for stage_blocks in blocks)
+        size = step.state[BATCHES] // short.microbatches * self.whole.microbatches
         return replace(
-            one, ranks=(other,), layers=layers, groups=groups, state={**one.state, BATCHES: batches}
+            step, ranks=(other,), layers=layers, groups=groups, state={**step.state, BATCHES: size}
         )
 
     def _alone(self, rank: int) -> StageTrace:
-        """The step of one rank, traced without microbatches that repeat others, if there are
-        such."""
+        """Return the step of one rank, traced without repeated microbatches where possible."""
         for short, times, (size, end) in self._shorter(rank):
-            one = trace_rank(self.config, self.world_size, rank, short, self.tables)
-            # Before the actions of the schedule there is the start of the step.
-            turn = steady(one.actions, size, end + 1)
+            step = trace_rank(self.config, self.world_size, rank, short, self.tables)
+            # The start of the step comes before the actions of the schedule.
+            turn = steady(step.actions, size, end + 1)
             if turn is not None:
-                actions = lengthened(one.actions, *turn, times, self.whole.ranks[rank])
-                return self._as(replace(one, actions=actions), short, rank, rank)
+                actions = lengthened(step.actions, *turn, times, self.whole.ranks[rank])
+                return self._as(replace(step, actions=actions), short, rank, rank)
         return trace_rank(self.config, self.world_size, rank, self.whole, self.tables)
 
     def _shorter(self, rank: int) -> Iterator[tuple[Schedule, int, tuple[int, int]]]:
-        """The shortest schedules that lack nothing but repetitions of the whole one, with the
+        """Yield the shortest schedules that lack only repetitions of the whole schedule, with the
         number of these repetitions and their (size, end)."""
-        found = 0
+        yielded = 0
         for microbatches in range(self._turn, self.whole.microbatches, self._turn):
             short = _schedule(self.config, microbatches)
             times, rest = divmod(self.whole.microbatches - microbatches, self._turn)
             place = None if rest else period(short.ranks[rank], self.whole.ranks[rank], times)
             if place is not None:
                 yield short, times, place
-                found += 1
-            if found == ATTEMPTS:
+                yielded += 1
+            if yielded == ATTEMPTS:
                 return
 
 

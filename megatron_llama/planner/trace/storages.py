@@ -1,5 +1,5 @@
-"""Which storages exist: one is made when an operator returns a tensor with a new storage, and ends
-when its last tensor goes."""
+"""The storages that exist. A storage is made when an operator returns a tensor with a new storage,
+and ends when its last tensor is deleted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BEFORE = -1
 
 
 def _key(tensor: Tensor) -> int:
-    """The address of the StorageImpl: unique while the storage lives, with or without memory."""
+    """Return the StorageImpl's address. It is unique while the storage lives, even without
+    memory."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -40,13 +41,13 @@ class Storages:
         self.peak = 0
         self.allocated = 0
         self.freed = 0
-        """``live`` is the bytes of all storages now. The caller resets the others: the most since
-        then, and what was allocated and freed since then."""
+        """``live`` is the bytes of all present storages. The caller resets the others: the peak,
+        and the bytes that were allocated and freed, since the reset."""
         self._outlived: Counter[tuple[int, int]] = Counter()
         self._bytes: Counter[tuple[int, int]] = Counter()
 
     def see(self, tensor: Tensor) -> None:
-        """Take note of a tensor that an operator has returned."""
+        """Record the storage of a tensor that an operator has returned."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -68,8 +69,8 @@ class Storages:
             self._bytes[held.made, action] += held.bytes
 
     def of(self, tensors: Iterable[Tensor], without: set[int]) -> int:
-        """Return the bytes of the storages of ``tensors``, without those in ``without``, to which
-        they are added."""
+        """Return the bytes of the storages of ``tensors`` that are not in ``without``, and add them
+        to it."""
         total = 0
         for tensor in tensors:
             key = _key(tensor)
@@ -79,15 +80,15 @@ class Storages:
         return total
 
     def begin(self) -> None:
-        """Begin a step: everything that exists was made before it."""
+        """Begin a step. All present storages were made before it."""
         for held in self._held.values():
             held.made = BEFORE
         self._outlived.clear()
         self._bytes.clear()
 
     def lifetimes(self) -> tuple[Lifetime, ...]:
-        """Return the lifetimes of what outlived the action that made it, or exists and was made
-        since ``begin``."""
+        """Return the lifetimes of storages that outlived the action that made them, or that exist
+        and were made since ``begin``."""
         counts = self._outlived.copy()
         sizes = self._bytes.copy()
         for held in self._held.values():

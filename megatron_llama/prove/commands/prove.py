@@ -1,4 +1,4 @@
-"""``prove``: a configuration, made small, against one process and HuggingFace, on this machine."""
+"""``prove``: compare a configuration, made small, with one process and with HuggingFace."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 SECTIONS = (ProveConfig, SFTConfig, *config_sections(), AutoParallelConfig)
 WIDTH = 100
-"""Of lines for a file."""
+"""Width of lines that go to a file."""
 SECONDS: Mapping[str, int] = MappingProxyType({"s": 1, "m": 60, "h": 3600})
 
 
 def prove(parsed: Parsed) -> int:
-    """Prove a configuration, configurations that are drawn, or a finished run by its log. Returns 0
-    if everything holds that was compared, 1 if something differs or cannot be said."""
+    """Prove a configuration, drawn configurations, or a finished run by its log. Returns 0 if all
+    comparisons hold, 1 if one differs or cannot be made."""
     _require_one_process()
     options = parsed.get(ProveConfig)
     if options.fuzz and options.steps_from:
@@ -63,7 +63,7 @@ def prove(parsed: Parsed) -> int:
 
 
 def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
-    """Print what was scaled and what was compared."""
+    """Print the scaled options and the comparisons. Returns the exit code."""
     from megatron_llama.prove.given import processes_of
     from megatron_llama.prove.pool import WorkerPool
     from megatron_llama.prove.proof import prove_case
@@ -95,23 +95,23 @@ def _prove(parsed: Parsed, budget: float, folder: Path | None) -> int:
 
 
 def _progress(line: str) -> None:
-    """Say what a proof is doing, beside what it has found."""
+    """Print a line on the progress of a proof to stderr, apart from its results."""
     print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def _fuzz(count: int, seed: int, budget: float) -> int:
-    """Print what became of each configuration that is drawn; ``budget`` is for one of them."""
+    """Print the results of drawn configurations, each with ``budget``. Returns the exit code."""
     from megatron_llama.prove.fuzz import Prover, fuzz
     from megatron_llama.prove.pool import WorkerPool
 
-    # Into a file, too, a line comes when it is said: a night of cases is looked at before its end.
+    # Lines are flushed, since users look at the output file of many cases before its end.
     say = partial(print, flush=True)
     with WorkerPool() as pool, tempfile.TemporaryDirectory(prefix="prove-") as runs:
         return 0 if fuzz(Prover(pool, Path(runs), budget), seed, count, say=say).holds else 1
 
 
 def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
-    """Print whether a run's log drifts from another one, or from one process."""
+    """Print whether a run's log drifts from another log or one process. Returns the exit code."""
     from megatron_llama.prove.drift import Dtype, as_json, compare_logs, lines
     from megatron_llama.prove.first_steps import first_steps
     from megatron_llama.prove.given import processes_of
@@ -122,30 +122,30 @@ def _compare_steps(parsed: Parsed, budget: float, folder: Path | None) -> int:
     training = parsed.get(TrainingConfig)
     log, *others = (Path(path) for path in options.steps_from)
     if others:
-        # A configuration that names no dtype is fp32; without any the logs may be of bf16 runs.
+        # A configuration without a dtype is fp32. Without a configuration the runs may be in bf16.
         configured = parsed.explicit - {field.name for field in fields(ProveConfig)}
         default: Dtype = "bf16" if training.bf16 or not configured else "fp32"
         dtype = options.log_dtype or ("fp16" if training.fp16 else default)
-        found = compare_logs(log, others[0], dtype=dtype)
+        drift = compare_logs(log, others[0], dtype=dtype)
     else:
         world_size, assumed = processes_of(parsed, options.world_size)
         if assumed:
             print(assumed)
         read = read_log(log)
-        own = {kind: one for kind, one in parsed.instances.items() if kind is not ProveConfig}
+        own = {kind: value for kind, value in parsed.instances.items() if kind is not ProveConfig}
         with WorkerPool() as pool:
-            found = first_steps(
+            drift = first_steps(
                 pool, replace(parsed, instances=own), world_size, read, seconds=budget
             )
-    for line in lines(found):
+    for line in lines(drift):
         print(line)
     if folder is not None:
-        _write(folder, as_json(found))
-    return 0 if found.verdict == "rounding" else 1
+        _write(folder, as_json(drift))
+    return 0 if drift.verdict == "rounding" else 1
 
 
 def _require_what_is_used(parsed: Parsed) -> None:
-    """Refuse options that would change nothing. Raises ConfigError."""
+    """Raise ConfigError for options that would change nothing."""
     options = parsed.get(ProveConfig)
     if options.fuzz:
         what = f"--fuzz {options.fuzz}"
@@ -171,9 +171,9 @@ def _require_what_is_used(parsed: Parsed) -> None:
 
 
 def told(case: Case, world_size: int, width: int) -> Iterator[str]:
-    """Yield what is run instead of the user's configuration, in lines of ``width`` characters: what
-    was scaled, and why that shows the same; what may have no effect; what is left out; then, in
-    short, what was kept."""
+    """Yield the changes to the user's configuration in lines of ``width`` characters: scaled
+    options, and why they show the same; options that may have no effect; options left out; then, in
+    short, options kept."""
     scaled = [note for note in case.notes if note.is_scaled]
     here = counted(case.world_size, "process", "processes")
     kind = "sft" if case.sft else "pretrain"
@@ -203,7 +203,7 @@ def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:
 
 
 def _require_one_process() -> None:
-    """Refuse a launcher: the processes are started here."""
+    """Raise ClusterError under a launcher, since the command starts its processes itself."""
     place = place_from_environment()
     if place.world_size > 1:
         raise ClusterError(
@@ -215,17 +215,17 @@ def _require_one_process() -> None:
 
 
 def _seconds(text: str) -> float:
-    """Read ``90s``, ``3m`` or ``1h``. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if found is None or float(found[1]) == 0:
+    """Return the seconds of a text such as ``90s``, ``3m`` or ``1h``. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if match is None or float(match[1]) == 0:
         expected = "a number of seconds, minutes or hours, such as 90s, 3m or 1h"
         raise ConfigError("--budget", got=text, expected=expected, do="correct it")
-    return float(found[1]) * SECONDS[found[2]]
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def _output(path: str | None) -> Path | None:
-    """The folder to write into, which is made now: not after minutes it turns out that it cannot
-    be. Raises ConfigError."""
+    """Make the output folder and return it. It is made first, so that an error comes before minutes
+    of work. Raises ConfigError."""
     if path is None:
         return None
     folder = Path(path)
@@ -240,6 +240,6 @@ def _output(path: str | None) -> Path | None:
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write what was found for programs."""
+    """Write the result for programs."""
     write_text("--output", str(folder / "prove.json"), json.dumps(content, indent=1) + "\n")
     print(f"written: {folder}")

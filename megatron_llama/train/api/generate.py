@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_llama.data.tokenizer.stream import StopStrings, TextStream
-from megatron_llama.errors import ConfigError, DataError, describe, listing
+from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.model.generate import FinishReason, Sampling, generate_batch
+from megatron_llama.train.api.common.configs import GenerateConfig, SamplingConfig
 from megatron_llama.train.api.common.trained import Trained
 from megatron_llama.train.api.load import load
+from megatron_llama.train.setup.checks.ranges import refuse_values
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,15 @@ def generate(
     import megatron_llama as ml
 
     model = ml.load("runs/hf", "trained", device="cpu")
-    for found in ml.generate(model, ["The import statement", "A class"], max_new_tokens=8):
-        print(found.prompt + found.text, found.finish_reason)
+    for result in ml.generate(model, ["The import statement", "A class"], max_new_tokens=8):
+        print(result.prompt + result.text, result.finish_reason)
     ```
 
     A prompt that begins with the begin token, which the tokenizer adds, is a warning. Raises
     ConfigError for arguments that cannot be used, DataError for prompts that cannot be continued,
     and what ``load`` raises."""
-    sampling = checked_sampling(max_new_tokens, temperature, top_k, top_p, seed)
-    require_generation(batch_size, stop)
+    drawn = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
+    refuse_values(GenerateConfig(batch_size=batch_size, stop=tuple(stop)), drawn)
     trained = (
         model
         if isinstance(model, Trained)
@@ -77,45 +79,20 @@ def generate(
     ids, said = prompt_ids(trained, whole)
     for line in said:
         warnings.warn(line, stacklevel=2)
-    texts = [Text(trained, *each, stop) for each in zip(whole, ids, strict=True)]
-    found = []
-    for batch, steps in batches(trained, texts, sampling, seed, batch_size):
-        found += [text.whole(steps) for text in batch]
-    return found
+    texts = [Text(trained, *pair, stop) for pair in zip(whole, ids, strict=True)]
+    results = []
+    for batch, steps in batches(trained, texts, sampling_of(drawn), seed, batch_size):
+        results += [text.whole(steps) for text in batch]
+    return results
 
 
-def checked_sampling(
-    max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
-) -> Sampling:
-    """Return the way in which tokens are drawn. Raises ConfigError with all that is wrong."""
-    wrong = [
-        describe(flag, got=value, expected=expected, do="correct it")
-        for flag, value, expected, fits in (
-            ("--max-new-tokens", max_new_tokens, "1 or more", max_new_tokens >= 1),
-            ("--temperature", temperature, "0 or more", temperature >= 0),
-            ("--top-k", top_k, "0 or more", top_k >= 0),
-            ("--top-p", top_p, "more than 0, at most 1", 0 < top_p <= 1),
-            ("--seed", seed, "0 or more", seed >= 0),
-        )
-        if not fits
-    ]
-    if wrong:
-        raise ConfigError(listing("These options cannot be used:", wrong))
-    return Sampling(max_new_tokens, temperature, top_k, top_p)
-
-
-def require_generation(batch_size: int, stop: Sequence[str]) -> None:
-    """Raise ConfigError for a batch or stop texts that cannot be used."""
-    if batch_size < 1:
-        raise ConfigError(
-            describe("--batch-size", got=batch_size, expected="1 or more", do="correct it")
-        )
-    if "" in stop:
-        raise ConfigError("--stop", got="an empty text", expected="some text", do="leave it out")
+def sampling_of(options: SamplingConfig) -> Sampling:
+    """Return the engine's settings for the drawing of tokens."""
+    return Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p)
 
 
 def prompt_ids(model: Trained, texts: Sequence[str]) -> tuple[list[list[int]], list[str]]:
-    """Encode the prompts. Returns the tokens of each, and a warning for each that begins twice.
+    """Encode the prompts. Returns the tokens of each, and a warning for each with two begin tokens.
     Raises DataError naming all that cannot be continued."""
     problems = []
     prompts = []
@@ -160,7 +137,7 @@ def batches(
 
 
 class Text:
-    """A prompt and its continuation, as far as it is made."""
+    """A prompt and its continuation so far."""
 
     def __init__(
         self, model: Trained, prompt: str, ids: Sequence[int], stop: Sequence[str] = ()
@@ -202,19 +179,19 @@ class Text:
             next(steps)
 
     def whole(self, steps: Iterator[None]) -> Generated:
-        """Return the whole, when ``steps`` have finished it."""
+        """Return the finished text, after the remaining ``steps``."""
         while self.finish_reason is None:
             next(steps)
         return Generated(self._prompt, self._text, tuple(self._token_ids), self.finish_reason)
 
     def as_json(self, steps: Iterator[None]) -> str:
-        """Return the whole as a JSON object, when ``steps`` have finished it."""
+        """Return the finished text as a JSON object, after the remaining ``steps``."""
         return json.dumps(asdict(self.whole(steps)))
 
 
 def grow(model: Trained, texts: Sequence[Text], sampling: Sampling, seed: int) -> Iterator[None]:
-    """Continue all texts at the same time until all are finished. Each step adds a token to one of
-    them or finishes it."""
+    """Continue all texts at the same time until all are finished. Each step adds a token to a text
+    or finishes it."""
     ended = set[int]()
     prompts = [text.ids for text in texts]
     for number, new in generate_batch(

@@ -32,7 +32,7 @@ from megatron_llama.train.api.load import DTYPES, DType
 
 @dataclass(frozen=True)
 class SavedHF:
-    """What ``save_hf`` has written."""
+    """The folder that ``save_hf`` has written."""
 
     folder: Path
     source: Path | None
@@ -75,8 +75,8 @@ def save_hf(
     ml.save_hf("runs/small", "runs/hf", dtype="float32")
 
     # The mean of two models of the same shape.
-    one, other = ml.load("runs/small"), ml.load("runs/hf")
-    mean = {name: (one[name] + other[name]) / 2 for name in one}
+    small, hf = ml.load("runs/small"), ml.load("runs/hf")
+    mean = {name: (small[name] + hf[name]) / 2 for name in small}
     ml.save_hf(mean, "runs/mean", config="runs/hf", tokenizer_model="runs/hf")
     ```
 
@@ -171,8 +171,8 @@ def _given(config: ModelConfig | str | Path) -> ModelConfig:
 
 @torch.no_grad()
 def _stage_state(stage: Stage) -> dict[str, Tensor]:
-    """The weights of a whole model by HuggingFace's names: views where a tensor is contiguous in
-    its parameter."""
+    """Return the weights of a whole model by HuggingFace's names: views where a tensor is
+    contiguous in its parameter."""
     specs = rank_specs(Config(model=stage.config), stage.mesh)
     parameters = dict(stage.named_parameters())
     state: dict[str, Tensor] = {}
@@ -189,10 +189,10 @@ def _require_tensors(state: Mapping[str, Tensor], model: ModelConfig) -> None:
     shapes = hf_shapes(model)
     problems = []
     for name, shape in shapes.items():
-        found = f"shape {tuple(state[name].shape)}" if name in state else "no such tensor"
+        got = f"shape {tuple(state[name].shape)}" if name in state else "no such tensor"
         if name not in state or tuple(state[name].shape) != shape:
             do = "give the config of these tensors"
-            problems.append(describe(name, got=found, expected=f"shape {shape}", do=do))
+            problems.append(describe(name, got=got, expected=f"shape {shape}", do=do))
     for name in state.keys() - shapes.keys():
         if name != "lm_head.weight":  # transformers names a tied head all the same
             do = "leave it out: only plain LLaMA models can be written"

@@ -38,14 +38,14 @@ from megatron_llama.train.setup.deciders import (
     OUTPUTS,
     SAMPLES,
     TEXT,
+    WORDS,
     ready_of,
-    refuse_wrong_words,
 )
 from megatron_llama.train.setup.draft import Decider, Draft
 from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.inputs import Ready
 from megatron_llama.train.setup.layout import AutoParallelConfig
-from megatron_llama.train.setup.processes import launched_processes
+from megatron_llama.train.setup.processes import launched_processes, unmet_processes
 
 SECTIONS = (*config_sections(), AutoParallelConfig)
 """The options of a run."""
@@ -104,26 +104,26 @@ def train(
     assert result.iteration == 30
     ```
 
-    Raises ConfigError with everything that is wrong with the options, DataError, CheckpointError,
-    ClusterError, and TrainingError for a run that cannot go on; all of these are UserErrors. What a
-    callback raises on one rank is raised there; the other ranks raise a ClusterError."""
+    Raises ConfigError with every problem of the options, DataError, CheckpointError, ClusterError,
+    and TrainingError for a run that cannot go on; all of these are UserErrors. An error of a
+    callback is raised on its rank; the other ranks raise a ClusterError."""
     parsed = read_options(config, options, SECTIONS)
     return run_and_leave(lambda: run_training(parsed, TEXT, callbacks=callbacks))
 
 
 def run_and_leave(run: Callable[[], TrainResult]) -> TrainResult:
-    """Return what ``run`` returns, or raise what it raises, with nothing left of its process group
-    in either case: a program may go on."""
+    """Return the result of ``run``, or raise its error. Nothing is left of its process group in
+    either case, so that a program may go on."""
     handled = sys.exception()
     try:
         return run()
     except BaseException as error:
-        # Its frames hold the groups of the run for as long as somebody keeps the error, and a group
-        # of gloo has open connections, on which the other ranks would wait, until nobody holds it.
-        each: BaseException | None = error
-        while each is not None and each is not handled:
-            traceback.clear_frames(each.__traceback__)
-            each = each.__cause__ or each.__context__
+        # Its frames hold the run's groups for as long as the error lives. A gloo group keeps its
+        # connections open while it is held, and the other ranks would wait on them.
+        raised: BaseException | None = error
+        while raised is not None and raised is not handled:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__cause__ or raised.__context__
         raise
     finally:
         # Reference cycles would keep what the process group held, and its threads.
@@ -139,9 +139,9 @@ def run_training(
     place: Place | None = None,
     complete: Callable[[Ready, Mesh], Ready] | None = None,
 ) -> TrainResult:
-    """Train on what the deciders ``reads`` say that the run reads, and on what ``complete`` adds to
-    it, which may need a model for that. ``needs_data``: it reads --data-path. ``place``: which
-    process this is, if it is not for the environment to say. Collective. Raises UserError."""
+    """Train on the inputs that the deciders ``reads`` choose and that ``complete`` completes,
+    perhaps with a model. ``needs_data``: it reads --data-path. ``place``: the place of this
+    process, by default from the environment. Collective. Raises UserError."""
     if parsed.get(TrainingConfig).deterministic_mode:
         fix_sums()
     place = place or this_place()
@@ -182,28 +182,30 @@ def set_up(
     lease: Lease | None = None,
     *,
     needs_data: bool = True,
+    configuration: Sequence[Decider] = CONFIGURATION,
 ) -> Iterator[tuple[Draft, Mesh]]:
-    """A section with a configuration, with everything that ``deciders`` decide behind it, and with
-    the mesh for it; rank 0 prints what was decided. Inside, the death of a rank becomes an error
-    that names it. ``lease``, if given, is taken. Collective. Raises UserError."""
+    """Yield the decisions of the ``configuration`` and of the ``deciders`` after it, and the mesh
+    for them; rank 0 prints the decisions. In the section the death of a rank becomes an error that
+    names it. ``lease``, if given, is taken. Collective. Raises UserError."""
     parallel = _joinable(parsed.get(ParallelConfig))
     timeout = 60 * parallel.distributed_timeout_minutes
     fixed = parsed.get(TrainingConfig).deterministic_mode
     with devices.deterministic(wanted=fixed), watched(place, timeout) as watch:
         if place.world_size > 1 and not place.joined:
-            # What is wrong in the words alone is said before anybody waits for another process.
-            refuse_wrong_words(parsed, place.world_size, needs_data=needs_data)
+            # Problems of the words alone are reported before a process waits for another.
+            decide(Draft(parsed, unmet_processes(place), needs_data), WORDS)
         world, device = join(parallel, place, watch)
         begun = Draft(parsed, launched_processes(place, world), needs_data)
         save = parsed.get(CheckpointConfig).save if lease is not None else None
         present = on_rank0(lambda: saved_in(save), world)
-        draft = decide(begun, CONFIGURATION)
+        draft = decide(begun, configuration)
         if lease is not None:
-            # A run that cannot begin takes the folder from nobody: everything is refused before.
+            # A run that cannot begin takes the folder from no other run: all problems are refused
+            # before.
             lease.take(world)
             if on_rank0(lambda: saved_in(save), world) != present:
-                # The run before has saved meanwhile, and this one goes on from there.
-                draft = decide(begun, CONFIGURATION)
+                # The earlier run has saved meanwhile, and this one goes on from there.
+                draft = decide(begun, configuration)
         if world.rank == 0:
             notes = lease.notes if lease is not None else ()
             _print_lines((*notes, *draft.notes), draft.warnings)
@@ -225,7 +227,7 @@ def set_up(
 
 
 def saved_in(save: str | None) -> tuple[str, ...]:
-    """Name the checkpoints of a folder, the one that a run would go on from first."""
+    """Return the names of a folder's checkpoints, first the one from which a run would go on."""
     if save is None:
         return ()
     latest = checkpoint_dir.latest(save)
@@ -238,14 +240,14 @@ def _print_lines(notes: Iterable[str], warnings: Iterable[str]) -> None:
 
 
 def _joinable(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the options with which the processes can meet. A timeout that cannot be one is refused
-    with all other problems, and not here."""
+    """Return the options with which the processes can meet. An invalid timeout is refused later,
+    with all other problems."""
     minutes = parallel.distributed_timeout_minutes
     return parallel if 0 < minutes < inf else ParallelConfig()
 
 
 def _slow_choices(config: Config, mesh: Mesh, place: Place) -> Iterator[str]:
-    """Warn of what runs, and would run faster otherwise."""
+    """Yield warnings of choices that work but are slow."""
     model = config.model
     yield from placement_warnings(config.parallel, place.local_world_size)
     yield from attention_warnings(

@@ -1,4 +1,4 @@
-"""``env``: what a bug report needs."""
+"""``env``: the facts that a bug report needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_llama.engine.plan.memory import sized
 from megatron_llama.metrics.versions import package_version, versions
 
 OWN_ROWS = ("megatron_llama", "python", "torch")
-"""Versions that stand above what the machine has."""
+"""Versions that stand above the facts of the machine."""
 
 
 def env(parsed: Parsed) -> None:
@@ -34,11 +34,11 @@ def env(parsed: Parsed) -> None:
         "memory": sized(devices.memory_bytes(device)),
         "backends": ", ".join(
             name
-            for name, found in (
+            for name, available in (
                 ("gloo", dist.is_gloo_available()),
                 ("nccl", dist.is_nccl_available()),
             )
-            if found
+            if available
         ),
         **{name: version for name, version in own.items() if name not in OWN_ROWS},
         "apex": apex_found(),
@@ -48,8 +48,9 @@ def env(parsed: Parsed) -> None:
 
 
 def apex_found() -> str:
-    """Say which apex is installed. Training uses none (``docs/dependencies.md``); it is shown
-    because ``tools/bench_kernels.py`` times NVIDIA's, and PyPI has another package of that name."""
+    """Return words on the installed apex. Training uses none (``docs/dependencies.md``); it is
+    shown because ``tools/bench_kernels.py`` times NVIDIA's, and PyPI has another package of that
+    name."""
     spec = find_spec("apex")
     if spec is None:
         return "not installed"

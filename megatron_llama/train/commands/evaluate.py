@@ -4,10 +4,7 @@ in tasks of lm-evaluation-harness."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +22,12 @@ from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.train.api.common.configs import ModelFolderConfig
 from megatron_llama.train.commands import pretrain
 from megatron_llama.train.commands.common.configs import EvaluateConfig
+from megatron_llama.train.setup.checks.ranges import value_problems
 
 if TYPE_CHECKING:
-    from megatron_llama.checkpoint.model_folders.formats import ModelReader
-    from megatron_llama.data.tokenizer.hf import HFTokenizer
+    from megatron_llama.engine.mesh import Mesh
     from megatron_llama.train.commands.common.harness import Report
+    from megatron_llama.train.setup.draft import Draft
 
 SECTIONS = (
     EvaluateConfig,
@@ -85,7 +83,7 @@ SECTIONS = (
         "rope_scaling",
     ),
 )
-"""What a measurement uses of a run's options. Any other option is refused."""
+"""The options of a run that a measurement uses. Any other option is refused."""
 UNUSED_BY_TASKS = (
     "text",
     "data_path",
@@ -96,76 +94,64 @@ UNUSED_BY_TASKS = (
     "reset_attention_mask",
     "eod_mask_loss",
 )
-"""What --tasks refuses of these."""
-LONGEST = TrainingConfig().seq_length
-"""Tokens of a sample, unless the model has fewer positions or --seq-length says otherwise."""
+"""Those of them that --tasks refuses."""
 
 
 def evaluate(parsed: Parsed) -> None:
     """Print loss and perplexity of --load or --init-from-hf, or its results in --tasks."""
-    from megatron_llama.train.commands.common.trained import open_folder
-    from megatron_llama.train.setup.checks.model import require_language_model
+    from megatron_llama.launch.join import this_place
+    from megatron_llama.train.api.train import set_up
+    from megatron_llama.train.commands.common.measured import decide_measured, read_measured
+    from megatron_llama.train.commands.common.trained import require_one_folder
+    from megatron_llama.train.setup.deciders import DERIVED, MODEL
 
     options = parsed.get(EvaluateConfig)
     run = _run_of(parsed, options)
-    data = run.get(DataConfig)
     _refuse_data(run, options)
     weights = run.get(CheckpointConfig)
-    model = run.get(ModelConfig)
-    tokens = 0
-    if data.tokenizer_model is not None and not model.vocab_size:
-        from megatron_llama.data.tokenizer.load import load_tokenizer
+    require_one_folder(weights.load, weights.init_from_hf)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.text:
+            # Every process makes its own dataset: the tokens are the same, and machines need not
+            # share a disk.
+            data = replace(run.get(DataConfig), data_path=(f"{folder}/text",), split="0,100,0")
+            run = replace(run, instances={**run.instances, DataConfig: data})
+        with set_up(
+            run,
+            this_place(),
+            (read_measured(options),),
+            needs_data=not options.tasks,
+            configuration=(*MODEL, decide_measured(options), *DERIVED),
+        ) as (draft, mesh):
+            if options.tasks:
+                _measure_tasks(draft, mesh, options)
+                return
+            from megatron_llama.train.run.forward import evaluate_only
 
-        tokens = load_tokenizer(data.tokenizer_model, data.tokenizer_type).vocab_size
-    source = open_folder(
-        weights.load,
-        weights.init_from_hf,
-        vocab_size=model.vocab_size,
-        tokens=tokens,
-        ignored=weights.ignore_hf_config_fields,
-    )
-    require_language_model(source.model, str(source.folder))
-    positions = model.max_position_embeddings or source.model.max_position_embeddings
-    if options.tasks:
-        _run_tasks(run, options, source, positions)
-        return
-    length = options.seq_length or min(LONGEST, positions)
-    if not options.text:
-        _measure(_with(run, replace(run.get(TrainingConfig), seq_length=length)), options)
-        return
-    with _tokens_of(options.text, data, source) as (prefix, count):
-        if not options.seq_length:
-            # No longer than the text, but a multiple of what the layout divides a sequence into.
-            parallel = run.get(ParallelConfig)
-            unit = parallel.tensor_model_parallel_size * 2 * parallel.context_parallel_size
-            length = min(length, max(1, -(-(count - 1) // unit)) * unit)
-        training = replace(run.get(TrainingConfig), seq_length=length)
-        all_of_it = replace(data, data_path=(str(prefix),), split="0,100,0")
-        _measure(_with(run, training, all_of_it), options)
+            evaluate_only(draft.config, mesh, draft.start, draft.reading.source)
 
 
 def _run_of(parsed: Parsed, options: EvaluateConfig) -> Parsed:
-    """Return the command line as that of a run which does nothing but evaluate once: its other
-    options have their defaults."""
+    """Return the command line as that of a run that only evaluates once: its other options have
+    their defaults."""
     instances: dict[type[Any], Any] = {
         section: completed(section, parsed) for section in pretrain.SECTIONS
     }
     training: TrainingConfig = instances[TrainingConfig]
     instances[TrainingConfig] = replace(
-        training, train_iters=1, eval_interval=1, eval_iters=options.eval_iters or 0
+        training,
+        # The model's limit on the length of a sample is not known yet.
+        seq_length=options.seq_length or TrainingConfig().seq_length,
+        train_iters=1,
+        eval_interval=0 if options.tasks else 1,
+        eval_iters=options.eval_iters or 0,
     )
     return replace(parsed, instances=instances)
 
 
-def _with(run: Parsed, *sections: object) -> Parsed:
-    """Return the command line with these sections instead of its own."""
-    changed = {type(section): section for section in sections}
-    return replace(run, instances={**run.instances, **changed})
-
-
 def _refuse_data(run: Parsed, options: EvaluateConfig) -> None:
-    """Raise ConfigError unless exactly one of --tasks, --text and --data-path says what to measure
-    on, without options of the others."""
+    """Raise ConfigError unless exactly one of --tasks, --text and --data-path is given, without
+    options of the others."""
     if options.tasks:
         _refuse_given(run, UNUSED_BY_TASKS, "with --tasks")
         _require_tasks(options)
@@ -194,95 +180,16 @@ def _refuse_given(run: Parsed, names: tuple[str, ...], where: str) -> None:
         )
 
 
-@contextmanager
-def _tokens_of(
-    text: tuple[str, ...], data: DataConfig, source: ModelReader
-) -> Iterator[tuple[Path, int]]:
-    """Make a dataset of the text in a temporary folder, with the tokenizer that is given or lies
-    with the weights; give its prefix and its number of tokens."""
-    from megatron_llama.checkpoint.storage_paths import local_copy
-    from megatron_llama.data.preprocess import preprocess
-    from megatron_llama.data.preprocess_config import PreprocessConfig
-    from megatron_llama.data.tokenizer.load import load_tokenizer
-    from megatron_llama.train.api.common.trained import tokenizer_folder
-
-    # Every process makes its own dataset: the tokens are the same, and machines need not share a
-    # disk.
-    with tempfile.TemporaryDirectory() as folder, local_copy(tokenizer_folder(source)) as own:
-        prefix = Path(folder) / "text"
-        tokenizer = data.tokenizer_model or str(own)
-        made = preprocess(
-            PreprocessConfig(
-                input=text,
-                output_prefix=str(prefix),
-                tokenizer_model=tokenizer,
-                tokenizer_type=data.tokenizer_type,
-                append_eod=load_tokenizer(tokenizer, data.tokenizer_type).eos_id is not None,
-            )
-        )
-        yield prefix, made.tokens
-
-
-def _measure(run: Parsed, options: EvaluateConfig) -> None:
-    """Join the other processes, and print the loss on the validation split: on every token of it,
-    or on the samples that --eval-iters leaves."""
-    from megatron_llama.launch.join import this_place
-    from megatron_llama.train.api.train import set_up
-
-    with set_up(run, this_place()) as (draft, mesh):
-        from megatron_llama.train.run.forward import evaluate_only
-        from megatron_llama.train.setup.inputs import stream_samples
-
-        config = draft.config
-        if config.training.eval_interval == 0:  # `check` switched it off
-            expected = "a share of documents for validation"
-            do = "give --split 0,100,0 to evaluate on all of them"
-            raise ConfigError(describe("--split", got=config.data.split, expected=expected, do=do))
-        source = partial(
-            stream_samples,
-            eod=draft.vocabulary.eod,
-            keep_tail=options.eval_iters is None,
-            tokenizer=draft.vocabulary.tokenizer,
-            share=(mesh.world.rank, mesh.world.size),
-        )
-        evaluate_only(config, mesh, draft.start, source)
-
-
-def _run_tasks(run: Parsed, options: EvaluateConfig, source: ModelReader, positions: int) -> None:
-    """Open the tokenizer, and print the results of --tasks. ``positions``: those of the model."""
-    from megatron_llama.checkpoint.storage_paths import local_copy
-    from megatron_llama.data.tokenizer.hf import as_hf_tokenizer
-    from megatron_llama.data.tokenizer.load import load_tokenizer
-    from megatron_llama.train.api.common.trained import tokenizer_folder
-    from megatron_llama.train.setup.checks.parallel import sequence_unit
-
-    unit = sequence_unit(run.get(ParallelConfig))
-    length = options.seq_length or max(1, positions // unit) * unit
-    training = replace(run.get(TrainingConfig), seq_length=length, eval_interval=0, eval_iters=0)
-    data = run.get(DataConfig)
-    with local_copy(tokenizer_folder(source)) as own:
-        tokenizer = load_tokenizer(data.tokenizer_model or own, data.tokenizer_type)
-        reader = as_hf_tokenizer(tokenizer)
-    _measure_tasks(_with(run, training), options, reader)
-
-
 def _require_tasks(options: EvaluateConfig) -> None:
-    """Raise ConfigError for what lm-evaluation-harness would not understand, or if it is not
-    installed."""
+    """Raise ConfigError for options that lm-evaluation-harness would not understand, or if it is
+    not installed."""
     problems = []
     if find_spec("lm_eval") is None:
         do = "pip install '.[lm-eval]' in the clone"
         problems.append(
             describe("--tasks", got="no package lm_eval", expected="it installed", do=do)
         )
-    if options.num_fewshot is not None and options.num_fewshot < 0:
-        expected = "0 or more"
-        got = options.num_fewshot
-        problems.append(describe("--num-fewshot", got=got, expected=expected, do="correct it"))
-    limit = options.limit
-    if limit < 0 or (limit >= 1 and limit != int(limit)):
-        expected = "a number of questions, or a share of them below 1"
-        problems.append(describe("--limit", got=f"{limit:g}", expected=expected, do="correct it"))
+    problems += value_problems(options)
     if options.output is not None and Path(options.output).is_dir():
         do = "give the name of a file"
         problems.append(
@@ -296,45 +203,44 @@ def _require_tasks(options: EvaluateConfig) -> None:
         )
 
 
-def _measure_tasks(run: Parsed, options: EvaluateConfig, tokenizer: HFTokenizer) -> None:
-    """Join the other processes, and print the results of --tasks."""
-    from megatron_llama.launch.join import this_place
-    from megatron_llama.train.api.train import set_up
+def _measure_tasks(draft: Draft, mesh: Mesh, options: EvaluateConfig) -> None:
+    """Print the results of --tasks. Collective."""
+    from megatron_llama.checkpoint.failures import writing
+    from megatron_llama.data.tokenizer.hf import as_hf_tokenizer
+    from megatron_llama.engine.comm.object_collectives import on_rank0
+    from megatron_llama.files import replace_file
+    from megatron_llama.train.run.forward import forward_runtime
+    from megatron_llama.train.setup.scoring import Ask, Scorer, serve
 
-    with set_up(run, this_place(), needs_data=False) as (draft, mesh):
-        from megatron_llama.checkpoint.failures import writing
-        from megatron_llama.engine.comm.object_collectives import on_rank0
-        from megatron_llama.files import replace_file
-        from megatron_llama.train.run.forward import forward_runtime
-        from megatron_llama.train.setup.scoring import Ask, Scorer, serve
+    config = draft.config
+    tokenizer = draft.reading.tokenizer
+    assert tokenizer is not None
+    runtime, state = forward_runtime(config, mesh, draft.start)
+    loaded = config.checkpoint.load or config.checkpoint.init_from_hf
+    info = {"model": loaded, "iteration": state.iteration, "processes": mesh.world.size}
 
-        config = draft.config
-        runtime, state = forward_runtime(config, mesh, draft.start)
-        loaded = config.checkpoint.load or config.checkpoint.init_from_hf
-        info = {"model": loaded, "iteration": state.iteration, "processes": mesh.world.size}
+    def program(ask: Ask) -> Report:
+        # Only rank 0 imports it, which takes seconds.
+        from megatron_llama.train.commands.common.harness import TaskOptions, report
 
-        def program(ask: Ask) -> Report:
-            # Imported by rank 0 alone: it takes seconds.
-            from megatron_llama.train.commands.common.harness import TaskOptions, report
+        return report(
+            ask,
+            TaskOptions(options.tasks, options.num_fewshot, options.limit),
+            as_hf_tokenizer(tokenizer),
+            longest=config.training.seq_length,
+            vocab_size=config.model.vocab_size,
+            info=info,
+        )
 
-            return report(
-                ask,
-                TaskOptions(options.tasks, options.num_fewshot, options.limit),
-                tokenizer,
-                longest=config.training.seq_length,
-                vocab_size=config.model.vocab_size,
-                info=info,
-            )
+    results = serve(program, Scorer(config, mesh, runtime), mesh)
 
-        found = serve(program, Scorer(config, mesh, runtime), mesh)
+    def show() -> None:
+        assert results is not None
+        # The output that cannot fail comes first: the results may have taken hours.
+        print(results.text, flush=True)
+        if options.output is not None:
+            path = Path(options.output)
+            with writing(path):
+                replace_file(path, results.json)
 
-        def show() -> None:
-            assert found is not None
-            # First what cannot fail: the results may have taken hours.
-            print(found.text, flush=True)
-            if options.output is not None:
-                path = Path(options.output)
-                with writing(path):
-                    replace_file(path, found.json)
-
-        on_rank0(show, mesh.world)
+    on_rank0(show, mesh.world)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, DataError, describe
-from megatron_llama.train.api.common.configs import ModelFolderConfig, SamplingConfig
-from megatron_llama.train.commands.common.configs import GenerateConfig
+from megatron_llama.train.api.common.configs import (
+    GenerateConfig,
+    ModelFolderConfig,
+    SamplingConfig,
+)
 
 SECTIONS = (ModelFolderConfig, GenerateConfig, SamplingConfig)
 
@@ -17,20 +20,14 @@ SECTIONS = (ModelFolderConfig, GenerateConfig, SamplingConfig)
 def generate(parsed: Parsed) -> None:
     """Print each prompt with its continuation, in the order of the prompts: as the tokens come, or
     as JSON when it is done."""
-    from megatron_llama.train.api.generate import (
-        Text,
-        batches,
-        checked_sampling,
-        prompt_ids,
-        require_generation,
-    )
+    from megatron_llama.train.api.generate import Text, batches, prompt_ids, sampling_of
     from megatron_llama.train.commands.common.trained import open_trained
+    from megatron_llama.train.setup.checks.ranges import refuse_values
 
     options = parsed.get(GenerateConfig)
     drawn = parsed.get(SamplingConfig)
-    sampling = checked_sampling(**vars(drawn))
+    refuse_values(options, drawn)
     prompts = _prompts(options, parsed)
-    require_generation(options.batch_size, options.stop)
     model = open_trained(parsed.get(ModelFolderConfig))
     ids, said = prompt_ids(model, prompts)
     room = model.longest - max(map(len, ids))
@@ -44,9 +41,9 @@ def generate(parsed: Parsed) -> None:
         said.append(cut)
     for line in said:
         print(f"warning: {line}", file=sys.stderr, flush=True)
-    texts = [Text(model, *each, options.stop) for each in zip(prompts, ids, strict=True)]
+    texts = [Text(model, *pair, options.stop) for pair in zip(prompts, ids, strict=True)]
     number = 0
-    for batch, steps in batches(model, texts, sampling, drawn.seed, options.batch_size):
+    for batch, steps in batches(model, texts, sampling_of(drawn), drawn.seed, options.batch_size):
         for text in batch:
             number += 1
             if options.json:

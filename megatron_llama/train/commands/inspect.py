@@ -1,4 +1,4 @@
-"""``inspect``: what a file holds."""
+"""``inspect``: the content of a file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def inspect(words: list[str]) -> None:
     """Run ``inspect KIND PATH``. With ``--verify`` all files of a checkpoint or a dataset are read
     and compared with their checksums. Raises UserError."""
     if not words or words[0] not in KINDS:
-        found = words[0] if words else "nothing"
+        got = words[0] if words else "nothing"
         raise ConfigError(
             describe(
                 "inspect",
-                got=found,
+                got=got,
                 expected=f"one of {', '.join(KINDS)}",
                 do="write inspect KIND PATH",
             )
@@ -64,7 +64,7 @@ def print_rows(rows: Mapping[str, object]) -> None:
 
 
 def _config(path: str) -> None:
-    """A YAML file of options, or a HuggingFace config.json."""
+    """Print a YAML file of options, or a HuggingFace config.json."""
     from megatron_llama.model.hf import read_hf_config
     from megatron_llama.model.plan.params import parameter_count
 
@@ -80,7 +80,7 @@ def _config(path: str) -> None:
 
 
 def _foreign(path: str) -> Format | None:
-    """Return the format of a folder that another program has written."""
+    """Return the format of another program's folder."""
     from megatron_llama.checkpoint.model_folders.formats import candidates
 
     names = list(candidates(Path(path)))
@@ -182,4 +182,4 @@ KINDS: Mapping[str, Callable[..., None]] = MappingProxyType(
 VERIFIED: Mapping[str, Callable[[str], None]] = MappingProxyType(
     {"checkpoint": _verify, "dataset": _verify_dataset}
 )
-"""What ``--verify`` does, by kind."""
+"""The functions of ``--verify``, by kind."""

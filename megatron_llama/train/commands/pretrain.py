@@ -27,8 +27,8 @@ def pretrain(parsed: Parsed) -> int:
 
 
 def run(parsed: Parsed, reads: Sequence[Decider], *, examples: NamedFiles | None = None) -> int:
-    """Train on what the deciders ``reads`` say, or only check that with --dry-run. ``examples``:
-    the files that it reads instead of --data-path. Returns the exit status."""
+    """Train on the inputs that the deciders ``reads`` choose, or only check them with --dry-run.
+    ``examples`` finds the files that it reads instead of --data-path. Returns the exit status."""
     if parsed.get(DryRunConfig).dry_run != "no":
         return plan_only(parsed, reads, examples=examples)
     from megatron_llama.train.api.train import run_training
@@ -44,8 +44,8 @@ def plan_only(
     *,
     examples: NamedFiles | None = None,
 ) -> int:
-    """Check and plan a run that would train on what ``reads`` say and do what ``checks`` look at,
-    with the files of ``examples`` or of --data-path. Returns the exit status."""
+    """Check and plan a run with the inputs of ``reads`` and the further work of ``checks``, on the
+    files of ``examples`` or of --data-path. Returns the exit status."""
     from megatron_llama.launch.launcher import fix_sums
     from megatron_llama.train.commands.common.dry_run import dry_run
 
@@ -56,8 +56,8 @@ def plan_only(
 
 
 def exit_status(stopped_by: Signals | None, training: TrainingConfig) -> int:
-    """The exit status of a run that came to an orderly end: as a shell has it where a signal ended
-    a process, so that nothing which follows the run takes it for done."""
+    """Return the exit status of a run with an orderly end. After a signal it is the one that a
+    shell reports, so that later commands do not take the run for complete."""
     if stopped_by is None or training.exit_zero_on_signal:
         return 0
     return 128 + stopped_by

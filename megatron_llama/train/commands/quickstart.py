@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_llama.errors import ClusterError, DataError, UserError
 from megatron_llama.train.commands.common.configs import QuickstartConfig
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
-GLOBAL_BATCH = 16
+GLOBAL_BATCH = 8
 """Samples of a step of the recipe."""
 PROMPTS = ("Return the", "The with statement")
 TO_CONTINUE = "Return a list of"
@@ -28,19 +29,36 @@ TO_CONTINUE = "Return a list of"
 
 @dataclass(frozen=True)
 class Processes:
-    """How the recipe is laid out over the devices of this machine."""
+    """The layout of the recipe over the devices of this machine."""
 
     count: int
     tensor: int
     """Tensor-parallel size; the other axis is data-parallel."""
     micro_batch: int
-    """Samples of one data-parallel rank, so that a step has those of the recipe."""
+    """Samples of one data-parallel rank, such that a step has as many as the recipe."""
+
+
+class Phases:
+    """The headings of the steps, with the time that has passed."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._start = time.monotonic()
+
+    def begin(self, number: int, title: str) -> None:
+        """Print the heading of a step."""
+        print(f"== {number} of {self._count}, {self.elapsed()}: {title}", flush=True)
+
+    def elapsed(self) -> str:
+        """Return the minutes and seconds since the start."""
+        minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
+        return f"{minutes}:{seconds:02}"
 
 
 def processes_for(gpus: int) -> Processes:
-    """The layout for so many GPUs of one machine: tensor-parallel pairs where their number is even,
-    and as many data-parallel ranks as can share the samples of a step equally. Without a GPU, two
-    processes on the processor."""
+    """Return the layout for a number of GPUs of one machine: tensor-parallel pairs where the number
+    is even, and as many data-parallel ranks as can share the samples of a step equally. Without a
+    GPU, two processes on the processor."""
     devices = gpus or 2
     tensor = 2 if devices % 2 == 0 else 1
     data = max(n for n in range(1, devices // tensor + 1) if GLOBAL_BATCH % n == 0)
@@ -49,10 +67,10 @@ def processes_for(gpus: int) -> Processes:
 
 def quickstart(parsed: Parsed) -> None:
     """Make text and tokens, train, sample and export, each with the command that a user would type,
-    printed before it runs. What an earlier call has finished is not done again.
+    printed before it runs. Steps that an earlier call has finished are skipped.
 
     Raises ClusterError under a launcher, DataError for a folder that cannot be made, ConfigError
-    for a changed recipe that cannot be read, and UserError for a step that fails: it has said
+    for a changed recipe that cannot be read, and UserError for a step that failed and has said
     why."""
     from megatron_llama.data.corpus import write_corpus
     from megatron_llama.engine.comm.device import accelerator_count
@@ -78,19 +96,20 @@ def quickstart(parsed: Parsed) -> None:
         raise DataError(out, got=error.strerror, expected="a folder", do=do) from error
     gpus = accelerator_count()
     layout = processes_for(gpus)
+    phases = Phases(6)
 
     if not (out / "docs.meta.json").exists():
-        print("== 1. text: the documentation that comes with Python", flush=True)
+        phases.begin(1, "text: the documentation that comes with Python")
         count = write_corpus(out / "corpus.jsonl")
         print(f"{out / 'corpus.jsonl'}: {count:,} documents")
-        print("== 2. tokenizer and tokens", flush=True)
+        phases.begin(2, "tokenizer and tokens")
         made = ["--input", out / "corpus.jsonl", "--output-prefix", out / "docs", "--overwrite"]
         trained = ["--train-tokenizer", "--vocab-size", 4096, "--append-eod"]
         _run("preprocess", *made, *trained)
 
     split = [f"tensor parallel {layout.tensor} with sequence parallelism"] * (layout.tensor > 1)
     processes = "1 process" if layout.count == 1 else f"{layout.count} processes"
-    print(f"== 3. training: {', '.join([processes, *split])}", flush=True)
+    phases.begin(3, f"training, with an ETA in each line: {', '.join([processes, *split])}")
     changes: list[object] = []
     if layout.tensor > 1:
         changes += ["--tensor-model-parallel-size", layout.tensor, "--sequence-parallel"]
@@ -103,18 +122,24 @@ def quickstart(parsed: Parsed) -> None:
     saved = out / "checkpoints"
     kept = ["--save", saved, "--load", saved]
     command = ["--config", recipe, "--data-path", out / "docs", *changes, *kept]
-    # A recipe that somebody has changed is read here first: of several processes that refuse it,
-    # torchrun may end the one that speaks before it has said why.
+    # A changed recipe is read here first: of several processes that refuse it, torchrun may end the
+    # one that prints before it has said why.
     parse(list(map(str, command)), PRETRAIN, aliases={**MEGATRON, **ALIASES})
     _run("pretrain", *command, processes=layout.count)
 
-    print("== 4. a sample", flush=True)
+    phases.begin(4, "a sample")
     _run("generate", "--load", saved, "--prompt", *PROMPTS, "--max-new-tokens", 48)
 
-    print("== 5. export to HuggingFace", flush=True)
+    phases.begin(5, "export to HuggingFace")
     _run("export", "--load", saved, "--output", out / "hf")
     print(in_transformers(out / "hf"), flush=True)
+
+    phases.begin(6, "the curves of the run as a picture")
+    _run("report", saved, "--html", out / "report.html")
+
+    print(f"\ndone in {phases.elapsed()}")
     print(_losses(saved / "log.jsonl"))
+    print(f"loss curve:         {out / 'report.html'} (open it in a browser)")
     print(f"HuggingFace export: {out / 'hf'}\n")
     print(next_steps(out, gpus), flush=True)
 
@@ -140,7 +165,7 @@ def _run(command: str, *options: object, processes: int = 1) -> None:
     try:
         status = process.wait()
     except KeyboardInterrupt:
-        # The terminal has interrupted the command, too. It may be saving: nobody kills it here.
+        # The terminal has interrupted the command too. It may be saving, so it is not killed here.
         process.wait()
         raise
     finally:
@@ -153,7 +178,7 @@ def _run(command: str, *options: object, processes: int = 1) -> None:
 
 
 def in_transformers(folder: Path) -> str:
-    """What transformers makes of the export, or that it is not here."""
+    """Return transformers' output from the export, or that transformers is not installed."""
     if find_spec("transformers") is None:
         return (
             "transformers is not installed, so nothing has loaded the export yet: with it, "
@@ -170,20 +195,20 @@ def in_transformers(folder: Path) -> str:
 
 
 def _losses(log: Path) -> str:
-    """The first and the last validation loss of a run's log."""
+    """Return the first and the last validation loss of a run's log."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     curve = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    return f"\nvalidation loss: {curve[0]:.3f} before training, {curve[-1]:.3f} after"
+    return f"validation loss:    {curve[0]:.3f} before training, {curve[-1]:.3f} after"
 
 
 def next_steps(out: Path, gpus: int) -> str:
-    """What to type next, as it can be typed in this shell."""
+    """Return the next commands for the user, as they can be typed in this shell."""
     first, python, torchrun = _programs()
     if not gpus:
         first.append("export OMP_NUM_THREADS=1")
     recipe = shlex.quote(str(out / "quickstart.yaml"))
     data = f"--config {recipe} --data-path {shlex.quote(str(out / 'docs'))}"
-    pipeline = "--pipeline-model-parallel-size 2 --micro-batch-size 4"
+    pipeline = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
     load = f"--load {shlex.quote(str(out / 'checkpoints'))}"
     lines = [
         *([" && ".join(first)] if first else []),
@@ -205,12 +230,13 @@ def next_steps(out: Path, gpus: int) -> str:
 
 
 def _programs() -> tuple[list[str], str, str]:
-    """What makes this interpreter the shell's, and how this package and torchrun are then called:
-    by their names where the shell finds them, or behind ``activate`` of a virtual environment."""
+    """Return the commands that make this interpreter the shell's, and the calls of this package and
+    of torchrun: by their names where the shell finds them, or after ``activate`` of a virtual
+    environment."""
     here = Path(sys.executable).parent
     names = ("python -m megatron_llama", "torchrun")
-    found = shutil.which("python")
-    if found is not None and Path(found).absolute().parent == here:
+    on_path = shutil.which("python")
+    if on_path is not None and Path(on_path).absolute().parent == here:
         return [], *names
     if (here / "activate").exists():
         place = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here

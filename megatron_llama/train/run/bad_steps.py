@@ -1,19 +1,19 @@
-"""Steps that must not stay in the weights: how they are found, and what happens then
+"""Steps that must not stay in the weights: their detection, and the reaction to them
 (--on-bad-step).
 
-A step is bad when its loss or its gradient norm is not finite, or when its loss exceeds
+A step is bad if its loss or its gradient norm is not finite, or if its loss exceeds
 ``loss_spike_factor`` times the mean loss of the last ``loss_spike_window`` good steps, once there
-have been as many. With --fp16 a gradient that overflows under a loss scale that can still fall is
+were that many. With --fp16 a gradient that overflows under a loss scale that can still fall is
 neither good nor bad.
 
 The loss is judged on the device. It is summed after the last forward pass, long before the update,
 so a tensor tells the engine to leave the weights unchanged, and the host waits for nothing. The
-host reads one step later what happened, and then stops the run, goes on without the samples, or
+host reads the outcome one step later, and then stops the run, goes on without the samples, or
 returns to the newest checkpoint.
 
-A save that finds values which are not finite (--on-bad-checkpoint rollback) is no bad step: nobody
-knows which step it was, so no samples are left out, and the same steps are done again. A passing
-fault of a memory does not come again. What does come again is counted here.
+A save that finds values which are not finite (--on-bad-checkpoint rollback) is no bad step: the
+faulty step is unknown, so no samples are left out, and the same steps are repeated. A passing
+memory fault does not come again. Faults that do are counted here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Outcome:
     numbers: Readback
     """The fields of ``Numbers``, those of the objective last."""
     counted: tuple[str, ...]
-    """The names of those."""
+    """The names of the objective's numbers."""
 
     def read(self) -> Numbers:
         """Wait for the end of the step, and for no later one, and return its numbers."""
@@ -73,17 +73,17 @@ class Numbers:
     loss: float
     grad_norm: float
     skipped: float
-    """Not 0 if the step changed nothing; see StepResult."""
+    """Other than 0 if the step changed nothing; see StepResult."""
     loss_scale: float
     limit: float
     """The largest loss that is no spike; NaN where there is no limit."""
     counted: Mapping[str, float]
-    """What the objective of the run counts beside its loss, by name."""
+    """The numbers of the run's objective beside its loss, by name."""
 
 
 class BadSteps:
     """The policy of one run. Every rank sees the same losses and norms, and the engine sums the
-    ranks' flags to skip an update: all ranks decide the same."""
+    ranks' flags to skip an update, so all ranks decide the same."""
 
     def __init__(self, config: Config, mesh: Mesh, log: MetricLog, history: History) -> None:
         """Raises CheckpointError, on every rank, if ``skipped.jsonl`` cannot be written."""
@@ -101,7 +101,7 @@ class BadSteps:
             else None
         )
         self.rollback_needed = False
-        """Whether the run has to return to an earlier state. ``rewind`` says that it has."""
+        """Whether the run has to return to an earlier state, until ``rewind``."""
         self._refused_in_a_row = 0
         self._last_refused = 0
         """The iteration of the last save that was not kept."""
@@ -111,8 +111,8 @@ class BadSteps:
             self._write_file()
 
     def _window(self, history: History) -> Tensor:
-        """Return the losses of the last good steps, newest last. Where there are too few the rest
-        is NaN, which makes the mean and so the limit NaN: no loss is greater than that."""
+        """Return the losses of the last good steps, newest last. If there are too few, the rest is
+        NaN, which makes the mean and so the limit NaN: no loss exceeds that."""
         size = self._training.loss_spike_window if self._training.loss_spike_factor else 0
         losses = [math.nan] * size + list(history.good_losses)
         return torch.tensor(losses[len(losses) - size :], dtype=torch.float64, device=self._device)
@@ -129,8 +129,8 @@ class BadSteps:
         return self._history.first_sample(state.consumed_samples, self._sizes.at)
 
     def is_last(self, state: TrainState) -> bool:
-        """Return whether no step follows: all iterations are done, or with --epochs there are no
-        samples left but those that are left out."""
+        """Whether no step follows: all iterations are done, or with --epochs only samples that are
+        left out remain."""
         end = self._sizes.end
         return state.iteration >= self._training.train_iters or (
             end > 0 and self.first_sample(state) >= end
@@ -146,8 +146,8 @@ class BadSteps:
         return bad.to(torch.float64)
 
     def outcome(self, state: TrainState, step: Step) -> Outcome:
-        """Return the outcome of the step for which ``skip_update`` was called last, and which leads
-        to ``state``. Its kernels need not have run."""
+        """Return the outcome of the step of the last ``skip_update``, which leads to ``state``. Its
+        kernels need not have run."""
         if self._training.loss_spike_factor:
             longer = torch.cat([self._losses[1:], step.loss.reshape(1)])
             self._losses = torch.where(step.skipped > 0, self._losses, longer)
@@ -234,7 +234,8 @@ class BadSteps:
         return describe(where, got=bad_step.value, expected=expected, do=do)
 
     def with_history(self, state: TrainState) -> TrainState:
-        """Return ``state`` as a checkpoint keeps it. Every step before it has been checked."""
+        """Return ``state`` with the history for a checkpoint. Every step before it has been
+        checked."""
         losses = tuple(loss for loss in self._losses.tolist() if not math.isnan(loss))
         # With a rollback the bad steps in a row are those after the checkpoint, not before it.
         row = 0 if self._training.on_bad_step == ROLLBACK else self._history.bad_in_a_row
@@ -242,16 +243,15 @@ class BadSteps:
         return replace(state, history=self._history)
 
     def rewind(self, state: TrainState) -> None:
-        """The run has returned to ``state``. It still leaves out the samples that it has learned to
-        leave out since then."""
+        """Return to ``state``. Samples that the run has since decided to leave out stay left
+        out."""
         self._losses = self._window(state.history)
         self.rollback_needed = False
 
     def count_refusal(self, refused: RefusedSave, newest_good: int | None) -> None:
         """Count a return to an earlier state because of a save that was not kept. ``newest_good``
         is the newest iteration that this run has saved. Raises TrainingError, the same on every
-        rank, if there were more in a row than are allowed, without a later checkpoint between
-        them."""
+        rank, if more than are allowed came in a row, without a later checkpoint between them."""
         if newest_good is not None and newest_good >= self._last_refused:
             self._refused_in_a_row = 0
         self._last_refused = max(self._last_refused, refused.iteration)
@@ -268,8 +268,8 @@ class BadSteps:
             )
 
     def _write_file(self) -> None:
-        """Write the file anew, with what the history knows: an interrupted run may have written
-        lines that its checkpoint does not know."""
+        """Write the file anew from the history: an interrupted run may have written lines that its
+        checkpoint does not have."""
         if self._file is not None and (self._history.skipped or self._file.exists()):
             lines = "".join(json.dumps(skipped.entry()) + "\n" for skipped in self._history.skipped)
             with (

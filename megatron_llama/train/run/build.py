@@ -1,4 +1,4 @@
-"""A run is built: engine, first weights, log, and the parts in the order in which they come."""
+"""The construction of a run: engine, first weights, log, and the parts in their order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.options import MUON
 from megatron_llama.metrics.events import FAULT, START
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.llama import build_stages
@@ -33,7 +37,7 @@ from megatron_llama.train.run.progress import Progress
 from megatron_llama.train.run.replica_check import ReplicaCheck
 from megatron_llama.train.run.text_samples import SampleTexts
 from megatron_llama.train.run.validation import Evaluator, Validation
-from megatron_llama.train.setup.banner import already_finished, banner
+from megatron_llama.train.setup.banner import already_finished, describe_run
 from megatron_llama.train.setup.build import (
     build_loader,
     find_not_finite_at_start,
@@ -52,6 +56,17 @@ if TYPE_CHECKING:
     from megatron_llama.train.run.profiling import Profiling
 
 
+def name_device(config: Config, device: torch.device) -> str:
+    """Return the name of a run's device, with a remark if it computes bf16 products in fp32."""
+    narrow = compute_dtype(config) is torch.bfloat16 or config.optimizer.optimizer == MUON
+    if not narrow or not devices.is_host(device) or devices.multiplies_bf16():
+        return devices.name(device)
+    return (
+        f"{devices.name(device)}, products of bf16 in fp32: this processor has no instructions for "
+        "bf16, so it saves no time"
+    )
+
+
 @contextmanager
 def open_run(
     inputs: Ready,
@@ -61,18 +76,20 @@ def open_run(
     lease: Lease | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Iterator[BuiltRun]:
-    """Build what ``train`` needs, say what the run is about to do, and close all of it in the end.
-    Collective.
+    """Build all that ``train`` needs, print the description of the run, and close all of it in the
+    end. Collective.
 
-    ``background``, if given, writes the checkpoints while training goes on. ``lease``, if given,
-    has been taken: it keeps other runs out of --save. ``callbacks`` are called on this rank. Raises
+    ``background``, if given, writes the checkpoints while training goes on. ``lease``, if given, is
+    already taken and keeps other runs out of --save. ``callbacks`` are called on this rank. Raises
     UserError, the same on every rank."""
     started = time.monotonic()
     config = inputs.config
     with raise_on_all_ranks(mesh.world):
         read_first_step(inputs, (mesh.data_rank,), mesh.data_size)
-    for line in banner(inputs, mesh) if mesh.rank == 0 else ():
-        print(f" {line}", flush=True)
+    if mesh.rank == 0:
+        described = describe_run(inputs, mesh.world.size, name_device(config, mesh.device))
+        for subject, words in described.items():
+            print(f" {subject:<11} {words}", flush=True)
 
     with ExitStack() as stack:
         # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
@@ -81,8 +98,9 @@ def open_run(
             interrupts = Interrupts(config.checkpoint.save, minutes=minutes, since=started)
         else:
             interrupts = Interrupts()
-        # Left last: a launcher that has seen another rank end sends SIGTERM at once, and this one
-        # has to close what follows, and to say which rank it was (``train/api/common/watched.py``).
+        # This context ends last: a launcher that has seen another rank end sends SIGTERM at once,
+        # and this rank must still close the contexts below and name that rank
+        # (``train/api/common/watched.py``).
         stack.enter_context(interrupts)
         stages = build_stages(config, mesh)
         steps_per_epoch = -(-len(inputs.training) // config.training.global_batch_size)
@@ -97,7 +115,8 @@ def open_run(
             stages, optimizer, mesh, config, dtype=compute_dtype(config), objective=inputs.objective
         )
         with mesh.recorder.outside_steps("loading the weights"):
-            # Training begins before all files are compared. Saves wait for that, for a time.
+            # Training begins before all files are compared. Saves wait for the comparison, for a
+            # time.
             weights_folder = folder_from_elsewhere(config.checkpoint, inputs.start)
             weight_check = stack.enter_context(
                 begin_weight_check(weights_folder, mesh.world, in_background=True)
@@ -105,7 +124,7 @@ def open_run(
             begin = partial(load_or_init, config, optimizer, mesh, inputs.start)
             state = begin()
             not_finite = find_not_finite_at_start(config, optimizer, mesh, inputs.start)
-        # From here on the run writes to --save. Nothing before this line has, so that a run that
+        # From here on the run writes to --save. Nothing above writes there, so that a run that
         # cannot start leaves the folder as it was.
         saver = Saver(
             config,
@@ -124,14 +143,15 @@ def open_run(
         facts = run_facts(inputs, mesh)
         log.event(START, reached=log.reached, trackers=log.tracked, **facts)
         warn_of_start(not_finite, config, log)
-        # What the watch says of hanging ranks outlives this process in the file of events.
+        # The watch's words about hanging ranks outlive this process in the file of events.
         mesh.recorder.told = lambda words: log.tell(FAULT, words=words)
         interrupts.listen()
-        # What has been built lives as long as the run. The garbage collector would look at it again
-        # and again, on every rank at another moment, while the others wait.
+        # All these objects live as long as the run. The garbage collector would scan them again and
+        # again, on every rank at another moment, while the others wait.
         gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        if not gc.get_freeze_count():  # what a program has frozen would be thawed with it
+            gc.freeze()
+            stack.callback(gc.unfreeze)
 
         bad_steps = BadSteps(config, mesh, log, state.history)
         course = Course(state, bad_steps.is_last)
@@ -157,8 +177,8 @@ def open_run(
         )
         data_files = stack.enter_context(DataFiles(config, mesh, log))
         tracing = tuple(
-            stack.enter_context(part)
-            for part in _tracing(config, mesh, log, optimizer.settle, progress.restart_clock)
+            stack.enter_context(tracer)
+            for tracer in _tracing(config, mesh, log, optimizer.settle, progress.restart_clock)
         )
         export = Export(
             _final_export(inputs, mesh, optimizer), checkpoints, course, log, mesh.recorder
@@ -178,10 +198,10 @@ def open_run(
             progress=progress,
             checkpoints=checkpoints,
             export=export,
-            # At each moment of a run they are called in this order. What is saved, by users too,
-            # comes behind the comparison of copies, which may stop the run, and behind the
-            # evaluation, whose loss a checkpoint has and which may end the run. At the end what is
-            # saved is complete before it is exported.
+            # The parts are called in this order at each moment of a run. Saves, also those of
+            # users, come after the comparison of copies, which may stop the run, and after the
+            # evaluation, whose loss a checkpoint has and which may end the run. At the end saves
+            # are complete before the export.
             parts=(
                 progress,
                 replica_check,
@@ -207,11 +227,11 @@ def open_run(
 def _final_export(
     ready: Ready, mesh: Mesh, optimizer: OverlappedDistributedOptimizer
 ) -> FinalExport | None:
-    """Return what writes --export-hf; None without that option."""
+    """Return the writer of --export-hf; None without that option."""
     folder = ready.config.checkpoint.export_hf
     if folder is None:
         return None
-    # Writers of HuggingFace's format are loaded by a run that exports, before its first step.
+    # Only a run that exports loads the writers of HuggingFace's format, before its first step.
     from megatron_llama.checkpoint.model_folders.export import FinalExport
 
     return FinalExport(folder, ready.config, mesh, optimizer, ready.tokenizer, ready.carried)
@@ -224,9 +244,9 @@ def _tracing(
     settle: Callable[[], None],
     restart_clock: Callable[[], None],
 ) -> Iterator[Profiling]:
-    """Yield the part that traces steps, in a run that is to trace some."""
+    """Yield the part that traces steps, if the run traces some."""
     if config.log.profile or config.log.record_timeline is not None:
-        # What traces is loaded by such a run alone.
+        # Only such a run loads the tracer.
         from megatron_llama.train.run.profiling import Profiling
 
         yield Profiling(config, mesh, log, settle, restart_clock)

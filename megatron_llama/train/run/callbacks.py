@@ -1,4 +1,4 @@
-"""What users' code sees of a training run, and what it may ask for."""
+"""The view of users' code on a training run, and its requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Step:
     iteration: int
     """Optimizer steps taken, this one included."""
     consumed_samples: int
-    """Samples behind the run, those of this step included."""
+    """Samples consumed, those of this step included."""
     lr: float
     """The learning rate of the step."""
     loss: Tensor
@@ -46,8 +46,8 @@ class Step:
     loss_scale: Tensor
     """The factor of the loss in this step; 1 without ``fp16``."""
     numbers: Mapping[str, Tensor]
-    """What the objective of the run counts beside its loss, by name, fp64: for ``align`` the
-    rewards, margins and accuracies of the global batch. All ranks have the same. Empty for others.
+    """Numbers of the run's objective beside its loss, by name, fp64: for ``align`` the rewards,
+    margins and accuracies of the global batch. All ranks have the same. Empty for others.
     """
     batches: Sequence[Batch]
     """The microbatches of this rank: tensors ``tokens`` and ``labels`` [seq_length, samples], and
@@ -95,7 +95,7 @@ class Run:
         self.world_size = mesh.world.size
         self._course = course
         self._interrupts = interrupts
-        # Held weakly: a callback that keeps its run does not keep the engine.
+        # A weak reference: a callback that keeps its run does not keep the engine.
         self._write = WeakMethod(write_checkpoint)
 
     @property
@@ -105,17 +105,17 @@ class Run:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples behind the run."""
+        """Samples consumed."""
         return self._course.state.consumed_samples
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows, because the run is as long as it was meant to be."""
+        """Whether no step follows, because the run has its planned length."""
         return self._course.is_last
 
     @property
     def ends(self) -> bool:
-        """Whether the run ends after this step, for whatever reason. Known from ``due`` on."""
+        """Whether the run ends after this step, for any reason. Known from ``due`` on."""
         return self._course.ends
 
     @property
@@ -132,7 +132,7 @@ class Run:
 
     @property
     def validation_numbers(self) -> Mapping[str, float]:
-        """What the objective counts beside its loss (``Step.numbers``), over the last evaluation of
+        """Numbers of the objective beside its loss (``Step.numbers``), over the last evaluation of
         the run. Empty before the first."""
         return self._course.validation_numbers
 
@@ -162,7 +162,8 @@ class Run:
 
 
 class Callback:
-    """Base class of what a run calls at certain moments, on every rank. Override what you need.
+    """Base class of objects that a run calls at certain moments, on every rank. Override what you
+    need.
 
     An exception ends the run on all ranks: this one raises it, the others raise a ClusterError that
     names this rank. A callback that communicates must do so on all ranks alike.
@@ -223,8 +224,8 @@ class Callback:
         """The run has gone back to the checkpoint of ``run.iteration``, or to its start."""
 
     def on_evaluation(self, run: Run, loss: float) -> None:
-        """The validation loss has been measured; ``run.validation_numbers`` are what the objective
-        counts beside it."""
+        """The validation loss has been measured; ``run.validation_numbers`` has the objective's
+        other numbers."""
 
     def on_save(self, run: Run, path: Path) -> None:
         """The checkpoint ``path`` has been written; the path is the same on all ranks. With
@@ -250,25 +251,25 @@ class Callback:
 
 
 class Part(Callback):
-    """A part of every run: what users' callbacks have, and may go on before a step was checked."""
+    """A part of every run: a callback whose ``on_due`` may come before the step was checked."""
 
     needs_checked_step = True
-    """Whether ``on_due`` waits until the host knows that the step was a good one, which it learns
-    one step later otherwise."""
+    """Whether ``on_due`` waits until the host knows that the step was a good one. Otherwise the
+    host learns that one step later."""
 
     def after_start(self, run: Run) -> None:
-        """All parts, and so the callbacks of users, have seen the run start."""
+        """All parts, the callbacks of users included, have seen the run start."""
 
 
 class Callbacks(Part):
     """The callbacks of users on one rank, in their order, as one part of a run."""
 
-    # Each hook is a loop of its own: a function in a function would keep what it names, and so the
-    # whole engine, for as long as a program keeps an error of a callback.
+    # Each hook has its own loop: a nested function would keep its variables, and so the whole
+    # engine, for as long as a program keeps an error of a callback.
 
     def __init__(self, callbacks: Sequence[Callback], course: Course, recorder: Recorder) -> None:
-        """``recorder`` has the notes of where this rank is."""
-        # Two of one class have names of their own.
+        """``recorder`` has the notes of this rank's position."""
+        # Callbacks of one class get different names.
         names = [type(callback).__qualname__ for callback in callbacks]
         self._callbacks = {
             f"{name} {names[:number].count(name) + 1}": callback
@@ -333,8 +334,8 @@ class Callbacks(Part):
             with self._section():
                 state = callback.save_state()
                 if state:
-                    # What JSON does not have is an error here, on the line of its author, and not
-                    # in the middle of a save.
+                    # Values that JSON does not have are an error here, at the author's line, and
+                    # not in the middle of a save.
                     states[name] = json.loads(json.dumps(state, allow_nan=False))
         return states
 
@@ -356,9 +357,8 @@ class Callbacks(Part):
 
     @contextmanager
     def _section(self) -> Iterator[None]:
-        """A section that may take as long as its author likes, and whose errors are those of this
-        rank alone, whatever their class says: the other ranks are somewhere else, and must be
-        told."""
+        """Run a user's code, which may take any time. Its errors are those of this rank alone,
+        whatever their class: the other ranks are somewhere else, and must be told."""
         try:
             with self._recorder.outside_steps("a callback"):
                 yield

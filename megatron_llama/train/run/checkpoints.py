@@ -1,4 +1,4 @@
-"""When a run saves, and how it goes back to what it has saved."""
+"""The saves of a run, and its returns to them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megatron_llama.train.setup.weight_check import WeightCheck
 
 
 class Checkpoints(Part):
-    """Saves where --save says so, where somebody asks for it, and where the run ends.
+    """Saves at the iterations of --save, on request, and at the end of the run.
 
-    A checkpoint has the state of everything that a run takes up again: weights and optimizer, the
-    history of bad steps, where streams have come to, and what users' callbacks keep."""
+    A checkpoint has the state from which a run goes on: weights and optimizer, the history of bad
+    steps, the places of streams, and the state of users' callbacks."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Checkpoints(Part):
         weight_check: WeightCheck,
         callbacks: Callback,
     ) -> None:
-        """``begin`` loads what the run has begun with, and ``weight_check`` compares its files with
-        their sums. ``callbacks`` hear of each checkpoint."""
+        """``begin`` loads the first weights of the run, and ``weight_check`` compares their files
+        with their sums. ``callbacks`` hear of each checkpoint."""
         self._inputs = inputs
         self._config = inputs.config
         self._mesh = mesh
@@ -60,8 +60,7 @@ class Checkpoints(Part):
         self._begin = begin
         self._weight_check = weight_check
         self.are_weights_compared = False
-        """At the end of the run: whether the weights with which it has begun are known to be
-        sound."""
+        """At the end of the run: whether its first weights are known to be sound."""
         self._callbacks = callbacks
 
     @property
@@ -75,7 +74,7 @@ class Checkpoints(Part):
             self._saver.due(course.state, last=course.is_last)
             or course.save_asked
             or course.stopping
-            # Known when the evaluation, which comes before this part, has been made.
+            # Set by the evaluation, which comes before this part.
             or course.early_stop_reason is not None
         )
 
@@ -91,7 +90,7 @@ class Checkpoints(Part):
         if self._saver.failed(self._log):
             self._interrupts.stop()
         self._tell(run)
-        # A run that is asked to stop leaves the way back to its next start.
+        # A run that is asked to stop leaves the return to its next start.
         goes_on = self._course.is_complete or not self._course.stopping
         if self._saver.refusal is not None and goes_on:
             self._course.must_return = True
@@ -155,14 +154,14 @@ class Checkpoints(Part):
         return written
 
     def _state(self) -> TrainState:
-        """Return the current state as a checkpoint keeps it. Collective for samples of a text."""
+        """Return the current state for a checkpoint. Collective for samples of a text."""
         state = self._bad_steps.with_history(self._course.state)
         state = _with_places(state, self._inputs.training, self._mesh.world)
         return replace(state, callbacks=self._callbacks.save_state())
 
     def _wait_for_weights(self) -> None:
-        """Wait until the files of the first weights are compared, as long as a save may wait.
-        Collective. Raises CheckpointError on every rank."""
+        """Wait until the files of the first weights are compared, but no longer than a save may
+        wait. Collective. Raises CheckpointError on every rank."""
         self._weight_check.wait_before_save(
             self._log, self._is_asked_to_stop, stopping=self._course.stopping
         )
@@ -176,9 +175,9 @@ class Checkpoints(Part):
 
 
 def _with_places(state: TrainState, samples: Samples, world: Axis) -> TrainState:
-    """Return the state with where the streams of the run have come to, which each rank knows of its
-    own lanes. Collective for samples of a text."""
+    """Return the state with the places of the run's streams, which each rank knows for its own
+    lanes. Collective for samples of a text."""
     if not text_streams(samples):
         return state
-    found = all_gather_object(places(samples, state.consumed_samples), world)
-    return replace(state, places=furthest(found))
+    gathered = all_gather_object(places(samples, state.consumed_samples), world)
+    return replace(state, places=furthest(gathered))

@@ -1,4 +1,4 @@
-"""Where a run is, and what is to happen after its current step."""
+"""The position of a run, and the plan for the end of its current step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Evaluation:
 
     loss: float
     count: int
-    """What the loss is the mean over: target tokens, or pairs."""
+    """The number of target tokens, or pairs, over which the loss is the mean."""
     numbers: Mapping[str, float]
-    """What the objective counts beside the loss, by name."""
+    """Numbers of the objective beside the loss, by name."""
 
 
 class Course:
-    """What the loop and its parts tell each other. All ranks have the same.
+    """The state that the loop and its parts share. All ranks have the same.
 
-    The loop writes ``state`` and what was asked for; a part may ask for an early end or a return.
+    The loop writes ``state`` and the requests; a part may ask for an early end or a return.
     """
 
     def __init__(self, state: TrainState, is_last: Callable[[TrainState], bool]) -> None:
@@ -33,13 +33,14 @@ class Course:
         self.evaluations: dict[int, Evaluation] = {}
         """The evaluations of this run, by iteration."""
         self.validation_numbers: Mapping[str, float] = {}
-        """Those of the last evaluation, which a return does not take back."""
+        """Numbers of the last evaluation, which a return does not take back."""
         self.save_asked = False
         """Whether some rank was asked for a checkpoint after this step."""
         self.stopping = False
-        """Whether the run ends after this step because it was asked to, or for --exit-interval."""
+        """Whether the run ends after this step on request, or for --exit-interval."""
         self.early_stop_reason: str | None = None
-        """Why the run ends after this step although more were planned and none asked for it."""
+        """Why the run ends after this step although more were planned and no rank asked for an
+        end."""
         self.must_return = False
         """Whether the run has to go back because of a save that was not kept."""
 
@@ -50,7 +51,7 @@ class Course:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run has come to its end, and was not only interrupted."""
+        """Whether the run has come to its planned or early end, and was not only interrupted."""
         return self.early_stop_reason is not None or self.is_last
 
     @property

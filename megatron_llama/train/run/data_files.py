@@ -18,7 +18,7 @@ from megatron_llama.train.setup.build import check_datasets
 
 class DataFiles(Part):
     """Compares the files of --data-path in the background. The prefetcher asks for ``problem`` at
-    every step; what the last step brings is agreed on at the end."""
+    every step; the ranks agree on that of the last step at the end."""
 
     def __init__(self, config: Config, mesh: Mesh, log: MetricLog) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class DataFiles(Part):
 
     @property
     def problem(self) -> UserError | None:
-        """What is wrong with a file, as soon as it is known."""
+        """The problem of a file, as soon as it is known."""
         return self._check.problem if self._check is not None else None
 
     def after_start(self, run: Run) -> None:

@@ -33,12 +33,12 @@ class Export(Part):
         self._log = log
         self._recorder = recorder
         self.folder: Path | None = None
-        """Where the model is; None if none was written."""
+        """The folder of the model; None if none was written."""
 
     def before_end(self, run: Run) -> None:
         if self._final_export is None:
             return
-        # What is published has begun with weights that are known to be sound.
+        # Only models whose first weights are known to be sound are published.
         if self._course.is_complete and self._checkpoints.are_weights_compared:
             with self._recorder.outside_steps("exporting"):
                 self.folder = self._final_export.write(

@@ -28,7 +28,7 @@ from megatron_llama.train.setup.inputs import Ready
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """What ``open_run`` has built of a run, ready for its first step."""
+    """A run that ``open_run`` has built, ready for its first step."""
 
     inputs: Ready
     mesh: Mesh
@@ -43,10 +43,10 @@ class BuiltRun:
     checkpoints: Checkpoints
     export: Export
     parts: Sequence[Part]
-    """Everything that the run does beside its steps, in the order in which it happens.
-    ``progress``, ``checkpoints`` and ``export`` are among them."""
+    """The parts of the run beside its steps, in the order of their calls. ``progress``,
+    ``checkpoints`` and ``export`` are among them."""
     open_prefetcher: Callable[..., Prefetcher]
-    """Begins to read at ``first_sample``."""
+    """Opens a prefetcher that begins to read at ``first_sample``."""
 
 
 def train(built: BuiltRun) -> TrainResult:
@@ -85,7 +85,7 @@ def train(built: BuiltRun) -> TrainResult:
         course.state = bad_steps.next_state(before)
         recorder.iteration = run.iteration
         batches = prefetcher.take(next_sample=bad_steps.first_sample(course.state))
-        # So that buckets can be updated during backward when nothing is clipped.
+        # Announced now, so that buckets can be updated during backward when nothing is clipped.
         optimizer.announce_step(rates, clip=clip_grad)
         # Every microbatch: forward, backward, and the reduction of its gradients.
         loss = built.runtime.step(batches)
@@ -100,8 +100,8 @@ def train(built: BuiltRun) -> TrainResult:
         interval = training.exit_interval
         course.stopping = request in STOPS or (interval > 0 and run.iteration % interval == 0)
         course.save_asked = request == SAVE
-        # The host learns how a step went one step later. It waits for that here where something is
-        # due, so that a step that went wrong is never saved or evaluated.
+        # The host learns the outcome of a step one step later. It waits for it here if something is
+        # due, so that a bad step is never saved or evaluated.
         checked = any(part.needs_checked_step and part.due(run) for part in parts)
         if checked:
             built.progress.check_last_step()
@@ -110,10 +110,10 @@ def train(built: BuiltRun) -> TrainResult:
             if not course.is_last:
                 prefetcher.restart(bad_steps.first_sample(course.state))
                 continue
-            # The last step of a pass was bad, and nothing is left to repeat it with: the run
-            # ends here, in the state to which it has returned.
+            # The last step of a pass was bad, and no samples are left to repeat it: the run ends
+            # here, in the state to which it has returned.
         for part in parts:
-            # Asked again: what was due before may end the run, which makes a checkpoint due.
+            # Asked again: an earlier part may end the run, which makes a checkpoint due.
             if part.due(run):
                 part.on_due(run)
         if checked:
@@ -140,8 +140,8 @@ def train(built: BuiltRun) -> TrainResult:
         part.on_end(run)
     built.log.event(END, iteration=run.iteration, reason=reason)
     if stopped_by is not None:
-        # A launcher may end the other ranks as soon as one has ended with another status than 0:
-        # not before rank 0 has closed its logs.
+        # A launcher may end the other ranks as soon as one ends with a status other than 0, so all
+        # ranks wait here until rank 0 has closed its logs.
         on_rank0(built.log.close, built.mesh.world)
     return result_of(built, stopped_by or built.interrupts.stopped_by)
 
@@ -159,7 +159,7 @@ def go_back(built: BuiltRun) -> None:
 
 
 def result_of(built: BuiltRun, stopped_by: Signals | None) -> TrainResult:
-    """Return what the run has come to."""
+    """Return the result of the run."""
     last_step = built.progress.last
     evaluations = built.course.evaluations
     return TrainResult(

@@ -10,7 +10,7 @@ from megatron_llama.config.schema import OptimizerConfig
 def learning_rate(
     config: OptimizerConfig, train_iters: int, iteration: int, consumed_samples: int = 0
 ) -> float:
-    """Returns the learning rate of step ``iteration`` (0-based), as Megatron's
+    """Return the learning rate of step ``iteration`` (0-based), as Megatron's
     ``OptimizerParamScheduler`` does. ``consumed_samples`` is the number of samples before that
     step.
 
@@ -45,7 +45,7 @@ def learning_rate(
 
 
 def _left(style: str, done: float) -> float:
-    """Returns how much of the way from ``min_lr`` to ``lr`` is left (0 to 1) when the share
+    """Return the share of the way from ``min_lr`` to ``lr`` that is left (0 to 1) when the share
     ``done`` of the decay is over (0 to 1)."""
     if style == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))

@@ -23,38 +23,38 @@ from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import DataError, UserError
 
 CONTINUE, SAVE, RETURN, STOP, ASKED, TERMINATED, INTERRUPTED, FAILED = range(8)
-"""What a rank was asked for, or that its batches could not be read. Of all ranks' values the
-largest counts. RETURN asks to go back to a checkpoint, because a save in the background has found
-values that are not finite. ASKED is a STOP by a callback, TERMINATED and INTERRUPTED are one by
-SIGTERM and by SIGINT."""
+"""A request to a rank, or FAILED if its batches could not be read. The largest value of all ranks
+counts. RETURN asks to go back to a checkpoint, because a save in the background has found values
+that are not finite. ASKED is a STOP by a callback, TERMINATED one by SIGTERM, INTERRUPTED one by
+SIGINT."""
 SIGNALS: Mapping[int, signal.Signals] = MappingProxyType(
     {TERMINATED: signal.SIGTERM, INTERRUPTED: signal.SIGINT}
 )
-"""The signals behind these two."""
+"""The signals behind the last two requests to stop."""
 STOPS = (STOP, ASKED, *SIGNALS)
-"""What ends the run after the current step."""
+"""Requests that end the run after the current step."""
 SAVE_NOW = "save-now"
 """A file of this name in the folder of checkpoints asks for a checkpoint."""
 
 
 class Interrupts:
-    """What this rank was asked for from outside. SIGTERM and SIGINT ask to stop after the current
-    step, a second SIGINT stops at once; SIGUSR1 and the file ``save-now`` ask for a checkpoint.
+    """Requests to this rank from outside. SIGTERM and SIGINT ask to stop after the current step,
+    and a second SIGINT stops at once. SIGUSR1 and the file ``save-now`` ask for a checkpoint.
 
     Signals are heard between ``listen`` and the end of the context, which may begin earlier, so
-    that it ends behind everything that a run closes."""
+    that it ends after everything that a run closes."""
 
     def __init__(
         self, folder: str | None = None, *, minutes: float = 0.0, since: float = 0.0
     ) -> None:
-        """``folder``: where to look for the file; None on ranks that leave that to another one.
-        ``minutes``, unless 0: so long after ``since``, a time of ``time.monotonic``, the run is
-        asked to stop."""
+        """``folder``: where to look for the file; None on ranks that leave that to another.
+        ``minutes``, unless 0: the run is asked to stop this long after ``since``, a time of
+        ``time.monotonic``."""
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
         self._stop = CONTINUE
         self._saves_asked = 0
         self._saves_passed_on = 0
-        """So many of these has ``request`` told other ranks."""
+        """The number of saves that ``request`` has passed on to other ranks."""
         self._saves_done = 0
         self._return = False
         self._deadline = since + 60 * minutes if minutes else math.inf
@@ -64,8 +64,8 @@ class Interrupts:
         return self
 
     def listen(self) -> None:
-        """Take signals from here on."""
-        # In another thread a program deals with signals itself: Python allows no handler there.
+        """Handle signals from here on."""
+        # In another thread the program handles signals itself: Python allows no handler there.
         here = threading.current_thread() is threading.main_thread()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if here else ():
             self._previous[number] = signal.signal(number, self._on_signal)
@@ -102,7 +102,7 @@ class Interrupts:
         self._saves_asked += 1
 
     def saved(self) -> None:
-        """Forget what ``request`` has said of checkpoints: the run has saved."""
+        """Forget the checkpoint requests that ``request`` has passed on: the run has saved."""
         self._saves_done = self._saves_passed_on
 
     def ask_to_return(self) -> None:
@@ -119,7 +119,7 @@ class Interrupts:
         return SIGNALS.get(self._stop)
 
     def reason(self, request: int) -> str:
-        """What has led to a ``request`` to stop, which may be that of another rank."""
+        """Return the cause of a ``request`` to stop, which may be that of another rank."""
         if request in SIGNALS:
             return SIGNALS[request].name
         if request == ASKED:
@@ -128,9 +128,9 @@ class Interrupts:
         return "--exit-duration-in-mins" if due else "a save that failed"
 
     def request(self) -> int:
-        """What this rank is asked for: CONTINUE, SAVE, RETURN, or one of STOPS. A request to save
-        or to return stays until the run has done that: what another rank is asked for at the same
-        step may come before it."""
+        """Return this rank's request: CONTINUE, SAVE, RETURN, or one of STOPS. A request to save or
+        to return stays until the run has fulfilled it: a request to another rank at the same step
+        may come first."""
         if self._file is not None and self._file.exists():
             self._file.unlink(missing_ok=True)
             self._saves_asked += 1
@@ -145,20 +145,20 @@ class Interrupts:
 
 
 class BackgroundCheck(Protocol):
-    """Compares files of a run with their sums while it trains."""
+    """A comparison of a run's files with their sums while it trains."""
 
     @property
     def problem(self) -> UserError | None:
-        """What is wrong with a file, as soon as it is known."""
+        """The problem of a file, as soon as it is known."""
 
 
 class Prefetcher:
     """Reads the next step's batches while the current one runs, brings them to the device, and
-    finds out whether every rank has its own.
+    checks that every rank has its own.
 
-    An all-reduce of one small integer over the host's backend is started when the batches have been
-    read, and waited for one step later, so it costs nothing. If one rank cannot read a sample, all
-    ranks raise its error before any of them starts the step.
+    An all-reduce of one small integer over the host's backend starts when the batches have been
+    read, and is waited for one step later, so it costs nothing. If one rank cannot read a sample,
+    all ranks raise its error before any of them starts the step.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Prefetcher:
         device: torch.device,
         checks: Sequence[BackgroundCheck] = (),
     ) -> None:
-        """``checks``: a file in which one of them finds damage is one that cannot be read."""
+        """``checks``: a file that one of them finds damaged counts as one that cannot be read."""
         self._checks = checks
         self._loader = loader
         self._world = world
@@ -215,7 +215,8 @@ class Prefetcher:
         self._read(first_sample)
 
     def agreed_request(self) -> int:
-        """What any rank was asked for before this step, or FAILED; the same on every rank."""
+        """Return the largest request to any rank before this step, or FAILED; the same on every
+        rank."""
         if self._request is None:
             largest, pending = self._all_reduce
             pending.wait()

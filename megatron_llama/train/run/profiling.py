@@ -35,7 +35,7 @@ class Profiling(Part):
         restart_clock: Callable[[], None],
     ) -> None:
         """``settle`` waits until nothing of the optimizer is in flight. ``restart_clock`` leaves
-        the time that beginning and writing take out of the log's averages."""
+        the time of beginning and writing out of the log's averages."""
         self._options = config.log
         self._mesh = mesh
         self._log = log
@@ -54,13 +54,13 @@ class Profiling(Part):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A run that ends inside the traced steps writes what there was.
+        # A run that ends inside the traced steps writes the trace so far.
         if self._profiler is not None and error is None:
             self._stop()
         elif self._profiler is not None:
-            # To stop it waits for the device, and the device for ranks that may be gone: not before
-            # the user has seen the error, and this rank has left the others. An interpreter that
-            # ends with a profiler at work crashes.
+            # Stopping waits for the device, and the device for ranks that may be gone. So it comes
+            # after the user has seen the error, and this rank has left the others. An interpreter
+            # that ends with an active profiler crashes.
             atexit.register(self._profiler.stop)
         self._timeline.stop(write=error is None)
 
@@ -71,8 +71,9 @@ class Profiling(Part):
         self.before(run.iteration)
 
     def before(self, iteration: int) -> None:
-        """Called before the step that follows ``iteration`` steps. Raises CheckpointError, on every
-        rank, if the folder cannot be made or the timeline cannot be written."""
+        """Begin or end the trace before the step that follows ``iteration`` steps. Raises
+        CheckpointError, on every rank, if the folder cannot be made or the timeline cannot be
+        written."""
         if self._options.profile and iteration == self._options.profile_step_start:
             with raise_on_all_ranks(self._mesh.world), writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)

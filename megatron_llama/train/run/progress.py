@@ -1,4 +1,4 @@
-"""What steps return becomes log lines, one step late, so that the host never waits for the device
+"""Log lines of the steps' results, one step late, so that the host never waits for the device
 inside a step."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Progress(Part):
         course: Course,
         names: LossNames = LANGUAGE_MODEL,
     ) -> None:
-        """``names`` are those of the loss in the log."""
+        """``names``: those of the loss in the log."""
         self._config = config
         self._mesh = mesh
         self._log = log
@@ -48,7 +48,7 @@ class Progress(Part):
             peak_flops=peak_flops(devices.name(mesh.device)),
         )
         if config.log.log_straggler and not devices.is_host(mesh.device):
-            # On a device a wait is measured by two events, recorded only if they are asked for.
+            # On a device two events measure a wait. They are recorded only on request.
             mesh.recorder.mark = partial(devices.timed_event, mesh.device)
         self._pending: Outcome | None = None
         self._checked: Outcome | None = None
@@ -58,13 +58,13 @@ class Progress(Part):
         self._samples = 0
         self._since = time.perf_counter()
         self._sent = self._data_parallel_bytes()
-        """What had been sent at the last line."""
+        """Bytes sent before the last line."""
         self._sent_until: int | None = None
         """The iteration of that line."""
         self._skipped = 0
         self._good = 0
         self._good_losses = 0.0
-        """Summed over the good steps since the last line."""
+        """Sum over the good steps since the last line."""
 
     def on_step(self, run: Run, step: Step) -> None:
         self.record_step(self._course.state, step, last=run.is_last)
@@ -112,7 +112,7 @@ class Progress(Part):
         return self._checked.read() if self._checked is not None else None
 
     def rewind(self, iteration: int) -> None:
-        """The run has returned to ``iteration``: forget what came later."""
+        """Forget all later steps: the run has returned to ``iteration``."""
         self._pending = None
         self._checked = None
         self.losses = {step: loss for step, loss in self.losses.items() if step <= iteration}
@@ -166,15 +166,16 @@ class Progress(Part):
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        """Begin the counts and sums of the next line anew. An evaluation or a save does not."""
+        """Reset the counts and sums for the next line. An evaluation or a save does not reset
+        them."""
         self._skipped = 0
         self._good = 0
         self._good_losses = 0.0
         self.restart_clock()
 
     def _exposed_seconds(self) -> float | None:
-        """Seconds since the last line in which this rank waited for communication; None where that
-        is not measured. The device is idle."""
+        """Return the seconds since the last line in which this rank waited for communication; None
+        where they are not measured. The device is idle."""
         recorder = self._mesh.recorder
         if devices.is_host(self._mesh.device):
             return recorder.take_exposed_seconds()
@@ -185,15 +186,15 @@ class Progress(Part):
         )
 
     def _spread(self, interval: Interval) -> Spread | None:
-        """How long the ranks compute in a step, with --log-straggler. It is gathered at log lines
-        only, because it is a collective."""
+        """Return the compute times of the ranks in a step, with --log-straggler. They are gathered
+        only at log lines, by a collective."""
         if not self._config.log.log_straggler:
             return None
         seconds = (interval.seconds - (interval.exposed_seconds or 0.0)) / interval.steps
         return spread(all_gather_float(seconds * 1e3, self._mesh.world))
 
     def restart_clock(self) -> None:
-        """Begin the averages anew. Called after an evaluation or a save, which they leave out."""
+        """Restart the averages. Called after an evaluation or a save, which they leave out."""
         self._mesh.recorder.take_exposed_seconds()
         self._mesh.recorder.marks.clear()
         self._steps = 0
@@ -202,8 +203,7 @@ class Progress(Part):
 
     def _take_data_parallel_bytes(self, iteration: int) -> float:
         """Return the bytes that a step has sent since the last line. A message may go out a moment
-        later than its step, so one line may have more and the next one less; over many nothing is
-        lost."""
+        after its step, so one line may have more and the next one less; none is lost."""
         sent = self._data_parallel_bytes()
         bytes_a_step = (sent - self._sent) / (iteration - (self._sent_until or 0))
         self._sent = sent

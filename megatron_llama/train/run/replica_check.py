@@ -1,4 +1,4 @@
-"""Copies that must be alike, compared every so many steps."""
+"""The regular comparison of copies that must be alike."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron_llama.train.run.callbacks import Part, Run
 
 
 class ReplicaCheck(Part):
-    """Compares what several ranks hold alike, every
-    --check-weight-hash-across-dp-replicas-interval steps."""
+    """Compares the copies of several ranks every --check-weight-hash-across-dp-replicas-interval
+    steps."""
 
-    # A bad step leaves copies alike, too.
+    # Copies stay alike in a bad step too.
     needs_checked_step = False
 
     def __init__(
         self, config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh
     ) -> None:
-        """Collective."""
+        """Make the check. Collective."""
         self._optimizer = optimizer
         self._mesh = mesh
         interval = config.training.check_weight_hash_across_dp_replicas_interval

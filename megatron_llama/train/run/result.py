@@ -1,4 +1,4 @@
-"""What a run has come to."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_llama.train.setup.inputs import Ready
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has come to. All ranks have the same."""
+    """The result of a run. All ranks have the same."""
 
     config: Config = field(repr=False)
     """The configuration with everything decided."""
     iteration: int
     """Optimizer steps taken, those before a resume included."""
     consumed_samples: int
-    """Samples behind the run."""
+    """Samples consumed."""
     loss: float | None
     """Loss of the last step; None if no step was left to take."""
     grad_norm: float | None
@@ -29,7 +29,7 @@ class TrainResult:
     """Training loss by iteration, of the steps of this run that were logged (every
     ``log_interval``-th and the last)."""
     numbers: Mapping[str, float]
-    """What the objective counts beside its loss in the last step, by name: for ``align`` rewards,
+    """Numbers of the objective beside its loss in the last step, by name: for ``align`` rewards,
     margins and accuracies, NaN where there was nothing to count. Empty for other runs."""
     validation_losses: Mapping[int, float]
     """Validation loss by iteration, of the evaluations of this run."""
@@ -44,7 +44,7 @@ class TrainResult:
 
 
 def untrained(inputs: Ready) -> TrainResult:
-    """What a run has come to that has taken no step."""
+    """Return the result of a run that has taken no step."""
     state = inputs.state
     return TrainResult(
         inputs.config,

@@ -1,8 +1,8 @@
 """Continuations of some prompts, printed while the model trains.
 
-They work in every layout, because the pipeline's evaluation makes them with the weights where the
-engine has them. Each new token is one forward pass over the whole text, greedy and without a cache:
-slow for long texts, but little compared with the steps in between.
+They work in every layout, because the pipeline's evaluation makes them from the engine's weights in
+place. Each new token is one forward pass over the whole text, greedy and without a cache: slow for
+long texts, but little compared with the steps in between.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SampleTexts(Part):
             return
         longest = max(map(len, prompts)) + self._options.sample_tokens
         parallel = config.parallel
-        # Context parallelism cuts a sequence into 2 x cp chunks, sequence parallelism each of them
-        # among the tensor-parallel ranks.
+        # Context parallelism cuts a sequence into 2 x cp chunks. Sequence parallelism divides each
+        # chunk among the tensor-parallel ranks.
         unit = 2 * parallel.context_parallel_size
         if parallel.sequence_parallel:
             unit *= parallel.tensor_model_parallel_size

@@ -1,4 +1,4 @@
-"""The file of ``--record-timeline``: what every rank did when, for chrome://tracing,
+"""The file of ``--record-timeline``: the timed actions of every rank, for chrome://tracing,
 ui.perfetto.dev and ``plan compare``.
 
 It is JSON in Chrome's trace event format: a process for each rank, a thread for each lane. Where
@@ -26,7 +26,7 @@ from megatron_llama.errors import ConfigError
 
 KEY = "megatron_llama"
 FORMAT = 1
-"""The key under which the file says what it is, and its version."""
+"""The version of the file, which its own key marks as a timeline."""
 ITERATIONS = "iterations"
 COMPUTE = "compute"
 WAITS = "waits"
@@ -36,7 +36,7 @@ PIPELINE = "pipeline"
 GATHERS = "gathers"
 REDUCTIONS = "reductions"
 LANES = (ITERATIONS, COMPUTE, WAITS, "tp", "cp", PIPELINE, GATHERS, REDUCTIONS, UPDATES, OTHER)
-"""From top to bottom."""
+"""The lanes from top to bottom."""
 AXIS_LANES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("tp", "kv"), "tp"),
@@ -46,7 +46,7 @@ AXIS_LANES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("dp", "dp_shard", "dp_replica", "embedding"), REDUCTIONS),
     }
 )
-"""The lane of an axis' messages; those of other axes are in ``other``."""
+"""The lane of an axis's messages; those of other axes are in ``other``."""
 _META: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "ranks": int,
@@ -59,12 +59,12 @@ _META: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "config": dict,
     }
 )
-"""What the file says of the run, in order, and how it is read."""
+"""The fields of the run in the file, in order, with their readers."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did, sent or waited for."""
+    """An action, a message or a wait of a rank."""
 
     rank: int
     lane: str
@@ -79,7 +79,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its length in seconds."""
         return self.end - self.begin
 
 
@@ -91,7 +91,7 @@ class Recorded:
     """The configuration of the run, section by section."""
     ranks: int
     per_node: int
-    """Ranks on the machine that has most."""
+    """Ranks on the machine with most of them."""
     device: str
     """The vendor's name of the device."""
     host: bool
@@ -113,7 +113,7 @@ def write_timeline(path: Path, recorded: Recorded) -> None:
         "traceEvents": list(_events(recorded)),
     }
     data = json.dumps(content, separators=(",", ":")).encode()
-    # Without a time in its header the file depends on its content alone.
+    # No time in the header: the file depends only on its content.
     path.write_bytes(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
 
 
@@ -153,29 +153,30 @@ def _events(recorded: Recorded) -> Iterator[dict[str, Any]]:
 
 
 def _microseconds(seconds: float) -> float:
-    """A time as the file has it."""
+    """Return a time in the unit of the file."""
     return round(seconds * 1e6, 3)
 
 
 def tracks(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide spans, in order of their beginning, into as few tracks as possible in which nothing
-    overlaps."""
-    found: list[list[Span]] = []
+    """Divide spans, given in order of their beginning, into as few tracks without overlap as
+    possible."""
+    filled: list[list[Span]] = []
     for span in spans:
-        # Compared in the units of the file, so that what is written does not overlap either.
+        # Times are compared in the units of the file, so that the written spans do not overlap
+        # either.
         begin = _microseconds(span.begin)
-        free = (track for track in found if _microseconds(track[-1].end) <= begin)
+        free = (track for track in filled if _microseconds(track[-1].end) <= begin)
         track = next(free, None)
         if track is None:
-            found.append([span])
+            filled.append([span])
         else:
             track.append(span)
-    return found
+    return filled
 
 
 def read_timeline(path: Path) -> Recorded:
-    """Return the content of a file. Raises ConfigError for anything that is not a complete one of
-    this version."""
+    """Return the content of a file. Raises ConfigError for anything but a complete file of this
+    version."""
     do = "give the file that pretrain --record-timeline has written, whole"
     try:
         content = parse_json(_unpacked(path))
@@ -215,7 +216,7 @@ def read_timeline(path: Path) -> Recorded:
 
 def _unpacked(path: Path) -> bytes:
     """Return the content of a file, unpacked. Raises OSError, and ValueError for a packed file that
-    becomes far larger than any timeline does."""
+    becomes far larger than any timeline."""
     require_regular(path)
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
@@ -244,10 +245,10 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def union(spans: Sequence[Span]) -> float:
-    """Return the seconds in which at least one of the spans goes on."""
+    """Return the seconds that are covered by at least one span."""
     total = 0.0
     until = float("-inf")
-    for span in sorted(spans, key=lambda one: one.begin):
+    for span in sorted(spans, key=lambda span: span.begin):
         total += max(0.0, span.end - max(span.begin, until))
         until = max(until, span.end)
     return total

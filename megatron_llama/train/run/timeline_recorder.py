@@ -1,9 +1,9 @@
 """Some steps of a run as one timeline of all ranks (--record-timeline).
 
 Every rank notes its actions and messages where its ``Recorder`` sees them: on the host by the
-clock, on a device by events that are read when the recording is over. Nothing is sent or waited for
-in between. Before the first step and after the last one everything in flight arrives, so that every
-message that is issued in the recorded steps ends in them.
+clock, on a device by events that are read after the recording. Nothing is sent or waited for in
+between. Before the first step and after the last one everything in flight arrives, so that every
+message of the recorded steps also ends in them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from megatron_llama.train.run.timeline_file import (
 )
 
 ROUNDS = 8
-"""How often a rank asks for the first rank's time. The question that is answered fastest counts."""
+"""How often a rank asks for the first rank's time. The question with the fastest answer counts."""
 ENGINE_WAITS: Sequence[tuple[str, str]] = (("parameters", GATHERS), ("gradients", REDUCTIONS))
-"""What the engine calls the messages that it waits for, and their lanes."""
+"""The engine's names of the messages that it waits for, and their lanes."""
 
 
 class _Note:
@@ -82,7 +82,7 @@ class Notes:
         self._iteration: Note | None = None
 
     def begin(self) -> None:
-        """Note what the recorder sees from now on. The device must be idle."""
+        """Take notes from now on. The device must be idle."""
         event = self._clock()
         devices.synchronize(self._device)
         # The device is idle, so this event and this moment of the host's clock are the same.
@@ -104,13 +104,13 @@ class Notes:
         self._iteration = None if iteration is None else self._note("iteration", iteration)
 
     def finish(self) -> None:
-        """Note no more. The device must be idle."""
+        """End the notes. The device must be idle."""
         self._recorder.timeline = None
         self.next_iteration(None)
         devices.synchronize(self._device)
 
     def spans(self, rank: int, offset: float) -> list[Span]:
-        """Everything that was noted. ``offset`` is added to this host's clock."""
+        """Return all notes as spans. ``offset`` is added to this host's clock."""
         event, host = self._zero
 
         def seconds(moment: Any) -> float:
@@ -135,7 +135,7 @@ class Notes:
 
 
 def _described(note: _Note) -> tuple[str, str, dict[str, int | str]]:
-    """The lane, the name and the details of a note's span."""
+    """Return the lane, the name and the details of a note's span."""
     what = note.what
     if note.kind == "action":
         details = {"op": what.op.value, "stage": what.stage, "microbatch": what.microbatch}
@@ -158,11 +158,11 @@ def _described(note: _Note) -> tuple[str, str, dict[str, int | str]]:
 
 
 def clock_offset(axis: Axis, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """What to add to this rank's clock to have the first rank's, and the largest error of that, in
+    """Return the offset from this rank's clock to the first rank's, and its largest error, in
     seconds. Collective.
 
-    By question and answer over the host's backend (Cristian, 1989): the answer was given somewhere
-    between the two moments at which this rank asked and heard, and is taken as from their
+    It is measured by question and answer over the host's backend (Cristian, 1989): the answer was
+    given between the moments at which this rank asked and heard, and is taken as from their
     middle."""
     answer = torch.zeros((), dtype=torch.float64)
     if axis.rank == 0:
@@ -202,8 +202,8 @@ class TimelineRecorder:
         self._error = 0.0
 
     def touch(self) -> None:
-        """Make the file, if one is wanted: one that cannot be written is an error before the first
-        step, not after the last. Collective. Raises CheckpointError on every rank."""
+        """Make the file, if one is wanted: an unwritable one is an error before the first step, not
+        after the last. Collective. Raises CheckpointError on every rank."""
         if self._file is None:
             return
         with raise_on_all_ranks(self._mesh.world), writing(self._file):
@@ -212,8 +212,8 @@ class TimelineRecorder:
                 self._file.touch()
 
     def before(self, iteration: int) -> None:
-        """Called before the step that follows ``iteration`` steps. Collective where the recording
-        begins or ends."""
+        """Begin, go on with or end the recording before the step that follows ``iteration`` steps.
+        Collective where it begins or ends."""
         if self._file is None:
             return
         if iteration == self._config.log.profile_step_start:
@@ -237,7 +237,7 @@ class TimelineRecorder:
         if notes is None:
             return
         if not write:
-            # After an error: the device may never be idle again.
+            # After an error the device may never be idle again.
             self._mesh.recorder.timeline = None
             return
         self._settle()

@@ -30,7 +30,7 @@ class Evaluator:
         samples: Samples,
         names: LossNames = LANGUAGE_MODEL,
     ) -> None:
-        """``names`` are those of the loss in the log."""
+        """``names``: those of the loss in the log."""
         self._names = names
         self._runtime = runtime
         self._batches = ValidationBatches(
@@ -67,14 +67,14 @@ class Evaluator:
             sums += self._runtime.sums
         means = self._runtime.objective.means(sums)
         numbers = {name: float(value) for name, value in means.items()}
-        # Nothing was there to count, for example no bad answer among those that are held out.
+        # A number is not finite if there was nothing to count, as without bad answers in the split.
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
         return Evaluation(total / max(counted, 1.0), int(counted), numbers)
 
 
 class Validation(Part):
-    """Evaluates before the first step and every --eval-interval steps, and ends the run where that
-    brings nothing any more (--early-stop-patience)."""
+    """Evaluates before the first step and every --eval-interval steps, and ends the run when the
+    loss falls no more (--early-stop-patience)."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Validation(Part):
 
     def after_start(self, run: Run) -> None:
         if self._evaluator is not None:
-            # Where no evaluation is due, at the start of a resumed run, it is in no curve.
+            # An evaluation that is not due, at the start of a resumed run, is in no curve.
             evaluation = self._evaluator.measure(
                 self._course.state, self._log, in_curve=self.due(run)
             )
@@ -117,8 +117,8 @@ class Validation(Part):
         self._callbacks.on_evaluation(run, evaluation.loss)
 
     def _early_stop_reason(self) -> str | None:
-        """Return why the run should end, if the last --early-stop-patience evaluations have brought
-        no lower loss; else None. Collective."""
+        """Return why the run should end, if the last --early-stop-patience evaluations brought no
+        lower loss; else None. Collective."""
         patience = self._training.early_stop_patience
         if patience == 0:
             return None

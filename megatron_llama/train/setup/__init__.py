@@ -1,9 +1,8 @@
-"""Between the words of a user and the first step: who decides what, in which order, on which rank.
+"""The decisions between the words of a user and the first step, with their order and ranks.
 
-In the order in which to read them: ``deciders.py`` (the list of what is decided, top to bottom),
-``driver.py`` (walks the list, and says which rank decides and what the others do), ``draft.py``
-(what has been decided so far), ``processes.py`` (who decides together), ``layout.py``
-(``--auto-parallel``).
+Reading order: ``deciders.py`` (the list of decisions, top to bottom), ``driver.py`` (the walk over
+the list: which rank decides and what the others do), ``draft.py`` (the decisions so far),
+``processes.py`` (the processes that decide together), ``layout.py`` (``--auto-parallel``).
 
 A run, its dry run, an evaluation and a proof walk parts of the same list. Nothing here trains, and
-nothing here is imported by the loop: a run gets what was decided as a frozen ``Ready``."""
+the loop imports nothing from here: a run gets the decisions as a frozen ``Ready``."""

@@ -1,4 +1,4 @@
-"""Replaces every ``auto`` of a configuration by what fits into memory, and says why."""
+"""The values of ``auto`` options: those that fit into memory, each with a reason."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FEWEST_SLOTS = 2
 
 
 def decide(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
-    """Replace every ``auto`` by what fits into ``memory`` bytes per process. Return the
+    """Replace every ``auto`` by a value that fits into ``memory`` bytes per process. Return the
     configuration and a note on each decision.
 
     ``config`` is resolved and knows its vocabulary. All ranks must give the same memory, because
     all must decide alike."""
-    # Sharding is decided before recomputation: it costs communication, which overlaps with
-    # computation, while recomputing costs computation.
+    # Sharding comes before recomputation: it costs communication, which overlaps with computation,
+    # while recomputation costs computation.
     config, strategy = _decide_strategy(config, world_size, memory)
     config, slots = _decide_slots(config, world_size, memory)
     config, recompute = decide_recompute(config, world_size, memory)
@@ -34,7 +34,8 @@ def _with(config: Config, **parallel: str) -> Config:
 
 
 def _least_needed(plan: MemoryPlan) -> int:
-    """Bytes of the process that needs most, recomputing as little as the configuration allows."""
+    """Return the bytes of the process that needs most, with as little recomputation as the
+    configuration allows."""
     parallel = plan.config.parallel
     return plan.needed(
         parallel.recompute_granularity,
@@ -53,10 +54,10 @@ def _of_budget(needed: int, memory: int) -> str:
 def _decide_strategy(
     config: Config, world_size: int, memory: int
 ) -> tuple[Config, tuple[str, ...]]:
-    """Choose the strategy that sends least of those that fit."""
+    """Choose the strategy that sends least among those that fit."""
     if config.parallel.data_parallel_sharding_strategy != AUTO:
         return config, ()
-    # Whether a strategy fits is asked with the fewest slots, if their number is still open.
+    # If the number of slots is still open, a strategy fits if it does with the fewest.
     slots = config.parallel.param_slots
     fewest = str(FEWEST_SLOTS) if slots == AUTO else slots
     plans = {
@@ -107,7 +108,7 @@ def decide_recompute(
     config: Config, world_size: int, memory: int
 ) -> tuple[Config, tuple[str, ...]]:
     """Replace ``--recompute-num-layers auto`` by the fewest blocks with which every process fits
-    into ``memory`` bytes. The rest is as for ``decide``."""
+    into ``memory`` bytes. Otherwise as ``decide``."""
     parallel = config.parallel
     if parallel.recompute_num_layers != AUTO:
         return config, ()

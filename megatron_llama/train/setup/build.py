@@ -1,4 +1,4 @@
-"""What a run is built from: loader, samples of evaluations, first weights and log."""
+"""Parts of a run: loader, samples of evaluations, first weights and log."""
 
 from __future__ import annotations
 
@@ -40,17 +40,16 @@ from megatron_llama.metrics.trackers import Tracker, open_trackers
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.train.setup.inputs import Ready, resumes
 from megatron_llama.train.setup.start import Start, weights_of
-from megatron_llama.train.setup.take_over import take_over
 
 
 def build_loader(
     config: Config, samples: Samples, *, data_rank: int, data_size: int
 ) -> BatchLoader:
-    """The loader of a rank's share of every training step: the one numbered ``data_rank`` of
+    """Return the loader of a rank's share of every training step: number ``data_rank`` of
     ``data_size``."""
     return BatchLoader(
         samples,
-        # Megatron's samples are in their order already, and so are those of a text.
+        # Megatron's samples, and those of a text, are already in their order.
         shuffled=config.data.data_order == "shuffled"
         and not config.data.megatron_data_order
         and not text_streams(samples),
@@ -108,8 +107,8 @@ class ValidationBatches:
 
 
 def read_first_step(inputs: Ready, data_ranks: Iterable[int], data_size: int) -> None:
-    """Read what these ranks of a run read until its first step, and forget it: the samples of the
-    evaluation before it, and its own. Raises DataError."""
+    """Read and drop the samples of these ranks until the run's first step: those of the evaluation
+    before it, and its own. Raises DataError."""
     training = inputs.config.training
     state = inputs.state
     sizes = BatchSizes.from_training(training)
@@ -142,6 +141,9 @@ def load_or_init(
         if saved is None:
             optimizer.load_weights(WithAdapters(weights, config.training.seed))
         else:
+            # Only a run that goes on with the state of another program loads it.
+            from megatron_llama.train.setup.take_over import take_over
+
             take_over(saved, optimizer, mesh, config)
         return state
     if start is not None and resumes(config, start):
@@ -170,10 +172,10 @@ def load_or_init(
 def find_not_finite_at_start(
     config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh, start: Start | None
 ) -> tuple[NotFinite, ...]:
-    """Return which tensors that were loaded have values that are infinite or NaN, the same on all
-    ranks. Collective. Raises CheckpointError.
+    """Return the loaded tensors with values that are infinite or NaN, the same on all ranks.
+    Collective. Raises CheckpointError.
 
-    They are looked at, unless they come from a checkpoint whose save has done so."""
+    Tensors of a checkpoint whose save has looked for such values are not searched again."""
     with raise_on_all_ranks(mesh.world):
         marked = _marked_at_start(config, start) if mesh.rank == 0 else None
     marked = broadcast_object(marked, mesh.world)
@@ -186,8 +188,8 @@ def find_not_finite_at_start(
 
 
 def _marked_at_start(config: Config, start: Start | None) -> tuple[NotFinite, ...] | None:
-    """Return what the save of a checkpoint has found in what is loaded from it. None where nothing
-    has looked at that."""
+    """Return the findings of a checkpoint's save in the tensors that are loaded from it. None if no
+    save has looked at them."""
     if start is None or start.meta is None or not resumes(config, start):
         return None
     marked = start.meta.not_finite
@@ -198,7 +200,7 @@ def _marked_at_start(config: Config, start: Start | None) -> tuple[NotFinite, ..
 
 
 def warn_of_start(not_finite: Sequence[NotFinite], config: Config, log: MetricLog) -> None:
-    """Say which values were not finite with which the run begins, if there are any."""
+    """Warn of first values of the run that were not finite, if there are any."""
     if not not_finite:
         return
     words = f"the run begins with values that are not finite: {describe_not_finite(not_finite)}"
@@ -209,8 +211,8 @@ def warn_of_start(not_finite: Sequence[NotFinite], config: Config, log: MetricLo
 
 
 def _require_one_commit(folder: str, world: Axis) -> None:
-    """Raise CheckpointError if a name on the hub is another commit on some ranks: each machine has
-    asked for itself, and the branch may have moved in between. Collective."""
+    """Raise CheckpointError if a name on the hub is another commit on some ranks: each machine asks
+    for itself, and the branch may move in between. Collective."""
     path = Path(folder)
     own = path.name if path.parent.name == "snapshots" else ""
     commits = sorted(set(all_gather_object(own, world)))
@@ -232,7 +234,7 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     lines = list[str]()
     with raise_on_all_ranks(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):
         if mesh.rank == 0 and config.log.open_metrics is not None:
-            # The server is loaded by the rank that serves.
+            # Only the rank that serves loads the server.
             from megatron_llama.metrics.open_metrics import OpenMetrics
 
             loggers.append(OpenMetrics(config.log))

@@ -1,5 +1,5 @@
-"""What a run keeps of the folder whose weights it begins with, and what of that folder it leaves
-behind."""
+"""The files and fields that a run keeps of the folder of its first weights, and those that it
+leaves behind."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron_llama.train.setup.start import Start
 def carried_files(
     config: Config, start: Start | None, tokenizer: Tokenizer | None
 ) -> tuple[Carried, list[str]]:
-    """Return what goes into checkpoints and exports beside the model of a run that begins at
-    ``start`` or with --init-from-hf, and a line for each file and field that does not. Raises
+    """Return the files for checkpoints and exports beside the model of a run that begins at
+    ``start`` or with --init-from-hf, and a line for each file and field that is left behind. Raises
     CheckpointError."""
     folder = config.checkpoint.init_from_hf
     lines: list[str] = []
@@ -60,7 +60,7 @@ def carried_files(
 
 
 def _names_of(tokenizer: Tokenizer | None) -> list[str]:
-    """The names of the files that a tokenizer's copy has."""
+    """Return the names of the files of a tokenizer's copy."""
     if tokenizer is None:
         return []
     with tempfile.TemporaryDirectory() as folder:

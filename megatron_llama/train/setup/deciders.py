@@ -1,8 +1,9 @@
-"""What is decided between the words of a user and the first step, in its order.
+"""The decisions between the words of a user and the first step, in their order.
 
-The functions stand in the order in which they are called; above each of them is what it fills, what
-it needs, and who decides. The lists at the end are parts of the way, for commands to put together:
+The functions stand in the order of their calls; above each are the fields that it fills, its needs,
+and the ranks that decide. The lists at the end are parts of the way, which commands combine:
 
+- ``WORDS``: what is wrong in the words alone is refused before processes meet.
 - ``CONFIGURATION``: rank 0 makes the configuration of the words and of what --load names, and
   refuses what cannot run. Each rank looks whether it sees the same files, and reads the tokenizer.
 - what a command reads: ``TEXT`` for ``pretrain``; ``sft`` and ``align`` have deciders of their own.
@@ -10,9 +11,9 @@ it needs, and who decides. The lists at the end are parts of the way, for comman
   the configuration is final.
 - ``OUTPUTS``: what the run will write can be written.
 
-What they decide by is in the rooms before: ``train/setup/start.py`` (--load),
-``train/setup/resolve.py`` (fields of a configuration), ``train/setup/checks`` (what cannot run),
-``train/setup/vocabulary.py`` (tokenizers), ``train/setup/inputs.py`` (samples)."""
+They call ``train/setup/start.py`` (--load), ``train/setup/resolve.py`` (fields of a configuration),
+``train/setup/checks`` (problems), ``train/setup/vocabulary.py`` (tokenizers),
+``train/setup/inputs.py`` (samples)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_llama.checkpoint.storage_paths import is_remote
-from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig, ModelConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.data.stream_places import seek
@@ -28,12 +28,12 @@ from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.plan.buckets import AUTO
 from megatron_llama.errors import CheckpointError, ConfigError, listing
 from megatron_llama.hooks import layouts
-from megatron_llama.metrics.trackers import require_trackers
+from megatron_llama.metrics.trackers import REQUIRED, require_tracker
 from megatron_llama.registry import imported
 from megatron_llama.train.setup.carried_files import carried_files
 from megatron_llama.train.setup.checks.model import require_language_model
 from megatron_llama.train.setup.checks.ranges import value_problems
-from megatron_llama.train.setup.draft import By, Draft, Need, decides, refuses
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need, decides, refuses
 from megatron_llama.train.setup.inputs import (
     TRAINING,
     VALIDATION,
@@ -64,16 +64,37 @@ from megatron_llama.train.setup.start import (
 from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabulary
 
 
-@refuses(needs=Need.MACHINE, by=By.RANK_0)
-def refuse_missing_packages(draft: Draft) -> None:
-    """Raise ConfigError for a tracker whose package is not installed."""
-    require_trackers(draft.parsed.get(LogConfig))
+@refuses(needs=Need.WORDS, by=By.EACH_RANK)
+def refuse_wrong_words(draft: Draft) -> None:
+    """Raise ConfigError with every problem of the words that is known without files."""
+    parsed = draft.parsed
+    count = draft.processes.count
+    options = parsed.get(CheckpointConfig)
+    if options.load is None and options.init_from_hf is None and not is_layout_open(parsed):
+        check(assemble(parsed), count, needs_data=draft.needs_data)
+        return
+    # The model's fields come from a folder, and much is derived from them.
+    sections = (section for section in config_sections() if section is not ModelConfig)
+    problems = [problem for section in sections for problem in value_problems(parsed.get(section))]
+    if problems:
+        raise ConfigError(listing(f"This configuration cannot run on {count} processes:", problems))
+
+
+def refuse_without_package(option: str) -> Decider:
+    """Return the decider that raises ConfigError if the package of ``option``'s tracker is not
+    installed."""
+
+    @refuses(needs=Need.MACHINE, by=By.RANK_0)
+    def refuse(draft: Draft) -> None:
+        require_tracker(option, draft.parsed.get(LogConfig))
+
+    return refuse
 
 
 @refuses(needs=Need.FILES, by=By.RANK_0)
 def refuse_used_folder(draft: Draft) -> None:
-    """Raise CheckpointError if a run that loads nothing would save among checkpoints. Of one that
-    loads something ``decide_start`` refuses it."""
+    """Raise CheckpointError if a run that loads nothing would save among checkpoints.
+    ``decide_start`` refuses it for a run that loads."""
     options = draft.parsed.get(CheckpointConfig)
     if options.load is None:
         require_new_folder(options)
@@ -81,16 +102,16 @@ def refuse_used_folder(draft: Draft) -> None:
 
 @decides("start", needs=Need.FILES, by=By.RANK_0)
 def decide_start(draft: Draft) -> Draft:
-    """Find what --load names: the only place where it is looked for."""
-    # Before the fields of the model: a checkpoint that is missing is what a user has to hear, not
-    # that the fields are missing which it would have given.
+    """Find the start that --load names. It is looked for only here."""
+    # This comes before the fields of the model: a user has to hear of a missing checkpoint, not of
+    # the missing fields that it would have given.
     options = draft.parsed.get(CheckpointConfig)
     return replace(draft, start=find_start(options) if options.load is not None else None)
 
 
 @decides("trained", "config", "notes", needs=Need.FILES, by=By.RANK_0)
 def decide_model(draft: Draft) -> Draft:
-    """Put together preset, folder of weights, YAML and flags."""
+    """Combine preset, folder of weights, YAML and flags."""
     trained = loaded_model(draft.start, draft.parsed)
     config = assemble(draft.parsed, trained=trained)
     return replace(draft, trained=trained, config=config, notes=draft.parsed.notes)
@@ -98,13 +119,13 @@ def decide_model(draft: Draft) -> Draft:
 
 @decides("source", needs=Need.FILES, by=By.RANK_0)
 def decide_source(draft: Draft) -> Draft:
-    """Note what the folder of the first weights says, as rank 0 sees it."""
+    """Note the content of the folder of the first weights, as rank 0 sees it."""
     return replace(draft, source=said_by_source(draft.start, draft.parsed))
 
 
 @decides("config", "notes", needs=Need.WORDS, by=By.RANK_0)
 def decide_padding(draft: Draft) -> Draft:
-    """Train the embedding of the padding token where the run that goes on has trained it."""
+    """Train the embedding of the padding token if the resumed run has trained it."""
     config, notes = with_pad_embedding_as_before(draft.config, draft.start, draft.parsed.explicit)
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
@@ -124,8 +145,7 @@ def decide_layout(draft: Draft) -> Draft:
 
 @decides("config", "notes", "warnings", needs=Need.PROCESSES, by=By.RANK_0)
 def derive(draft: Draft) -> Draft:
-    """Refuse a configuration that cannot run, with all problems; else fill in what follows from
-    it."""
+    """Refuse a configuration that cannot run, with all problems; else fill in derived values."""
     valid = check(draft.config, draft.processes.count, needs_data=draft.needs_data)
     return replace(
         draft,
@@ -137,9 +157,9 @@ def derive(draft: Draft) -> Draft:
 
 @refuses(needs=Need.FILES, by=By.EACH_RANK)
 def refuse_other_source(draft: Draft) -> None:
-    """Raise CheckpointError unless this rank sees the folder of the first weights that rank 0 has
-    found. Each rank reads its part of the weights there: tensors of another model would be taken
-    for parts of this one's."""
+    """Raise CheckpointError unless this rank sees the same folder of the first weights as rank 0.
+    Each rank reads its part of the weights there: tensors of another model would be taken for this
+    one's."""
     start = draft.start
     if start is not None and not is_remote(start.path) and not seen_soon(start.path):
         raise CheckpointError(
@@ -155,9 +175,8 @@ def refuse_other_source(draft: Draft) -> None:
 
 @decides("config", needs=Need.WORDS, by=By.EACH_RANK)
 def use_own_machine(draft: Draft) -> Draft:
-    """Put this rank's own words in the place of rank 0's where they are about its machine: a
-    dataset, a snapshot of the hub or a cache may be elsewhere on each, and processors have other
-    numbers."""
+    """Replace rank 0's words about its machine by this rank's own: a dataset, a snapshot of the hub
+    or a cache may be elsewhere on each machine, and processors have other numbers."""
     parsed = draft.parsed
     config = draft.config
     offload = replace(config.offload, offload_cores=parsed.get(OffloadConfig).offload_cores)
@@ -174,7 +193,7 @@ def use_own_machine(draft: Draft) -> Draft:
 
 @decides("vocabulary", "config", needs=Need.FILES, by=By.EACH_RANK)
 def decide_vocabulary(draft: Draft) -> Draft:
-    """Read the tokenizer, and fill in what the model takes from it."""
+    """Read the tokenizer, and fill in the model's fields from it."""
     vocabulary = find_vocabulary(draft.config, draft.start)
     return replace(draft, vocabulary=vocabulary, config=with_vocabulary(draft.config, vocabulary))
 
@@ -191,8 +210,8 @@ def compare_with_start(draft: Draft) -> Draft:
 
 @decides("config", "notes", needs=Need.MEMORY, by=By.EACH_RANK)
 def decide_by_device_memory(draft: Draft) -> Draft:
-    """Replace every ``auto`` by what fits into memory."""
-    # Behind the vocabulary, which is a large part of a small model.
+    """Replace every ``auto`` by a value that fits into memory."""
+    # This comes after the vocabulary, which is a large part of a small model.
     parallel = draft.config.parallel
     open_choices = (
         parallel.data_parallel_sharding_strategy,
@@ -201,7 +220,7 @@ def decide_by_device_memory(draft: Draft) -> Draft:
     )
     if AUTO not in open_choices:
         return draft
-    # Only such a run computes its memory, and loads the plan of it.
+    # Only such a run computes its memory, and loads the plan.
     decide = imported("train.setup.auto:decide")
     processes = draft.processes
     config, notes = decide(draft.config, processes.count, processes.memory)
@@ -210,7 +229,7 @@ def decide_by_device_memory(draft: Draft) -> Draft:
 
 @decides("reading", needs=Need.FILES, by=By.EACH_RANK)
 def read_text(draft: Draft) -> Draft:
-    """Read --data-path: what ``pretrain`` does."""
+    """Read --data-path, as ``pretrain`` does."""
     require_language_model(draft.config.model, "training on --data-path")
     vocabulary = draft.vocabulary
     world = draft.processes.world
@@ -233,7 +252,7 @@ def open_training(draft: Draft) -> Draft:
 
 @decides("identity", "state", "notes", needs=Need.SAMPLES, by=By.RANK_0)
 def decide_position(draft: Draft) -> Draft:
-    """Find the step and the sample with which the run begins."""
+    """Find the first step and sample of the run."""
     identity, state, notes = first_state(
         draft.config, draft.training, draft.start, same_data=draft.reading.same_data
     )
@@ -260,7 +279,7 @@ def open_validation(draft: Draft) -> Draft:
 
 @decides("prompts", needs=Need.FILES, by=By.EACH_RANK)
 def decide_prompts(draft: Draft) -> Draft:
-    """Make tokens of --sample-prompt."""
+    """Encode --sample-prompt."""
     reading = draft.reading
     prompts = encoded_prompts(draft.config, reading.tokenizer, reading.prompt)
     return replace(draft, prompts=prompts)
@@ -268,19 +287,19 @@ def decide_prompts(draft: Draft) -> Draft:
 
 @refuses(needs=Need.FILES, by=By.RANK_0)
 def refuse_incomplete_weights(draft: Draft) -> None:
-    """Raise CheckpointError if the weights that the run loads are not all there."""
+    """Raise CheckpointError if the run's first weights are not all there."""
     require_weights(draft.config, draft.start)
 
 
 @refuses(needs=Need.FILES, by=By.RANK_0)
 def refuse_unsavable_run(draft: Draft) -> None:
-    """Raise UserError if the run will save or export what cannot be written."""
+    """Raise UserError if the run will save or export objects that cannot be written."""
     require_saveable(draft.config.checkpoint, draft.reading.tokenizer, draft.start)
 
 
 @decides("carried", "notes", needs=Need.FILES, by=By.RANK_0)
 def decide_carried(draft: Draft) -> Draft:
-    """Read what came with the weights and goes into checkpoints and exports."""
+    """Read the files that came with the weights and go into checkpoints and exports."""
     carried, notes = carried_files(draft.config, draft.start, draft.reading.tokenizer)
     return replace(draft, carried=carried, notes=(*draft.notes, *notes))
 
@@ -298,23 +317,8 @@ def refuse_unwritable_outputs(draft: Draft) -> None:
     require_outputs(draft.config)
 
 
-def refuse_wrong_words(parsed: Parsed, count: int, *, needs_data: bool) -> None:
-    """Raise ConfigError for what is wrong in the words, whatever files say: all of it that can be
-    known without them. Each of ``count`` processes calls it before they have met, and raises the
-    same."""
-    options = parsed.get(CheckpointConfig)
-    if options.load is None and options.init_from_hf is None and not is_layout_open(parsed):
-        check(assemble(parsed), count, needs_data=needs_data)
-        return
-    # The model's fields come from a folder, and much follows from them.
-    sections = (section for section in config_sections() if section is not ModelConfig)
-    problems = [problem for section in sections for problem in value_problems(parsed.get(section))]
-    if problems:
-        raise ConfigError(listing(f"This configuration cannot run on {count} processes:", problems))
-
-
 def ready_of(draft: Draft) -> Ready:
-    """Return the run for which everything has been decided."""
+    """Return the run with all decisions."""
     reading = draft.reading
     return Ready(
         draft.config,
@@ -333,13 +337,13 @@ def ready_of(draft: Draft) -> Ready:
     )
 
 
-MODEL = (decide_start, decide_model)
-"""From words to the options and the model that they name, with much that is not yet derived."""
+WORDS = (refuse_wrong_words,)
+"""Refusals by each process before it waits for others. All processes find the same."""
 
-CONFIGURATION = (
-    refuse_missing_packages,
-    refuse_used_folder,
-    *MODEL,
+MODEL = (decide_start, decide_model)
+"""From words to the options and the model that they name, before most derivations."""
+
+DERIVED = (
     decide_padding,
     decide_layout,
     derive,
@@ -350,10 +354,19 @@ CONFIGURATION = (
     compare_with_start,
     decide_by_device_memory,
 )
+"""From the options and the model to a configuration."""
+
+CONFIGURATION = (
+    # One decider for each tracker: the driver reports all refusals of neighbours at once.
+    *map(refuse_without_package, REQUIRED),
+    refuse_used_folder,
+    *MODEL,
+    *DERIVED,
+)
 """From words to a configuration."""
 
 TEXT = (read_text,)
-"""What ``pretrain`` reads."""
+"""The inputs of ``pretrain``."""
 
 SAMPLES = (
     open_training,
@@ -366,7 +379,7 @@ SAMPLES = (
     decide_carried,
     warn_of_run,
 )
-"""From a configuration and what a command reads to a run."""
+"""From a configuration and a command's inputs to a run."""
 
 OUTPUTS = (refuse_unwritable_outputs,)
-"""What the run will write can be written."""
+"""Refusals of outputs that cannot be written."""

@@ -1,4 +1,4 @@
-"""What has been decided so far between the words of a user and the first step."""
+"""The decisions so far between the words of a user and the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNDECIDED: Any = object()
 
 @dataclass(frozen=True)
 class Draft:
-    """What is decided so far. It is given the first three fields; each of the others is filled by
+    """The decisions so far. It is made with the first three fields; each other field is filled by
     the decider that names it in ``fills``."""
 
     parsed: Parsed
@@ -35,36 +35,37 @@ class Draft:
     """Whether --data-path must be given."""
 
     start: Start | None = UNDECIDED
-    """What --load names; None: the run begins with other weights."""
+    """The start that --load names; None: the run begins with other weights."""
     trained: ModelConfig | None = UNDECIDED
     """The model of ``start``."""
     source: Source = UNDECIDED
-    """What the folder of the first weights says of itself."""
+    """The identity of the folder of the first weights."""
     config: Config = UNDECIDED
     vocabulary: Vocabulary = UNDECIDED
     reading: Reading = UNDECIDED
-    """Which samples the command reads, and how."""
+    """The samples of the command, and how it reads them."""
     training: Samples = UNDECIDED
     validation: Samples | None = UNDECIDED
     """None in a run that never evaluates."""
     identity: Mapping[str, Any] = UNDECIDED
-    """Identifies the training samples."""
+    """The identity of the training samples."""
     state: TrainState = UNDECIDED
     """The position from which the run starts."""
     prompts: tuple[tuple[int, ...], ...] = UNDECIDED
     carried: Carried = UNDECIDED
-    """What the model came with."""
+    """The files that came with the model."""
 
     notes: tuple[str, ...] = ()
-    """What was decided for the user."""
+    """Decisions made for the user."""
     warnings: tuple[str, ...] = ()
-    """What can run but is probably not meant."""
+    """Options that can run but are probably not meant."""
     missing: tuple[str, ...] = ()
-    """What a machine lacks on which the run would not be: see ``Processes.are_here``."""
+    """Things that this machine lacks, if the run would be on another: see
+    ``Processes.are_here``."""
 
 
 class Need(Enum):
-    """What has to be there before something can be decided."""
+    """The needs of a decision."""
 
     WORDS = auto()
     """The options, and nothing else."""
@@ -76,17 +77,17 @@ class Need(Enum):
     SAMPLES = auto()
     """The opened samples."""
     MACHINE = auto()
-    """What only the machine of the run has to have: packages, ports, folders to write into."""
+    """Things that only the machine of the run must have: packages, ports, folders to write into."""
 
 
 class By(Enum):
-    """Who decides."""
+    """The ranks that decide."""
 
     RANK_0 = auto()
-    """The first rank alone; the others get what it has filled, or raise what it has raised."""
+    """The first rank alone; the others get its fields, or raise its error."""
     EACH_RANK = auto()
-    """Every rank for itself: what it decides depends on what all have alike, or on its own disk.
-    An error of one becomes an error of all."""
+    """Every rank for itself: the decision depends on what all have alike, or on its own disk. An
+    error of one becomes an error of all."""
     ALL_TOGETHER = auto()
     """All ranks with messages of their own, which also agree on errors."""
 
@@ -98,10 +99,10 @@ class Decider:
     needs: Need
     by: By
     decide: Callable[[Draft], Draft]
-    """Returns the draft with the fields that it fills. Raises UserError with every problem that it
+    """Returns the draft with the decided fields filled. Raises UserError with every problem that it
     sees."""
     fills: tuple[str, ...] = ()
-    """These fields; none for a refusal."""
+    """The filled fields; none for a refusal."""
 
 
 def decides(*fills: str, needs: Need, by: By) -> Callable[[Callable[[Draft], Draft]], Decider]:
@@ -114,7 +115,7 @@ def decides(*fills: str, needs: Need, by: By) -> Callable[[Callable[[Draft], Dra
 
 
 def refuses(*, needs: Need, by: By) -> Callable[[Callable[[Draft], None]], Decider]:
-    """Make a decider of a function that only raises UserError for what it sees in a draft."""
+    """Make a decider of a function that only raises UserError for problems of a draft."""
 
     def decider(refuse: Callable[[Draft], None]) -> Decider:
         def decide(draft: Draft) -> Draft:

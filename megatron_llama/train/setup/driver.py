@@ -1,5 +1,4 @@
-"""Walks a list of deciders: which rank decides, what the others do meanwhile, what is said if
-something is refused.
+"""The walk over a list of deciders: the rank that decides, the others meanwhile, and refusals.
 
 Neighbours in the list with the same ``By`` are one group:
 
@@ -45,11 +44,11 @@ def _by_rank_0(draft: Draft, group: Sequence[Decider]) -> Draft:
         decided = _in_turn(draft, group)
         return {name: getattr(decided, name) for name in names}
 
-    # Files of large checkpoints take their time, which is no reason to think that a rank hangs.
+    # Files of large checkpoints take long, so a rank that reads them must not count as hanging.
     world = draft.processes.world
     with world.recorder.outside_steps("what rank 0 decides"):
         # If rank 0 refuses, its error is raised here on every rank. Rank 0 prints it; the others
-        # leave without a word, and no earlier than rank 0 (``train/api/common/report.py``).
+        # leave silently, and no earlier than rank 0 (``train/api/common/report.py``).
         return replace(draft, **on_rank0(filled, world))
 
 
@@ -61,8 +60,8 @@ def _by_each_rank(draft: Draft, group: Sequence[Decider]) -> Draft:
 
 
 def _in_turn(draft: Draft, group: Sequence[Decider]) -> Draft:
-    """Return the draft after all deciders of a group. Raises UserError with everything that
-    neighbours refuse which fill nothing: what others would fill behind a refusal may be wrong."""
+    """Return the draft after all deciders of a group. Raises UserError with the refusals of all
+    neighbours that fill nothing: fields that are filled after a refusal may be wrong."""
     refused: list[UserError] = []
     for decider in group:
         if refused and decider.fills:
@@ -82,7 +81,7 @@ def _in_turn(draft: Draft, group: Sequence[Decider]) -> Draft:
 
 
 def _one_error(refused: Sequence[UserError]) -> UserError:
-    """Return the only one of several errors, or one that says them all."""
+    """Return the only error, or one error with the text of all."""
     if len(refused) == 1:
         return refused[0]
     return type(refused[0])("\n".join(map(str, refused)))

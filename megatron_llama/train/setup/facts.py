@@ -1,4 +1,4 @@
-"""What a run writes down when it begins, for ``report``: what was asked for and where it runs."""
+"""The facts that a run records at its start, for ``report``: its options and its place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_facts(inputs: Ready, mesh: Mesh) -> dict[str, Any]:
 
 
 def _processes_per_machine() -> int:
-    """What the launcher says; 0 if there is none, or a program has made the process group."""
+    """Return the launcher's number; 0 without one, or if a program has made the process group."""
     try:
         return place_from_environment().local_world_size
     except ClusterError:
@@ -53,8 +53,8 @@ def _processes_per_machine() -> int:
 
 
 def _datasets(inputs: Ready) -> Iterator[dict[str, Any]]:
-    """Each dataset with its number of samples (None where a text is read as it comes) and its
-    weight in the blend. One entry for samples that are no blend, with what identifies them."""
+    """Yield each dataset with its number of samples (None for a streamed text) and its weight in
+    the blend. Samples that are no blend have one entry, with their identity."""
     config: Config = inputs.config
     samples = inputs.training
     streamed = bool(text_streams(samples))
@@ -68,7 +68,7 @@ def _datasets(inputs: Ready) -> Iterator[dict[str, Any]]:
         }
         return
     parts = samples.parts if isinstance(samples, BlendedSamples) else ()
-    sizes = [None if streamed else len(part) for part in parts] or [None] * len(blend.prefixes)
+    sizes = [None if streamed else len(source) for source in parts] or [None] * len(blend.prefixes)
     weights = blend.weights or sizes
     for name, size, weight in zip(blend.prefixes, sizes, weights, strict=True):
         yield {"name": name, "samples": size, "weight": weight}

@@ -1,7 +1,7 @@
-"""What a run reads before it has an engine: samples, the position from which it starts, weights.
+"""The inputs of a run before it has an engine: samples, the start position, weights.
 
 Every refusal that depends on files is made here, before anything is built or written.
-``train/setup`` calls these functions in its order, in a dry run, too.
+``train/setup`` calls these functions in its order, also in a dry run.
 """
 
 from __future__ import annotations
@@ -51,18 +51,17 @@ from megatron_llama.train.setup.start import (
     sample_changes,
     update_changes,
 )
-from megatron_llama.train.setup.take_over import require_adam, update_lines
 
 TRAINING = 0
 VALIDATION = 1
 USUAL_PASSES = 4
-"""Training on the same text more often is rarely meant, unless --epochs asks for it."""
+"""Passes over the samples. More are rarely meant, unless --epochs asks for them."""
 Source = Callable[[Config, int], Samples]
-"""Makes the samples of TRAINING or VALIDATION. Raises DataError. It must not be collective."""
+"""A maker of the samples of TRAINING or VALIDATION. Raises DataError. It must not be collective."""
 
 
 class OpenSamples(Protocol):
-    """Makes the samples of a part of a blend. The rest is as for ``stream_samples``."""
+    """A maker of the samples of a part of a blend, otherwise as ``stream_samples``."""
 
     def __call__(
         self,
@@ -82,55 +81,55 @@ OTHER_SAMPLES: Registry[OpenSamples] = Registry(
         "megatron": "train.setup.megatron_inputs:megatron_samples",
     }
 )
-"""Samples of --data-path that are not those of indexed datasets in the order of their files."""
+"""The openers of samples of --data-path other than those of indexed datasets in file order."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Which samples a command reads, and how: what differs between its runs and those of others."""
+    """The samples of a command, and how it reads them: the differences between commands."""
 
     source: Source
     tokenizer: Tokenizer | None = None
-    """It is copied into each checkpoint."""
+    """The tokenizer, copied into each checkpoint."""
     prompt: Prompt | None = None
-    """Makes tokens of --sample-prompt."""
+    """The encoder of --sample-prompt."""
     same_data: bool = False
-    """Whether a run must not resume from a checkpoint that was trained on other samples. Otherwise
-    that is a line."""
+    """Whether a run must not resume from a checkpoint of other samples. Otherwise that is a
+    warning."""
     objective: Objective | None = None
-    """What is minimized; None: the mean loss of the target tokens."""
+    """The minimized loss; None: the mean loss of the target tokens."""
     names: LossNames = LANGUAGE_MODEL
-    """How the log calls the loss."""
+    """The names of the loss in the log."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A run for which everything has been decided. Nothing changes its configuration any more."""
+    """A run with all decisions. Nothing changes its configuration any more."""
 
     config: Config
     training: Samples
     validation: Samples | None
     """None in a run that never evaluates."""
     identity: Mapping[str, Any]
-    """Identifies the training samples; a checkpoint keeps it."""
+    """The identity of the training samples; a checkpoint keeps it."""
     start: Start | None
-    """What --load names; None: the run begins with other weights."""
+    """The start that --load names; None: the run begins with other weights."""
     state: TrainState
     """The position from which the run starts."""
     tokenizer: Tokenizer | None
-    """It is copied into each checkpoint."""
+    """The tokenizer, copied into each checkpoint."""
     prompts: tuple[tuple[int, ...], ...]
     """The tokens of --sample-prompt."""
     notes: tuple[str, ...] = ()
-    """What was decided for the user."""
+    """Decisions made for the user."""
     warnings: tuple[str, ...] = ()
-    """What can run but is probably not meant."""
+    """Options that can run but are probably not meant."""
     objective: Objective | None = None
-    """What is minimized; None: the mean loss of the target tokens."""
+    """The minimized loss; None: the mean loss of the target tokens."""
     names: LossNames = LANGUAGE_MODEL
-    """How the log calls the loss."""
+    """The names of the loss in the log."""
     carried: Carried = NO_FILES
-    """What the model came with; it goes into checkpoints and exports."""
+    """The files that came with the model; they go into checkpoints and exports."""
 
 
 def open_stream(
@@ -142,10 +141,10 @@ def open_stream(
     tokenizer: Tokenizer | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> TokenStream:
-    """Open the training or the validation split of a dataset. Where the ``tokenizer`` has tokens
-    that the model does not have, this rank's ``share`` (r, n) of the split is searched for them:
-    else a run would stop when it meets the first, maybe after days. A remote dataset is not
-    searched: that would read all of it. Raises DataError."""
+    """Open the training or the validation split of a dataset. If the ``tokenizer`` has tokens that
+    the model lacks, this rank's ``share`` (r, n) of the split is searched for them: a run would
+    stop at the first, maybe after days. A remote dataset is not searched, since all of it would be
+    read. Raises DataError."""
     dataset = open_dataset(prefix, config.data)
     split = megatron_split if config.data.megatron_data_order else split_documents
     documents = split(config.data.split, dataset.num_documents)[part]
@@ -173,9 +172,9 @@ def stream_samples(
     tokenizer: Tokenizer | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> Samples:
-    """The ``Source`` of --data-path. ``eod`` is the end-of-document id, where an option needs one.
-    With ``keep_tail`` the tokens behind the last whole sample of a dataset are a shorter sample.
-    ``tokenizer`` and ``share`` are as for ``open_stream``."""
+    """Return the ``Source`` of --data-path. ``eod`` is the end-of-document id, if an option needs
+    one. With ``keep_tail`` the tokens after the last whole sample of a dataset are a shorter
+    sample. ``tokenizer`` and ``share`` are as for ``open_stream``."""
     blend = read_blend(config.data.data_path)
     if any(map(is_stream, blend.prefixes)):
         return OTHER_SAMPLES["text"](config, blend, part, eod=eod, tokenizer=tokenizer, share=share)
@@ -199,9 +198,9 @@ def stream_samples(
 
 
 def open_samples(source: Source, config: Config, part: int, world: Axis) -> Samples:
-    """Open the samples of TRAINING or VALIDATION on all ranks. Collective. Raises DataError, on
-    every rank also where one has found other files than the first: each looks for itself, and a
-    file may be replaced meanwhile, or be another one on another machine."""
+    """Open the samples of TRAINING or VALIDATION on all ranks. Collective. Raises DataError on
+    every rank, also if one has found other files than the first: each looks for itself, and a file
+    may be replaced meanwhile, or differ between machines."""
     with raise_on_all_ranks(world):
         samples = source(config, part)
     files = found_files(samples)
@@ -220,7 +219,7 @@ def open_samples(source: Source, config: Config, part: int, world: Axis) -> Samp
 
 
 def warnings_of_run(config: Config, samples: int) -> Iterator[str]:
-    """Warn of what a run of these training samples is probably not meant to do."""
+    """Yield warnings of a run of these training samples that is probably not meant."""
     training = config.training
     options = config.checkpoint
     passes = passes_over(training, samples)
@@ -234,7 +233,7 @@ def warnings_of_run(config: Config, samples: int) -> Iterator[str]:
 
 
 def passes_over(training: TrainingConfig, samples: int) -> float:
-    """How often a run reads each of its training samples, on average."""
+    """Return how often a run reads each of its training samples, on average."""
     return BatchSizes.from_training(training).samples(training.train_iters) / samples
 
 
@@ -243,8 +242,8 @@ def first_state(
 ) -> tuple[Mapping[str, Any], TrainState, list[str]]:
     """Return the identity of the samples, the position at which the run starts, and lines to print.
 
-    Compares the samples with those of the checkpoint from which the run resumes. With ``same_data``
-    it raises DataError for others."""
+    The samples are compared with those of the checkpoint from which the run resumes. Raises
+    DataError for others with ``same_data``."""
     options = config.checkpoint
     identity = samples.identity()
     lines = list(_start_lines(options, start))
@@ -270,6 +269,9 @@ def first_state(
         lines += run.sample_lines(state.consumed_samples, config)
         lines += batch_changes(run.args, state, config)
         if options.load_optim:
+            # Loaded by a run that goes on with the state of another program.
+            from megatron_llama.train.setup.take_over import update_lines
+
             lines += update_lines(start.optimizer(config.model), config)
         return identity, state, lines
     meta = start.meta
@@ -306,7 +308,7 @@ def first_state(
 
 
 def _start_lines(options: CheckpointConfig, start: Start | None) -> Iterator[str]:
-    """What the user should know about the place from which the run starts."""
+    """Yield lines for the user about the start of the run."""
     if start is None:
         if options.load is not None:
             begins = (
@@ -322,37 +324,37 @@ def _start_lines(options: CheckpointConfig, start: Start | None) -> Iterator[str
 
 
 def with_run_length(config: Config, samples: int, state: TrainState) -> tuple[Config, list[str]]:
-    """The configuration with the number of steps that --epochs means, and lines that say so. Raises
+    """Return the configuration with the number of steps of --epochs, and lines that say so. Raises
     ConfigError for options that do not fit it."""
     if not config.training.epochs:
         return config, []
-    # A rollback repeats iterations with other samples: those that are left out are consumed, but no
-    # step that counts has had them. They count here all the same, so that the learning rate is that
-    # of a run that nobody interrupted. Those that are still to come have not been consumed yet.
+    # A rollback repeats iterations with other samples. Samples that are left out are consumed, but
+    # no step that counts has had them. They are subtracted, so that the learning rate is that of an
+    # uninterrupted run. Those that are still to come are not consumed yet.
     left_out = 0
     if config.training.on_bad_step == ROLLBACK:
         left_out = sum(
-            one.last_sample + 1 - one.first_sample
-            for one in state.history.skipped
-            if one.first_sample < state.consumed_samples
+            interval.last_sample + 1 - interval.first_sample
+            for interval in state.history.skipped
+            if interval.first_sample < state.consumed_samples
         )
     config = with_epochs(
         config, samples, steps_done=state.iteration, samples_done=state.consumed_samples - left_out
     )
-    found = list(optimizer_problems(config.optimizer, config.training))
+    problems = list(optimizer_problems(config.optimizer, config.training))
     steps = config.training.train_iters
     epochs = config.training.epochs
-    if found:
+    if problems:
         raise ConfigError(
             listing(
-                f"These options do not fit a run of {steps} steps (--epochs {epochs:g}):", found
+                f"These options do not fit a run of {steps} steps (--epochs {epochs:g}):", problems
             )
         )
     return config, [f"--epochs {epochs:g}: {samples:,} samples in a pass, {steps:,} steps in all"]
 
 
 def resumes(config: Config, start: Start) -> bool:
-    """Whether the run takes up all of a checkpoint, and not the weights of a folder alone. Raises
+    """Whether the run takes up all of a checkpoint, and not only the weights of a folder. Raises
     CheckpointError where either would be wrong."""
     where = f"--load {start.path}"
     anew = config.checkpoint.finetune
@@ -368,7 +370,7 @@ def resumes(config: Config, start: Start) -> bool:
 
 
 def require_weights(config: Config, start: Start | None) -> None:
-    """Raise CheckpointError if the weights that the run loads are not all there."""
+    """Raise CheckpointError if the run's first weights are not all there."""
     options = config.checkpoint
     if start is not None and resumes(config, start) and start.native:
         native.require_complete(
@@ -376,6 +378,9 @@ def require_weights(config: Config, start: Start | None) -> None:
         )
     elif start is not None:
         if resumes(config, start) and options.load_optim:
+            # Loaded by a run that goes on with the state of another program.
+            from megatron_llama.train.setup.take_over import require_adam
+
             require_adam(start.path, config)
         start.weights(config.model)
     elif options.init_from_hf is not None:
@@ -388,12 +393,12 @@ def require_saveable(
     """Raise DataError if the run will save its tokenizer and no file can express it, and
     CheckpointError if the folder to export into holds anything else."""
     if options.export_hf is not None:
-        # As for the readers, a run loads the writers that it needs.
+        # A run loads only the writers that it needs, as with readers.
         from megatron_llama.checkpoint.model_folders.hf.writer import require_export
 
         sources = weight_folders(vars(options))
         if start is not None and start.meta is not None:
-            # A resumed run no longer names the model that it began with.
+            # A resumed run no longer names its first model.
             sources += weight_folders(start.meta.config.get("checkpoint", {}))
         require_export(Path(options.export_hf).resolve(), sources)
     saves = options.save is not None and not (storage_path(options.save) / TOKENIZER).exists()
@@ -413,7 +418,7 @@ def require_outputs(config: Config) -> None:
     if log.tensorboard_dir is not None:
         require_writable(Path(log.tensorboard_dir, log.job_name or ""))
     if log.open_metrics is not None:
-        # The server is loaded by a run that serves.
+        # Only a run that serves loads the server.
         from megatron_llama.metrics.open_metrics import require_port
 
         require_port(log)

@@ -1,4 +1,4 @@
-"""``--auto-parallel``: the options, whether a layout is to be chosen, and what comes back."""
+"""``--auto-parallel``: its options, whether a layout is to be chosen, and the choice."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class AutoParallelConfig:
 
     auto_parallel: bool = False
     """Take the fastest layout that is planned to fit: tp, pp with its schedule and virtual stages,
-    cp, data-parallel sharding, micro-batch, recomputation. What is given of these stays as it is.
-    Needs --global-batch-size."""
+    cp, data-parallel sharding, micro-batch, recomputation. Given values of these stay. Needs
+    --global-batch-size."""
     gpu: str | None = None
     """The kind to plan for, as with `plan`. Default: what this machine has."""
     nic_gbit: float = 0.0
@@ -34,12 +34,12 @@ class Choice:
 
     config: Config
     notes: tuple[str, ...]
-    """What was chosen and why, one line each."""
+    """The choices and their reasons, one line each."""
 
 
 def is_layout_open(parsed: Parsed) -> bool:
-    """Return whether the layout is to be chosen. Raises ConfigError for options that say how to
-    choose it, if it is not."""
+    """Whether the layout is to be chosen. Raises ConfigError for options of the choice, if it is
+    not."""
     options = parsed.instances.get(AutoParallelConfig, AutoParallelConfig())
     without = [
         flag(name) for name in ("gpu", "nic_gbit", "coefficients") if name in parsed.explicit

@@ -27,23 +27,23 @@ def megatron_samples(
     share: tuple[int, int],
 ) -> Samples:
     """Open the samples of a part, TRAINING, for the whole length of the run. Raises DataError, also
-    where Megatron's order ends before the run."""
+    if Megatron's order ends before the run."""
     training = config.training
     wanted = run_samples(training)
-    parts = []
+    datasets = []
     for prefix, samples in zip(blend.prefixes, samples_of_parts(blend, wanted), strict=True):
         stream = open_stream(config, prefix, part, tokenizer=tokenizer, share=share)
         ordered = MegatronStream(stream, seed=training.seed, num_samples=samples)
-        parts.append(StreamSamples(ordered, config.data, eod))
-    if len(parts) == 1 and blend.shares is None:
-        return parts[0]
-    sizes = [len(part) for part in parts]
-    found = MegatronBlend(parts, blend.shares or sizes, samples_of_blend(blend, wanted, sizes))
-    if len(found) < wanted:
+        datasets.append(StreamSamples(ordered, config.data, eod))
+    if len(datasets) == 1 and blend.shares is None:
+        return datasets[0]
+    sizes = [len(dataset) for dataset in datasets]
+    blended = MegatronBlend(datasets, blend.shares or sizes, samples_of_blend(blend, wanted, sizes))
+    if len(blended) < wanted:
         raise DataError(
             "--megatron-data-order",
-            got=f"{len(found):,} samples: Megatron reads datasets without weights once",
+            got=f"{len(blended):,} samples: Megatron reads datasets without weights once",
             expected=f"{wanted:,}, those of --train-iters",
             do="give each dataset of --data-path its weight, or train for fewer iterations",
         )
-    return found
+    return blended

@@ -1,5 +1,5 @@
-"""Memory of every process of a run, computed from the plans that the run executes: the state that
-stays, and the activations that come and go with the schedule."""
+"""Memory of every process of a run, computed from the plans that the run executes: the permanent
+state, and the activations that come and go with the schedule."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from megatron_llama.pipeline.plan.traffic import StepTraffic, step_traffic
 from megatron_llama.schedule import Action, Op, backward_comes_next, schedule_named
 
 IN_BYTES = 6
-"""Elements in fp32, or as many bytes, that exist for each element of a piece while a moment is
-quantized to 8 bits."""
+"""Elements in fp32, or as many bytes, for each element of a piece during the quantization of a
+moment to 8 bits."""
 USABLE = 0.9
 """The share of a device's memory that ``auto`` fills. The rest is for the driver's context,
 communicators and the gaps between allocations."""
@@ -42,11 +42,11 @@ def peak_of(
     message: int = 0,
     placement: Sequence[int] = (),
 ) -> int:
-    """Most bytes that a rank holds while it walks ``actions``.
+    """Return the most bytes that a rank holds while it walks ``actions``.
 
     A microbatch at stage s keeps ``kept[s]`` from its forward pass to its backward pass, and, if
     the backward pass is split, ``postponed[s]`` from there to its weight gradients. ``message`` is
-    the size of a tensor that crosses stages; ``placement`` says which stages are on one rank."""
+    the size of a tensor that crosses stages; ``placement`` has the rank of each stage."""
     live = peak = 0
     transit = _Transit(message, placement)
     for action in actions:
@@ -65,20 +65,20 @@ def peak_of(
 
 class _Transit:
     """Tensors between stages that no pass keeps: those received and not read yet, and gradients
-    that are being sent. What is sent forward is kept by the pass that made it."""
+    that are being sent. Forward messages are kept by the pass that made them."""
 
     def __init__(self, message: int, placement: Sequence[int]) -> None:
         self._message = message
         self._placement = placement
         self._received = set[tuple[bool, int, int]]()
-        """(forward, stage, microbatch) of what has arrived and was not read."""
+        """(forward, stage, microbatch) of tensors that have arrived and are unread."""
         self._sent = set[int]()
         """Ranks that have been sent a gradient: a link keeps one until it takes the next."""
         self._made = set[tuple[int, int]]()
-        """(stage, microbatch) whose input gradient was computed and not handed on."""
+        """(stage, microbatch) whose input gradient was computed and not passed on."""
 
     def step(self, action: Action) -> int:
-        """Return by how many bytes ``action`` changes what is in transit."""
+        """Return the change of the bytes in transit by ``action``."""
         op = action.op
         stage = action.stage
         microbatch = action.microbatch
@@ -97,10 +97,9 @@ class _Transit:
         change = -self._message * (arrived in self._received)
         self._received.discard(arrived)
         if op is not Op.FORWARD:
-            # This pass consumes the gradient of the next stage if that one is on this rank,
-            # together with the output that the gradient belongs to, and makes one for the stage
-            # before. If that stage is on this rank, its output is held as long as the gradient: two
-            # messages.
+            # This pass consumes the gradient of the next stage, if that is on this rank, and the
+            # output that belongs to it, and makes a gradient for the stage before. If that stage is
+            # on this rank, its output is held as long as the gradient: two messages.
             change -= 2 * self._message * ((stage + 1, microbatch) in self._made)
             self._made.discard((stage + 1, microbatch))
             if stage > 0:
@@ -108,8 +107,8 @@ class _Transit:
                 change += self._message * (2 if self._here(stage - 1, stage) else 1)
         return change
 
-    def _here(self, stage: int, other: int) -> bool:
-        return bool(self._placement) and self._placement[stage] == self._placement[other]
+    def _here(self, stage: int, neighbour: int) -> bool:
+        return bool(self._placement) and self._placement[stage] == self._placement[neighbour]
 
 
 class MemoryPlan:
@@ -150,7 +149,7 @@ class MemoryPlan:
         return int(wanted) if wanted.isdecimal() else self.largest_stage
 
     def kept(self, stage: int, granularity: Granularity, recomputing: int) -> int:
-        """What autograd keeps of one microbatch at one stage."""
+        """Return the bytes that autograd keeps of one microbatch at one stage."""
         blocks = len(self.partition.layers[stage])
         return self.shape.stage(
             blocks,
@@ -161,20 +160,21 @@ class MemoryPlan:
         )
 
     def microbatch(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """What autograd keeps of one microbatch in all stages of a pipeline rank."""
+        """Return the bytes that autograd keeps of one microbatch in all stages of a pipeline
+        rank."""
         return sum(
             self.kept(stage, granularity, recomputing) for stage in self.partition.stages_of(rank)
         )
 
     def in_flight(self, rank: int) -> float:
-        """The most microbatches (no bytes) that a pipeline rank holds; a chunk of it counts as a
-        fraction."""
+        """Return the most microbatches (no bytes) that a pipeline rank holds; one in a single chunk
+        counts as a fraction."""
         ones = [1] * self.partition.stages
         return peak_of(self.schedule.ranks[rank], ones, ones) / self.schedule.virtual
 
     def activations(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """The peak of everything that is not state: what lies between two actions, and the working
-        memory of a pass; or the working memory of the update, if that is more."""
+        """Return the peak of everything but the state: the bytes between two actions with the
+        working memory of a pass, or the working memory of the update, if that is more."""
         muon = planned_muon(self.options, self.bucket_plans[rank], tp=self._tp)
         return max(
             self.between(rank, granularity, recomputing)
@@ -184,9 +184,9 @@ class MemoryPlan:
         )
 
     def update_bytes(self, rank: int) -> int:
-        """What an update by torch's operators needs besides, for a piece at a time: moments in fp32
-        that are kept in fewer bits, and what becomes of them. Triton's kernels, on a GPU, need none
-        of it."""
+        """Return the extra bytes of an update by torch's operators, one piece at a time: moments in
+        fp32 that are kept in fewer bits, and their results. Triton's kernels, on a GPU, need
+        none."""
         names = moment_names(self.options)
         wide = sum(name != FP32 for name in names) + IN_BYTES * (EIGHT_BIT in names)
         if self.options.rule == SCHEDULE_FREE:
@@ -201,8 +201,8 @@ class MemoryPlan:
         return wide * fp32 * min(UPDATE_PIECE, max(shards, default=0))
 
     def between(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """The most that exists between two actions besides the state: what autograd and the runtime
-        keep, and messages."""
+        """Return the most bytes between two actions beside the state: those that autograd and the
+        runtime keep, and messages."""
         stages = range(self.partition.stages)
         kept = [
             self.kept(stage, granularity, recomputing)
@@ -215,50 +215,50 @@ class MemoryPlan:
         )
 
     def state_by_component(self, rank: int) -> dict[str, int]:
-        """What the engine of a rank holds on a device, by component."""
+        """Return the bytes that the engine of a rank holds on a device, by component."""
         return state_bytes(self.options, self.bucket_plans[rank], tp=self._tp)
 
     def state(self, rank: int) -> int:
-        """Parameters, gradients and optimizer of a rank on a device, and what its messages need
-        besides."""
+        """Return the bytes of parameters, gradients and optimizer of a rank on a device, and of the
+        buffers of its messages."""
         return sum(self.state_by_component(rank).values()) + self.staging(rank)
 
     def staging(self, rank: int) -> int:
-        """What a rank on a device casts its gradients in on their way."""
+        """Return the bytes in which a rank on a device casts its gradients on their way."""
         return staging_bytes(self.options, self.bucket_plans[rank], dp=self._data)
 
     def offload(self, rank: int) -> OffloadPlan | None:
-        """The plan of an optimizer in the host's memory; None where it stays on the device."""
+        """Return the plan of an optimizer in the host's memory; None if it stays on the device."""
         return offload_plan(self.options, self.bucket_plans[rank])
 
     def offloaded(self) -> int:
-        """Host memory that the offloaded optimizer of one process needs at most."""
+        """Return the most host memory that the offloaded optimizer of one process needs."""
         return max(
             plan.held if plan is not None else 0
             for plan in map(self.offload, range(len(self.bucket_plans)))
         )
 
     def host_buffers(self, rank: int) -> int:
-        """Receive buffers of a rank on a CPU."""
+        """Return the bytes of the receive buffers of a rank on a CPU."""
         return host_buffer_bytes(self.options, self.bucket_plans[rank], dp=self._data)
 
     def logits(self, rank: int) -> int:
-        """The part of a rank's activations that is logits of all tokens of a microbatch: nothing
-        where they are computed in chunks."""
+        """Return the part of a rank's activations that is logits of all tokens of a microbatch; 0
+        if they are computed in chunks."""
         return (
             self.shape.logits if self.partition.placement[-1] == rank and not self.in_chunks else 0
         )
 
     def chunk_problem(self) -> str | None:
-        """What is wrong with --exchange-chunk-bytes if this run is on CPUs."""
+        """Return the problem of --exchange-chunk-bytes if this run is on CPUs."""
         return chunk_problem(self.options, self.bucket_plans, dp=self._data)
 
     def traffic(self, rank: int) -> StepTraffic:
-        """What a step of this pipeline rank sends to its data-parallel peers."""
+        """Return the traffic of a step of this pipeline rank to its data-parallel peers."""
         return step_traffic(self.config, self.schedule, dp=self._data, rank=rank)
 
     def needed(self, granularity: Granularity, recomputing: int) -> int:
-        """State and activations of the process that needs most."""
+        """Return state and activations of the process that needs most."""
         ranks = range(len(self.bucket_plans))
         return max(
             self.state(rank) + self.activations(rank, granularity, recomputing) for rank in ranks
@@ -274,9 +274,9 @@ class MemoryPlan:
         )
 
     def _boundary(self, stage: int, granularity: Granularity, recomputing: int) -> int:
-        """What the runtime holds of a stage's input and output until its backward pass: the output,
-        unless the next stage is on this rank and keeps it as its input; and a received input of
-        which the first block keeps only 1/tp."""
+        """Return the bytes of a stage's input and output that the runtime holds until its backward
+        pass: the output, unless the next stage is on this rank and keeps it as its input; and a
+        received input of which the first block keeps only 1/tp."""
         placement = self.partition.placement
         shape = self.shape
         sent = stage + 1 < self.partition.stages and placement[stage + 1] != placement[stage]
@@ -289,8 +289,7 @@ class MemoryPlan:
         return (sent + divided) * shape.hidden
 
     def _working(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """The working memory of a pass at the moment at which most is kept, and of the gradient's
-        norm."""
+        """Return the working memory of a pass when most is kept, and of the gradient's norm."""
         stages = self.partition.stages_of(rank)
         # Blocks that recompute are the first of a stage. If not all do, a block that keeps
         # everything has been freed before one is computed again, so recomputing does not add to the

@@ -1,4 +1,4 @@
-"""The processes for which a run is set up, and what they say of their devices."""
+"""The processes for which a run is set up, and their devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What a rank sees of its device."""
+    """A rank's view of its device."""
 
     name: str
     host: bool
@@ -33,13 +33,13 @@ class Processes:
     """The processes for which a run is set up."""
 
     world: Axis
-    """Those that decide together. In a dry run this is one, which stands for all."""
+    """The processes that decide together. In a dry run one stands for all."""
     count: int
     devices: tuple[RankDevice, ...]
-    """Of all ranks in their order, or one for all that are alike."""
+    """The devices of all ranks in their order, or one if all are alike."""
     are_here: bool = True
-    """Whether the run would be on this machine. What only its machine must have is no reason to
-    refuse a plan for another one."""
+    """Whether the run would be on this machine. Things that only its machine must have do not
+    refuse a plan for another machine."""
 
     @property
     def memory(self) -> int:
@@ -52,17 +52,29 @@ def launched_processes(place: Place, world: Axis) -> Processes:
     Collective."""
     from megatron_llama.engine.comm.object_collectives import all_gather_object
 
-    sharing = place.local_world_size or place.world_size
-    own = this_device(place.local_rank, sharing, place.local_world_size)
+    own = _device_at(place)
     return Processes(world, place.world_size, tuple(all_gather_object(own, world)))
 
 
+def unmet_processes(place: Place) -> Processes:
+    """Return the processes that a launcher has started, before they have met: this one decides
+    alone."""
+    from megatron_llama.engine.mesh import Mesh
+
+    return Processes(Mesh.single().world, place.world_size, (_device_at(place),))
+
+
 def imagined_processes(count: int, node: int, *, are_here: bool) -> Processes:
-    """Return ``count`` processes with a device as this one has, ``node`` of them on one machine (0:
-    unknown). This process decides for all of them."""
+    """Return ``count`` processes with a device like this one's, ``node`` of them on one machine (0:
+    unknown). This process decides for all."""
     from megatron_llama.engine.mesh import Mesh
 
     return Processes(Mesh.single().world, count, (this_device(0, count, node),), are_here)
+
+
+def _device_at(place: Place) -> RankDevice:
+    sharing = place.local_world_size or place.world_size
+    return this_device(place.local_rank, sharing, place.local_world_size)
 
 
 def this_device(local_rank: int, sharing: int, node: int) -> RankDevice:

@@ -9,14 +9,14 @@ from megatron_llama.data.tokenizer.base import Tokenizer, beyond_vocabulary
 from megatron_llama.errors import ConfigError
 
 Prompt = Callable[[str], Sequence[int]]
-"""Makes the tokens that the model continues from a text."""
+"""A function from a text to the tokens that the model continues."""
 
 
 def encoded_prompts(
     config: Config, tokenizer: Tokenizer | None, prompt: Prompt | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each --sample-prompt; none in a run that prints no continuations. ``prompt``
-    makes them, by default of the plain text.
+    """Return the tokens of each --sample-prompt; none in a run that prints no continuations.
+    ``prompt`` makes them, by default from the plain text.
 
     Raises ConfigError without a tokenizer, or for a prompt that leaves no room within --seq-length
     or has a token that the model does not have."""

@@ -1,7 +1,7 @@
 """Options -> a configuration that can run.
 
-``assemble`` puts preset, HuggingFace folder, YAML and flags together, ``resolve`` fills in what is
-derived, and ``check`` does the same and refuses what cannot run, with every problem at once. The
+``assemble`` combines preset, HuggingFace folder, YAML and flags. ``resolve`` fills in derived
+values. ``check`` does the same and refuses a configuration that cannot run, with all problems. The
 checks themselves are in ``train/setup/checks``, by subject. Nothing here starts a process or opens
 a dataset.
 """
@@ -62,18 +62,18 @@ class Resolved:
 
     config: Config
     notes: tuple[str, ...]
-    """What was decided for the user, one line each."""
+    """Decisions made for the user, one line each."""
     warnings: tuple[str, ...]
-    """What can run but is probably not meant, one line each."""
+    """Options that can run but are probably not meant, one line each."""
 
 
 def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
     """Return the whole configuration: the model fields of the preset, of the HuggingFace folder or
     of the checkpoint to load (``trained``), then YAML, then flags.
 
-    ``parsed`` holds the sections of ``Config``. Raises ConfigError for an unknown preset, or when
-    weights are to be read from a folder whose shapes are not those asked for; CheckpointError when
-    the folder cannot be read.
+    ``parsed`` holds the sections of ``Config``. Raises ConfigError for an unknown preset, or for a
+    folder of weights with other shapes than those asked for; CheckpointError for a folder that
+    cannot be read.
     """
     kinds = get_type_hints(Config)
     config = Config(**{item.name: parsed.get(kinds[item.name]) for item in fields(Config)})
@@ -99,7 +99,7 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
                 + (f", or give {RESIZE} to add rows" if name == "vocab_size" else ""),
             )
             for name, value in (asked | given).items()
-            # A size of 0 means derived; the False of tie_word_embeddings is a value.
+            # A size of 0 means a derived one; the False of tie_word_embeddings is a value.
             if name in MODEL_SHAPE
             # A language model may become a reward model.
             and name != "num_labels"
@@ -121,7 +121,7 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
     if family is not None and preset is None and trained is None and folder is None:
         model = family.complete(model, given)
     elif family is not None and preset is not None:
-        # What follows from a size follows from the one that was given, too.
+        # Values derived from a size are derived from a given one too.
         rules = {name: rule for name, rule in family.derived.items() if name not in given}
         model = replace(model, **{name: rule(model) for name, rule in rules.items()})
     return with_file(replace(config, model=model), parsed.explicit)
@@ -136,7 +136,7 @@ def _preset(name: str, given: dict[str, Any]) -> ModelConfig:
         )
     preset = PRESETS[name]
     if given.get("vocab_size", preset.vocab_size) != preset.vocab_size:
-        # Special tokens belong to the published vocabulary: with another one they are the
+        # Special tokens belong to the published vocabulary; with another one they are the
         # tokenizer's.
         preset = replace(preset, bos_token_id=None, eos_token_id=None)
     return preset
@@ -148,9 +148,9 @@ def check(config: Config, world_size: int, *, needs_data: bool = False) -> Resol
     ``model.vocab_size`` may stay 0 (the tokenizer's) when a tokenizer or dataset is named: fill it
     in, then build. Raises ConfigError with every problem.
     """
-    found = problems(config, world_size)
+    all_problems = problems(config, world_size)
     if needs_data and not config.data.data_path:
-        found.append(
+        all_problems.append(
             describe(
                 "--data-path",
                 got="nothing",
@@ -158,9 +158,9 @@ def check(config: Config, world_size: int, *, needs_data: bool = False) -> Resol
                 do="give --data-path PREFIX",
             )
         )
-    if found:
+    if all_problems:
         raise ConfigError(
-            listing(f"This configuration cannot run on {world_size} processes:", found)
+            listing(f"This configuration cannot run on {world_size} processes:", all_problems)
         )
     resolved = resolve(config, world_size)
     warnings = list(warnings_of(resolved))
@@ -173,8 +173,8 @@ def check(config: Config, world_size: int, *, needs_data: bool = False) -> Resol
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """Fill in derived values. What cannot be derived from invalid values is left as it is, for
-    ``problems`` to name."""
+    """Fill in derived values. Values that would be derived from invalid ones stay, for
+    ``problems``."""
     model = config.model
     training = config.training
     parallel = config.parallel
@@ -205,7 +205,7 @@ def resolve(config: Config, world_size: int) -> Config:
     shares = split_shares(config.data.split)
     if len(shares) == 3 and shares[1] == 0:
         training = replace(training, eval_interval=0)
-    # With one tensor-parallel rank there is nothing to split the sequence over.
+    # One tensor-parallel rank cannot split the sequence.
     split_sequence = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
     return replace(
         config,
@@ -231,7 +231,7 @@ def _notes(given: Config, resolved: Config) -> Iterator[str]:
 
 
 def problems(config: Config, world_size: int) -> list[str]:
-    """Every problem of a configuration, one line each; it may be resolved or not."""
+    """Return every problem of a configuration, resolved or not, one line each."""
     too_large = list(bound_problems(config, world_size))
     if too_large:
         return too_large

@@ -1,9 +1,9 @@
-"""Scores texts for a program on rank 0, with the model in any layout.
+"""Scores of texts for a program on rank 0, with the model in any layout.
 
 The program runs in a thread of rank 0, and asks for scores as if the model were in one process. The
-main threads of all ranks meet: what it asks for goes to every rank, and all compute it together.
-While it asks for nothing they meet again and again, so it may take its time, and an error of any
-rank ends all of them.
+main threads of all ranks meet: its requests go to every rank, and all compute them together.
+Without a request they meet again and again, so the program may take any time, and an error of any
+rank ends all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_llama.train.setup.checks.parallel import sequence_unit
 
 T = TypeVar("T")
 MESSAGE_TOKENS = 2**22
-"""About how many tokens go to the other ranks in one message."""
+"""Approximate number of tokens in one message to the other ranks."""
 
 
 class Request(NamedTuple):
@@ -39,20 +39,20 @@ class Request(NamedTuple):
 
     tokens: tuple[int, ...]
     scored: int
-    """How many. The first token of a text cannot be: nothing is before it."""
+    """Number of tokens. The first token of a text cannot be scored: nothing is before it."""
 
 
 class Score(NamedTuple):
-    """What a model says of the scored tokens of a text."""
+    """The model's scores of the last tokens of a text."""
 
     logprob: float
-    """The logarithm of their probability behind the tokens before them."""
+    """The logarithm of their probability after the tokens before them."""
     greedy: bool
     """Whether each of them is the most likely one, of equal ones the first."""
 
 
 Ask = Callable[[Sequence[Request]], list[Score]]
-"""Returns the scores of some texts, in their order."""
+"""A function that returns the scores of texts, in their order."""
 
 
 class Scorer:
@@ -64,22 +64,22 @@ class Scorer:
         self._mesh = mesh
         self._runtime = runtime
         self._rows = config.training.micro_batch_size
-        # Enough that the ramps of a pipeline are a small part of a step.
+        # With this many microbatches the ramps of a pipeline are a small part of a step.
         self._microbatches = 4 * mesh.pp.size if mesh.pp.size > 1 else 1
         self._unit = sequence_unit(config.parallel)
         self._by_length = Rotary.of(config.model).depends_on_length
         self._step = self._rows * self._microbatches * mesh.data_size
         rounds = max(1, MESSAGE_TOKENS // (self._step * config.training.seq_length))
         self.at_once = self._step * rounds
-        """How many texts ``score`` is given at most."""
+        """The most texts for one call of ``score``."""
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Return the scores of some texts, which all ranks give alike, on all of them. Texts next
-        to each other had better be of about the same length. Each is scored as if it were alone.
-        Collective. Raises TrainingError if a score is not a finite number."""
-        found = torch.zeros(len(requests), 2, dtype=torch.float64)
+        """Return the scores of texts, given alike by all ranks, on all ranks. Neighbours should be
+        of similar length. Each text is scored as if it were alone. Collective. Raises TrainingError
+        if a score is not a finite number."""
+        scores = torch.zeros(len(requests), 2, dtype=torch.float64)
         mesh = self._mesh
-        # One rank of each data-parallel replica says what all of its ranks know.
+        # One rank of each data-parallel replica gives the scores, which all its ranks know.
         speaks = mesh.pp.rank == mesh.cp.rank == mesh.tp.rank == 0
         for start in range(0, len(requests), self._step):
             starts = [
@@ -91,23 +91,23 @@ class Scorer:
             scored = score_tokens(self._runtime, [batch for batch, _ in batches])
             if not speaks:
                 continue
-            each = zip(starts, rows, batches, scored, strict=True)
-            for first, texts, (batch, counts), (losses, likeliest) in each:
+            microbatches = zip(starts, rows, batches, scored, strict=True)
+            for first, texts, (batch, counts), (losses, likeliest) in microbatches:
                 if texts:
                     logprobs = losses.double().neg().where(counts, 0.0).sum(0)
                     greedy = ((likeliest == batch.labels) | ~counts).all(0)
-                    found[first : first + len(texts)] = torch.stack((logprobs, greedy), 1).cpu()
-        sum_over_ranks(found, mesh.world)
-        if not found.isfinite().all():
+                    scores[first : first + len(texts)] = torch.stack((logprobs, greedy), 1).cpu()
+        sum_over_ranks(scores, mesh.world)
+        if not scores.isfinite().all():
             do = "look at the weights, or go back to an earlier checkpoint"
-            wrong = found[~found.isfinite().all(1)][0, 0].item()
+            wrong = scores[~scores.isfinite().all(1)][0, 0].item()
             where = "the log-likelihood of a text"
             raise TrainingError(where, got=wrong, expected="a finite number", do=do)
-        return [Score(logprob, bool(greedy)) for logprob, greedy in found.tolist()]
+        return [Score(logprob, bool(greedy)) for logprob, greedy in scores.tolist()]
 
     def _batch(self, texts: Sequence[Request]) -> tuple[Batch, Tensor]:
         """Return a microbatch, and which of its labels count, bool [s, b]. Short texts are padded
-        behind, where nothing that counts sees it."""
+        at the end, which no counted token sees."""
         longest = max(len(text.tokens) for text in texts) - 1
         length = -(-longest // self._unit) * self._unit
         ids = torch.zeros(length + 1, len(texts), dtype=torch.int64)
@@ -118,7 +118,7 @@ class Scorer:
             counts[len(tokens) - 1 - scored : len(tokens) - 1, column] = True
         positions = None
         if self._by_length:
-            # A rotary scaling that looks at the length of a sequence looks for its last position.
+            # A rotary scaling that depends on the length of a sequence reads its last position.
             positions = torch.arange(length).unsqueeze(-1).minimum(lengths - 1)
         device = self._mesh.device
         batch = Batch(ids[:-1], ids[1:], position_ids=positions).to(device)
@@ -129,13 +129,13 @@ _NOTHING = (Request((0, 0), 1),)
 
 
 def serve(program: Callable[[Ask], T], scorer: Scorer, mesh: Mesh) -> T | None:
-    """Return on rank 0 what ``program`` returns, which runs there and is given a function that
-    scores texts; on the other ranks None. Collective. Raises UserErrors of the program, and those
-    of ``Scorer.score``, on every rank."""
+    """Run ``program`` on rank 0 with a function that scores texts, and return its result there; on
+    the other ranks None. Collective. Raises UserErrors of the program, and those of
+    ``Scorer.score``, on every rank."""
     desk = _Desk(program, scorer.at_once) if mesh.rank == 0 else None
     try:
         while True:
-            # Only rank 0 calls the function, and it has a desk.
+            # Only rank 0, which has a desk, calls the function.
             requests = on_rank0(lambda: desk.asked() if desk else None, mesh.world)
             if requests is None:
                 return desk.result if desk else None
@@ -150,18 +150,18 @@ def serve(program: Callable[[Ask], T], scorer: Scorer, mesh: Mesh) -> T | None:
 
 @dataclass(frozen=True)
 class _End(Generic[T]):
-    """How a program has ended."""
+    """The end of a program."""
 
     result: T | None = None
     error: BaseException | None = None
 
 
 class _ClosedError(Exception):
-    """The ranks answer no more."""
+    """The error of a request after the ranks' last answer."""
 
 
 class _Desk(Generic[T]):
-    """Where a program, in a thread of its own, asks, and the main thread answers."""
+    """The place where a program asks in its own thread, and the main thread answers."""
 
     def __init__(self, program: Callable[[Ask], T], at_once: int) -> None:
         self._program = program
@@ -169,29 +169,29 @@ class _Desk(Generic[T]):
         self._asked = SimpleQueue[Sequence[Request] | _End[T]]()
         self._answers = SimpleQueue[list[Score] | None]()
         self.result: T | None = None
-        """What the program has returned."""
+        """The result of the program."""
         start_thread(self._run, name="scored program")
 
     def asked(self) -> Sequence[Request] | None:
-        """Return what the program asks for: nothing, if it takes longer than a moment, and None if
-        it has ended. Raises what it has raised."""
+        """Return the program's requests: none if it takes longer than a moment, and None if it has
+        ended. Raises its error."""
         try:
-            found = self._asked.get(timeout=MEETING_SECONDS)
+            message = self._asked.get(timeout=MEETING_SECONDS)
         except Empty:
             return ()
-        if not isinstance(found, _End):
-            return found
-        if found.error is not None:
-            raise found.error
-        self.result = found.result
+        if not isinstance(message, _End):
+            return message
+        if message.error is not None:
+            raise message.error
+        self.result = message.result
         return None
 
     def answer(self, scores: list[Score]) -> None:
-        """Give the program what it has asked for."""
+        """Give the program its scores."""
         self._answers.put(scores)
 
     def close(self) -> None:
-        """Answer no more. A program that still runs ends at its next question."""
+        """End the answers. A program that still runs ends at its next question."""
         self._answers.put(None)
 
     def _run(self) -> None:
@@ -205,17 +205,17 @@ class _Desk(Generic[T]):
             self._asked.put(end)
 
     def _ask(self, requests: Sequence[Request]) -> list[Score]:
-        # Neighbours share a microbatch, so they should be equally long. The longest come first: if
-        # memory is short, that is known at once.
+        # Neighbours share a microbatch, so they should be equally long. The longest come first, so
+        # that a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
         scores: dict[int, Score] = {}
         with tqdm(total=len(order), unit=" texts", desc="scored", disable=None) as bar:
             for start in range(0, len(order), self._at_once):
-                part = order[start : start + self._at_once]
-                self._asked.put([requests[number] for number in part])
+                chunk = order[start : start + self._at_once]
+                self._asked.put([requests[number] for number in chunk])
                 answer = self._answers.get()
                 if answer is None:
                     raise _ClosedError
-                scores.update(zip(part, answer, strict=True))
-                bar.update(len(part))
+                scores.update(zip(chunk, answer, strict=True))
+                bar.update(len(chunk))
         return [scores[number] for number in range(len(requests))]

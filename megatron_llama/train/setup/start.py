@@ -1,4 +1,5 @@
-"""Where a run starts: what ``--load`` names, whether the run may start there, and what it loads."""
+"""The start of a run: the folder of ``--load``, whether the run may start there, and its
+content."""
 
 from __future__ import annotations
 
@@ -61,14 +62,14 @@ class Start:
 
     path: Path
     meta: CheckpointMeta | None
-    """Of a checkpoint of this program, which also has the optimizer's state and the position in the
-    data; None for a folder of another format."""
+    """The META of a checkpoint of this program, which also has the optimizer's state and the
+    position in the data; None for a folder of another format."""
     ignored: tuple[str, ...] = ()
     """Fields of a HuggingFace ``config.json`` that are not refused."""
     goes_on: bool = False
-    """Whether a folder of another format has the optimizer's state and the position, too."""
+    """Whether a folder of another format also has the optimizer's state and the position."""
     passed_over: tuple[checkpoint_dir.PassedOver, ...] = ()
-    """Why each newer checkpoint cannot be used, where AUTO has passed over some."""
+    """The newer checkpoints that AUTO has passed over, each with the reason."""
 
     @property
     def native(self) -> bool:
@@ -77,12 +78,12 @@ class Start:
 
     @property
     def resumable(self) -> bool:
-        """Whether a run can go on from here, and not only begin with the weights."""
+        """Whether a run can go on from here, instead of only beginning with the weights."""
         return self.native or self.goes_on
 
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
-        """The configuration of the weights. The sizes are for a folder that stores only a padded
-        vocabulary; see ``open_model``."""
+        """Return the configuration of the weights. The sizes are for a folder that stores only a
+        padded vocabulary; see ``open_model``."""
         if self.meta is not None:
             return self.meta.model
         return open_model(
@@ -90,15 +91,14 @@ class Start:
         ).model
 
     def weights(self, model: ModelConfig, seed: int = 0) -> WeightSource:
-        """Open the weights of ``model``, whose vocabulary is known, as ``weights_of`` completes
-        them."""
+        """Open the weights of ``model``, whose vocabulary is known, completed by ``weights_of``."""
         if self.native:
             return weights_of(native.open_weights(self.path), model, seed)
         weights = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
         return weights_of(weights, model, seed)
 
     def carried(self, model: ModelConfig) -> Carried:
-        """What came with the weights of ``model`` beside its numbers. Raises CheckpointError."""
+        """Return the files that came with the weights of ``model``. Raises CheckpointError."""
         if self.meta is not None:
             with local_copy(self.path.parent / checkpoint_dir.TOKENIZER) as folder:
                 generation = read_generation(folder)
@@ -121,7 +121,8 @@ class Start:
         return run
 
     def state(self) -> TrainState:
-        """The position of the run that saved a ``resumable`` folder. Raises CheckpointError."""
+        """Return the position of the run that saved a ``resumable`` folder. Raises
+        CheckpointError."""
         if self.meta is not None:
             return self.meta.state
         return TrainState(*self.saved_run().position())
@@ -137,11 +138,11 @@ class ModelWeights(Protocol):
 
 
 def weights_of(weights: ModelWeights, model: ModelConfig, seed: int) -> WeightSource:
-    """Return the weights as those of ``model``: where it has more token ids, with new rows; where
-    it is a reward model and these are of a language model, with a score drawn from ``seed``. Raises
-    CheckpointError for the opposite."""
-    found = weights.model
-    if found.num_labels and not model.num_labels:
+    """Return the weights as those of ``model``. New rows are added for more token ids, and a score
+    drawn from ``seed`` for a reward model from a language model. Raises CheckpointError for the
+    opposite."""
+    stored = weights.model
+    if stored.num_labels and not model.num_labels:
         raise CheckpointError(
             "--num-labels",
             got="0, a language model",
@@ -149,17 +150,17 @@ def weights_of(weights: ModelWeights, model: ModelConfig, seed: int) -> WeightSo
             do="give the weights of a language model",
         )
     source: WeightSource = weights
-    if found.vocab_size != model.vocab_size:
-        source = ResizedEmbeddings(source, found.vocab_size)
-    if model.num_labels and not found.num_labels:
+    if stored.vocab_size != model.vocab_size:
+        source = ResizedEmbeddings(source, stored.vocab_size)
+    if model.num_labels and not stored.num_labels:
         source = WithScore(source, seed, model.initializer_range)
     return source
 
 
 def named_start(options: CheckpointConfig) -> Start | None:
-    """Find what ``--load`` names: a checkpoint, the latest one in a folder of checkpoints, with
-    AUTO the newest usable one of --save, or a folder of another format. None if there is none of
-    these. Raises ConfigError for AUTO without --save."""
+    """Find the start that ``--load`` names: a checkpoint, the latest one in a folder of
+    checkpoints, with AUTO the newest usable one of --save, or a folder of another format. None if
+    there is none. Raises ConfigError for AUTO without --save."""
     if options.load is None:
         return None
     if options.load == AUTO:
@@ -192,7 +193,7 @@ def find_start(options: CheckpointConfig) -> Start | None:
     save = options.save
     load = options.load
     named = named_start(options)
-    # A run that goes on from a folder of another format does so once: what it saves is its own.
+    # A run goes on from a folder of another format only once: its own saves are of our format.
     begins = named is not None and (begins_anew(options, named) or not named.native)
     if load is None or begins:
         require_new_folder(options)
@@ -210,10 +211,10 @@ def find_start(options: CheckpointConfig) -> Start | None:
                 do=do,
             )
     elif named is None and load not in (save, AUTO):
-        found = "no complete checkpoint" if storage_path(load).is_dir() else "no such folder"
+        got = "no complete checkpoint" if storage_path(load).is_dir() else "no such folder"
         expected = "iter_* folders, or a model folder of HuggingFace, Megatron or Meta"
         raise CheckpointError(
-            f"--load {load}", got=found, expected=expected, do="check the path, or leave --load out"
+            f"--load {load}", got=got, expected=expected, do="check the path, or leave --load out"
         )
     return named
 
@@ -240,7 +241,7 @@ def require_new_folder(options: CheckpointConfig) -> None:
 
 
 def loaded_model(start: Start | None, parsed: Parsed) -> ModelConfig | None:
-    """Read the model's fields from what --load names; None if nothing is loaded.
+    """Read the model's fields from the folder of --load; None if nothing is loaded.
 
     A folder that stores only a padded vocabulary gets the size of --vocab-size, or of the tokenizer
     that is given. Raises CheckpointError or DataError."""
@@ -256,12 +257,12 @@ def loaded_model(start: Start | None, parsed: Parsed) -> ModelConfig | None:
 
 
 Source = ModelConfig | bytes | None
-"""What a folder of weights says of itself: a checkpoint of ours its META, any other its model."""
+"""The identity of a folder of weights: the META of a checkpoint of ours, else the model."""
 
 
 def said_by_source(start: Start | None, parsed: Parsed) -> Source:
-    """Read what the folder of the first weights says of itself on this rank's disk; None if the
-    weights come from the seed. Raises CheckpointError or DataError."""
+    """Read the identity of the folder of the first weights on this rank's disk; None if the weights
+    come from the seed. Raises CheckpointError or DataError."""
     if start is not None and start.native:
         return (start.path / META).read_bytes()
     if start is not None:
@@ -273,7 +274,7 @@ def said_by_source(start: Start | None, parsed: Parsed) -> Source:
 
 
 def refuse_other_words(where: str, own: Source, first: Source) -> None:
-    """Raise CheckpointError unless a folder says the same to this rank and to rank 0. ``where``
+    """Raise CheckpointError unless a folder is the same for this rank and for rank 0. ``where``
     names it."""
     if own == first:
         return
@@ -294,8 +295,8 @@ def refuse_other_words(where: str, own: Source, first: Source) -> None:
 
 
 def seen_soon(path: Path) -> bool:
-    """Whether a folder is there, or comes to be seen within seconds: a machine may know a state of
-    a shared folder that is some seconds old."""
+    """Whether a folder is there, or appears within seconds: a machine may see a shared folder in a
+    state that is some seconds old."""
     for pause in (0.5, 1.0, 2.0, 0.0):
         if path.exists():
             return True
@@ -304,8 +305,8 @@ def seen_soon(path: Path) -> bool:
 
 
 def _resizable_model(start: Start) -> ModelConfig:
-    """Read the model of a folder that is to get more rows, to which --vocab-size says nothing.
-    Raises CheckpointError for a format that stores padding."""
+    """Read the model of a folder that is to get more rows, regardless of --vocab-size. Raises
+    CheckpointError for a format that stores padding."""
     if (kind := detect(start.path)) != "hf":
         raise CheckpointError(
             "--resize-embeddings",
@@ -317,7 +318,7 @@ def _resizable_model(start: Start) -> ModelConfig:
 
 
 def begins_anew(options: CheckpointConfig, start: Start) -> bool:
-    """Whether the run loads the weights alone and begins at iteration 0."""
+    """Whether the run loads only the weights and begins at iteration 0."""
     return options.finetune or not start.resumable
 
 
@@ -363,31 +364,31 @@ def resumed(options: CheckpointConfig, start: Start | None) -> CheckpointMeta | 
 
 
 def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Describe how training samples differ from those that a checkpoint knows. Empty if they do not
-    differ, or if the checkpoint knows nothing of them."""
+    """Describe how training samples differ from those of a checkpoint. Empty if they do not differ,
+    or if the checkpoint does not identify its samples."""
     if before is None:
         return ""
-    # What the loss is belongs to the run, not to its samples.
-    known, found_now = (
-        {name: value for name, value in one.items() if name != OBJECTIVE} for one in (before, now)
+    # The objective belongs to the run, not to its samples.
+    known, current = (
+        {name: value for name, value in run.items() if name != OBJECTIVE} for run in (before, now)
     )
-    if known == found_now:
+    if known == current:
         return ""
     counts = [
         (name, before.get(name), value)
         for name, value in now.items()
         if isinstance(value, int) and before.get(name) != value
     ]
-    found = [
+    changes = [
         f"{name} {f'{was:,}' if isinstance(was, int) else 'unknown'}, now {value:,}"
         for name, was, value in counts
     ]
-    return "; ".join(found) or "as many examples and tokens, with other content"
+    return "; ".join(changes) or "as many examples and tokens, with other content"
 
 
 def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Describe the options that make a resumed run read other samples than the run that saved the
-    checkpoint would have read."""
+    """Yield the options with which a resumed run reads other samples than the saved run would
+    have."""
     sections = (
         ("training", ("seed", "seq_length")),
         ("data", ("data_path", "split", "data_order", "megatron_data_order")),
@@ -395,7 +396,7 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
     for section, names in sections:
         options = getattr(config, section)
         for name in names:
-            # A checkpoint that is older than an option was saved by a run without it.
+            # A checkpoint older than an option was saved by a run without it.
             absent = getattr(type(options)(), name)
             before = _words(saved.get(section, {}).get(name, absent))
             now = _words(getattr(options, name))
@@ -411,8 +412,8 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def batch_changes(before: Mapping[str, Any], state: TrainState, config: Config) -> Iterator[str]:
-    """Describe what other batches mean for a run that goes on at ``state``. ``before`` has the
-    batch sizes with which the checkpoint was saved, by the names of their options."""
+    """Yield the effects of other batch sizes on a run that goes on at ``state``. ``before`` has the
+    batch sizes of the checkpoint by the names of their options."""
     now = config.training
     sizes = [
         (name, _words(before[name] or ()), _words(getattr(now, name)))
@@ -445,7 +446,7 @@ def batch_changes(before: Mapping[str, Any], state: TrainState, config: Config) 
 
 
 def _end(state: TrainState, config: Config) -> str:
-    """Say where a run ends that goes on at ``state``."""
+    """Return words on the end of a run that goes on at ``state``."""
     training = config.training
     if training.epochs:
         return "the run ends with its last pass"
@@ -461,13 +462,13 @@ def _end(state: TrainState, config: Config) -> str:
 
 
 def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Say that a resumed run has other --param-group than the run that saved the checkpoint, or
-    keeps its moments in another precision."""
+    """Yield a line if a resumed run has other --param-group than the saved run, or another
+    precision of the moments."""
     optimizer = saved.get("optimizer", {})
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if config.checkpoint.load_optim else ():
         then = optimizer.get(name, "fp32")
         now = getattr(config.optimizer, name)
-        # From and to 8 bits they are not: loading refuses that.
+        # Loading refuses a change from or to 8 bits.
         if then != now and EIGHT_BIT not in (then, now):
             yield (
                 f"--{name.replace('_', '-')} was {then} when the checkpoint was saved and is "
@@ -483,7 +484,7 @@ def update_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def padding_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
-    """Say that lookups of a resumed run do not train the same rows of the embedding as before."""
+    """Yield a line if lookups of a resumed run train other rows of the embedding than before."""
     if not trains_embedding(config):
         return
     optimizer = replace(config.optimizer, train_pad_embedding=_trained_pad_embedding(meta))
@@ -502,8 +503,8 @@ def padding_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
 def with_pad_embedding_as_before(
     config: Config, start: Start | None, explicit: Collection[str]
 ) -> tuple[Config, list[str]]:
-    """Return the configuration with --train-pad-embedding where it goes on with a run whose lookups
-    trained all rows, unless the option was given; and a line that says so."""
+    """Return the configuration with --train-pad-embedding if the resumed run's lookups trained all
+    rows, unless the option was given; and a line that says so."""
     padding = config.model.pad_token_id
     given = "train_pad_embedding" in explicit
     if padding is None or given or start is None or begins_anew(config.checkpoint, start):
@@ -520,15 +521,15 @@ def with_pad_embedding_as_before(
 
 
 def _trained_pad_embedding(meta: CheckpointMeta) -> bool:
-    """Whether the run that saved a checkpoint had --train-pad-embedding; all that are older than
-    the option did what it says."""
+    """Whether the run that saved a checkpoint had --train-pad-embedding; runs older than the option
+    always trained all rows."""
     return bool(meta.config.get("optimizer", {}).get("train_pad_embedding", True))
 
 
 def order_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
-    """Say that Megatron's order is another one than before: it depends on the length of the run. A
-    checkpoint of a run in that order knows the number of its samples, and one that was converted
-    from Megatron's has the options of that run."""
+    """Yield a line if Megatron's order changes, which depends on the length of the run. A
+    checkpoint of a run in that order has the number of its samples, and one converted from
+    Megatron's has the options of that run."""
     saved = meta.config.get("training", {})
     if not config.data.megatron_data_order or meta.state.data is not None:
         return
@@ -544,12 +545,12 @@ def order_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
 
 
 def _words(value: Any) -> Any:
-    """A list (as which JSON keeps a tuple) as the words of a command line."""
+    """Return a list (JSON's form of a tuple) as the words of a command line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def damaged(start: Start) -> Iterator[str]:
-    """Warn of each checkpoint that is newer than the one that AUTO has taken."""
+    """Yield a warning of each checkpoint that is newer than the one that AUTO has taken."""
     for newer in start.passed_over:
         yield f"{newer.path} {newer.problem}, going on from {start.path}; {newer.remedy}"
 
@@ -559,15 +560,15 @@ class TrainedWeights(NamedTuple):
 
     weights: WeightSource
     state: TrainState
-    """Of the run that trained them."""
+    """The position of the run that trained them."""
     folder: str | Path | None
-    """As ``folder_from_elsewhere`` names it."""
+    """The folder by ``folder_from_elsewhere``."""
 
 
 def folder_from_elsewhere(options: CheckpointConfig, start: Start | None) -> str | Path | None:
-    """Return the folder of another format from which a run takes its weights; None where they are
-    those of a checkpoint of ours, which is compared with its own list where it is read, or are
-    drawn from the seed."""
+    """Return the folder of another format from which a run takes its weights. None if they are
+    drawn from the seed, or are of a checkpoint of ours, whose reader compares it with its own
+    list."""
     if start is None:
         return options.init_from_hf
     return None if start.native else start.path

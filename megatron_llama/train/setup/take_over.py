@@ -1,5 +1,5 @@
-"""Goes on with a run of Megatron-LM: its optimizer's state fills the engine, and the user learns in
-what this run differs from that one."""
+"""The continuation of a run of Megatron-LM: its optimizer's state fills the engine, and the user
+learns how this run differs from that one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_llama.train.run.lr import learning_rate
 
 ADAM = "adam"
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
-"""Options of the precision in which moments are kept."""
+"""Options of the precision of moments."""
 UPDATE = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad")
 """Options of an update, beside the learning rate."""
 
@@ -35,7 +35,7 @@ def take_over(
 ) -> None:
     """Fill a new engine with masters, moments and step count. Collective. Raises
     CheckpointError."""
-    # Such a state counts updates for whole parameters, as a checkpoint without columns does.
+    # Such a state counts updates for whole parameters, like a checkpoint without columns.
     columns = SavedColumns(engine, mesh, {})
     with raise_on_all_ranks(mesh.world), torch.no_grad():
         for piece in shard_pieces(engine):
@@ -52,8 +52,7 @@ def take_over(
 
 
 def require_adam(folder: Path, config: Config) -> None:
-    """Raise CheckpointError if the run's optimizer keeps other state than the one that is taken
-    over, Megatron-LM's Adam."""
+    """Raise CheckpointError if the run's optimizer keeps other state than Megatron-LM's Adam."""
     if config.optimizer.optimizer != ADAM:
         raise CheckpointError(
             f"--optimizer {config.optimizer.optimizer}",
@@ -72,7 +71,7 @@ def require_adam(folder: Path, config: Config) -> None:
 
 
 def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:
-    """Warn of updates that differ from those of the run that saved the state."""
+    """Yield warnings of updates that differ from those of the run that saved the state."""
     for name in UPDATE:
         before = getattr(state.config.optimizer, name)
         now = getattr(config.optimizer, name)
@@ -102,27 +101,27 @@ def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:
 
 
 def _schedules(*runs: Config) -> Iterator[dict[str, Any]]:
-    """Yield for each run what its learning rate follows. Lengths are in samples for all if one of
-    them counts samples, as in Megatron; a length that is not known is left out."""
-    options = [with_decay(run.optimizer, run.training) for run in runs]
-    samples = any(each.lr_decay_samples for each in options)
-    for each, run in zip(options, runs, strict=True):
-        if each.lr_decay_samples:
-            decay, last = each.lr_decay_samples, each.lr_wsd_decay_samples
-            warmup: float = each.lr_warmup_samples
+    """Yield the learning-rate options of each run. Lengths are in samples for all runs if one
+    counts samples, as in Megatron; an unknown length is left out."""
+    configs = [with_decay(run.optimizer, run.training) for run in runs]
+    samples = any(config.lr_decay_samples for config in configs)
+    for config, run in zip(configs, runs, strict=True):
+        if config.lr_decay_samples:
+            decay, last = config.lr_decay_samples, config.lr_wsd_decay_samples
+            warmup: float = config.lr_warmup_samples
         else:
             times = run.training.global_batch_size if samples else 1
-            decay, last = times * each.lr_decay_iters, times * each.lr_wsd_decay_iters
-            warmup = times * each.lr_warmup_iters
+            decay, last = times * config.lr_decay_iters, times * config.lr_wsd_decay_iters
+            warmup = times * config.lr_warmup_iters
         unit = "samples" if samples else "iters"
-        found: dict[str, Any] = {"--lr": each.lr, "--lr-decay-style": each.lr_decay_style}
-        if warmup or decay or not each.lr_warmup_fraction:
-            found[f"--lr-warmup-{unit}"] = warmup or each.lr_warmup_fraction * decay or 0
-        if each.lr_decay_style != "constant":
-            found["--min-lr"] = each.min_lr
-        if each.lr_decay_style != "constant" and decay:
-            found[f"--lr-decay-{unit}"] = decay
-        if each.lr_decay_style == "WSD":
-            found["--lr-wsd-decay-style"] = each.lr_wsd_decay_style
-            found[f"--lr-wsd-decay-{unit}"] = last
-        yield found
+        schedule: dict[str, Any] = {"--lr": config.lr, "--lr-decay-style": config.lr_decay_style}
+        if warmup or decay or not config.lr_warmup_fraction:
+            schedule[f"--lr-warmup-{unit}"] = warmup or config.lr_warmup_fraction * decay or 0
+        if config.lr_decay_style != "constant":
+            schedule["--min-lr"] = config.min_lr
+        if config.lr_decay_style != "constant" and decay:
+            schedule[f"--lr-decay-{unit}"] = decay
+        if config.lr_decay_style == "WSD":
+            schedule["--lr-wsd-decay-style"] = config.lr_wsd_decay_style
+            schedule[f"--lr-wsd-decay-{unit}"] = last
+        yield schedule

@@ -20,7 +20,7 @@ from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.train.setup.inputs import VALIDATION
 
 ASKED_AT_ONCE = 16
-"""Remote files whose sizes are asked for at the same time."""
+"""Remote files whose sizes are requested at the same time."""
 NO_SPLIT = "100,0,0"
 
 
@@ -33,10 +33,9 @@ def text_samples(
     tokenizer: Tokenizer | None,
     share: tuple[int, int],
 ) -> Samples:
-    """Open the text of --data-path for training, or the files of it that are for validation. What
-    a rank reads of it follows from its samples, whatever its ``share`` is. Raises ConfigError with
-    every option that a text does not go with, DataError for files and tokenizers that cannot be
-    used."""
+    """Open the text of --data-path for training, or its files for validation. A rank's samples
+    decide what it reads, whatever its ``share``. Raises ConfigError with every option that excludes
+    text, DataError for files and tokenizers that cannot be used."""
     validation = part == VALIDATION
     problems = list(text_problems(config, blend, validation=validation))
     if problems:
@@ -72,7 +71,7 @@ def text_samples(
 
 
 def text_problems(config: Config, blend: Blend, *, validation: bool) -> Iterator[str]:
-    """Yield what of a configuration does not go with text that is streamed."""
+    """Yield options of a configuration that exclude streamed text."""
     data = config.data
     training = config.training
     indexed = [word for word in blend.prefixes if not is_stream(word)]
@@ -172,7 +171,7 @@ def _settings(
         seed=training.seed + (number << 32),
         shuffled=data.data_order == "shuffled" and not validation,
         lanes=data.stream_lanes,
-        # Nothing is shuffled in an evaluation: no more is read than it takes.
+        # An evaluation shuffles nothing, and reads no more than it takes.
         window=0 if validation else data.stream_window,
         workers=1 if validation else data.stream_workers,
         step_samples=training.global_batch_size,

@@ -1,5 +1,5 @@
-"""Finds the tokenizer of a run, refuses datasets and weights that were made with another one, and
-fills in what the model takes from it."""
+"""The tokenizer of a run: its search, the refusal of datasets and weights of another one, and the
+model's fields from it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Vocabulary:
     """The tokens of a run."""
 
     tokenizer: Tokenizer | None
-    """None where nothing names one."""
+    """The tokenizer; None if nothing names one."""
     size: int
-    """The number of token ids; 0 if it is not known."""
+    """The number of token ids; 0 if unknown."""
     eod: int | None
     """The id that ends documents."""
     warnings: tuple[str, ...] = ()
-    """What could not be compared, and what the run does without."""
+    """Comparisons that were impossible, and things that the run lacks."""
 
 
 def find_vocabulary(config: Config, start: Start | None) -> Vocabulary:
@@ -41,19 +41,19 @@ def find_vocabulary(config: Config, start: Start | None) -> Vocabulary:
     ``start`` or --init-from-hf, or else of the dataset's PREFIX.meta.json.
 
     Raises DataError for a dataset or for weights that were made with another tokenizer."""
-    # A text is made into tokens by the tokenizer of the run.
+    # The run's own tokenizer encodes a text.
     prefixes = [word for word in read_blend(config.data.data_path).prefixes if not is_stream(word)]
     metas = {prefix: meta for prefix in prefixes if (meta := read_meta(prefix)) is not None}
     _require_one_tokenizer(metas)
     first = next(iter(metas.values()), {})
     folder = _tokenizer_of_weights(config.checkpoint, start)
-    # An object store is read for the comparison alone: a tokenizer copies its files later on.
+    # An object store is read only for the comparison: a tokenizer copies its files later.
     beside = folder if folder is not None and not is_remote(folder) else None
     path = config.data.tokenizer_model or beside or _present(first)
     tokenizer = load_tokenizer(path, config.data.tokenizer_type) if path is not None else None
     warnings: list[str] = []
     if tokenizer is None:
-        # A plan for other machines has no dataset here, and nothing to say of its tokenizer.
+        # A plan for other machines has no dataset here, so its tokenizer is not checked.
         if any(is_url(prefix) or Path(f"{prefix}.idx").is_file() for prefix in prefixes):
             warnings += _without_tokenizer(config.checkpoint, metas)
     else:
@@ -93,7 +93,7 @@ def _present(meta: Mapping[str, Any]) -> Path | None:
 def _without_tokenizer(
     options: CheckpointConfig, metas: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield what a run that has no tokenizer does without."""
+    """Yield the things that a run without a tokenizer lacks."""
     missing = [
         f"{meta['tokenizer']}, which {prefix}.meta.json names, is not there"
         for prefix, meta in metas.items()
@@ -107,7 +107,7 @@ def _without_tokenizer(
 
 
 def _require_one_tokenizer(metas: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise DataError where a dataset of a blend has other tokens than the first of them."""
+    """Raise DataError if a dataset of a blend has other tokens than the first."""
     do = "preprocess all datasets of a blend with one tokenizer"
     first = next(iter(metas), "")
     for prefix, meta in metas.items():
@@ -117,21 +117,21 @@ def _require_one_tokenizer(metas: Mapping[str, Mapping[str, Any]]) -> None:
             if got != wanted:
                 expected = f"{wanted}, as of {first}"
                 raise DataError(f"{prefix}.meta.json {name}", got=got, expected=expected, do=do)
-        here, there = (Fingerprint.read(each.get("fingerprint")) for each in (meta, metas[first]))
+        here, there = (Fingerprint.read(entry.get("fingerprint")) for entry in (meta, metas[first]))
         if here is None or there is None or here == there:
             continue
-        mine, other = _present(meta), _present(metas[first])
-        found = "another fingerprint"
-        if mine is not None and other is not None:
-            found = difference(load_tokenizer(mine), load_tokenizer(other))
-        if found:
+        mine, theirs = _present(meta), _present(metas[first])
+        deviation = "another fingerprint"
+        if mine is not None and theirs is not None:
+            deviation = difference(load_tokenizer(mine), load_tokenizer(theirs))
+        if deviation:
             where = f"{prefix}.meta.json tokenizer"
-            raise DataError(where, got=found, expected=f"the tokenizer of {first}", do=do)
+            raise DataError(where, got=deviation, expected=f"the tokenizer of {first}", do=do)
 
 
 def _compare_with_weights(tokenizer: Tokenizer, path: str, folder: Path) -> Iterator[str]:
-    """Compare the tokenizer of the run with the one beside the weights. Yields a warning where they
-    are not the same, though ids that both have mean the same. Raises DataError for other ids."""
+    """Compare the tokenizer of the run with the one beside the weights. Yields a warning if they
+    differ but common ids mean the same. Raises DataError for other ids."""
     with local_copy(folder) as here:
         try:
             own = load_tokenizer(here)
@@ -153,7 +153,7 @@ def _compare_with_weights(tokenizer: Tokenizer, path: str, folder: Path) -> Iter
 
 
 def _remedy(config: Config, path: str, metas: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what to do about datasets of another tokenizer than ``path``."""
+    """Return the remedy for datasets of another tokenizer than ``path``."""
     again = "preprocess the text again with the tokenizer of the run"
     own = next(filter(None, map(_present, metas.values())), None)
     if config.data.tokenizer_model is None or own is None or str(own) == path:
@@ -168,9 +168,9 @@ def _compare_with_datasets(
     metas: Mapping[str, Mapping[str, Any]],
     remedy: str,
 ) -> Iterator[str]:
-    """Yield a warning for each dataset that does not say enough of the tokenizer it was made with.
-    Raises DataError with each that was made with another one. More tokens behind those of the
-    dataset do not make it another one."""
+    """Yield a warning for each dataset that does not tell enough about its tokenizer. Raises
+    DataError with each dataset of another tokenizer. More tokens after those of the dataset are no
+    difference."""
     problems = []
     for prefix in prefixes:
         meta = metas.get(prefix, {})
@@ -181,25 +181,25 @@ def _compare_with_datasets(
         own = load_tokenizer(named) if named is not None else None
         if own is not None and kept is not None and kept != Fingerprint.of(own, size):
             own = None  # the file was replaced after the dataset was made
-        found = ""
+        deviation = ""
         if size > tokenizer.vocab_size:
-            found = f"{size} tokens there, {tokenizer.vocab_size} here"
+            deviation = f"{size} tokens there, {tokenizer.vocab_size} here"
         elif eod is not None and eod != tokenizer.eos_id:
-            found = f"the id that ends documents is {eod} there, {tokenizer.eos_id} here"
+            deviation = f"the id that ends documents is {eod} there, {tokenizer.eos_id} here"
         elif kept is not None and kept == Fingerprint.of(tokenizer, size):
             continue
         elif own is not None:
-            found = difference(tokenizer, own)
+            deviation = difference(tokenizer, own)
         elif kept is not None:
-            found = "its meta.json has another fingerprint"
+            deviation = "its meta.json has another fingerprint"
         else:
             known = f"its {size} tokens and its end token may be" if size else "nothing is known"
             yield (
                 f"--data-path {prefix}: whether it was made with the tokenizer {path} cannot be "
                 f"checked ({known}): preprocess it again to be sure"
             )
-        if found:
-            got = f"a dataset of another tokenizer ({found})"
+        if deviation:
+            got = f"a dataset of another tokenizer ({deviation})"
             expected = f"one of the tokenizer {path}"
             problems.append(
                 describe(f"--data-path {prefix}", got=got, expected=expected, do=remedy)
@@ -213,7 +213,7 @@ def _compare_with_datasets(
 
 
 def _other_end(config: Config, tokenizer: Tokenizer, path: str) -> Iterator[str]:
-    """Yield a warning if the model says that texts end with another token than the tokenizer's."""
+    """Yield a warning if the model ends texts with another token than the tokenizer."""
     eos = config.model.eos_token_id
     if eos is not None and eos != tokenizer.eos_id:
         yield (
@@ -249,7 +249,7 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
     if weights.resize_embeddings:
         size = max(size, vocabulary.size)
     trained = weights.load is not None or weights.init_from_hf is not None
-    # Tokens that were added behind a trained model's vocabulary are refused where one is used.
+    # Tokens that were added after a trained model's vocabulary are refused where one is used.
     needed = tokenizer.base_vocab_size if tokenizer is not None and trained else vocabulary.size
     if size < needed and not trained:
         do = f"give --vocab-size {vocabulary.size} or leave it out, or use this model's tokenizer"

@@ -1,5 +1,5 @@
-"""The files from which a run takes its weights are compared with the sums beside them while the run
-loads them and trains. What one rank finds is known to all before anything is kept."""
+"""The comparison of a run's weight files with the sums beside them while the run loads them and
+trains. All ranks know the findings of each before anything is kept."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ from megatron_llama.metrics.events import FAULT
 from megatron_llama.metrics.log import MetricLog
 
 DONE, WAITING, GIVEN_UP = range(3)
-"""What a rank says of its share. Of all ranks' values the largest counts."""
+"""The state of a rank's share. The largest value of all ranks counts."""
 
 
 class WeightCheck:
-    """A comparison in which each rank has its share of the files. It is a section, whose end stops
-    what has not been compared.
+    """A comparison in which each rank has its share of the files. The end of its section stops it.
 
-    What a run keeps waits for it, but not for ever, and not at all where the run was asked to stop:
-    whoever has asked may end it soon. It is said then that the weights are not known to be
-    sound."""
+    Saves wait for it, but not forever, and not at all if the run was asked to stop, since it may be
+    ended soon. Then a line says that the weights are not known to be sound."""
 
     def __init__(self, folder: Path | None, check: ListedFilesCheck, world: Axis) -> None:
         """``check`` is this rank's share."""
@@ -52,9 +50,9 @@ class WeightCheck:
 
     @property
     def problem(self) -> CheckpointError | None:
-        """What is wrong with the files that this rank has compared so far."""
+        """The problem of the files that this rank has compared so far."""
         problem = self._check.problem
-        # Retention may have removed all but the last, which may still be in the making.
+        # Retention may have removed all but the last, which may still be incomplete.
         saved = [path for path in self._saved if path == self._saved[-1] or path.is_dir()]
         if problem is None or not saved:
             return problem
@@ -71,8 +69,8 @@ class WeightCheck:
     def wait_before_save(
         self, log: MetricLog, was_asked_to_stop: Callable[[], bool], *, stopping: bool
     ) -> None:
-        """Wait as long as a save may wait, and say if it does not wait for all files. Collective.
-        Raises CheckpointError, on every rank, with those that differ."""
+        """Wait as long as a save may wait, with a line if some files are not compared then.
+        Collective. Raises CheckpointError, on every rank, with those that differ."""
         if self._is_done:
             return
         seconds = 0.0 if stopping or self._has_waited else WEIGHT_CHECK_SECONDS
@@ -111,7 +109,7 @@ class WeightCheck:
                 if gives_up() or (state == WAITING and time.monotonic() >= deadline):
                     state = GIVEN_UP
                 waiting = self._largest(state) == WAITING
-            # Of ranks that were done nobody knows when another one gives up.
+            # Ranks that are done do not know when another one gives up.
             self._is_done = self._largest(DONE if self._check.is_done(0.0) else WAITING) == DONE
             raise_error_on_all_ranks(self.problem, self._world)
 
@@ -122,7 +120,7 @@ class WeightCheck:
 
     def _say_what_is_left(self, log: MetricLog, *, stopping: bool) -> None:
         by_rank = all_gather_object(self._check.left, self._world)
-        # Machines with copies of their own have the same names for them.
+        # Machines with their own copies have the same names for them.
         left = {file.path: file for files in by_rank for file in files}.values()
         size = sum(file.size for file in left) / 2**30
         lists = sorted({str(file.listed.list) for file in left})
@@ -151,14 +149,15 @@ class WeightCheck:
 def begin_weight_check(
     folder: str | Path | None, world: Axis, *, in_background: bool = False
 ) -> WeightCheck:
-    """Begin to compare the files from which the weights of a folder are read; those of one disk are
-    shared out among all processes that read it. ``None`` has no files. With ``in_background`` the
-    threads leave the processors to whoever computes meanwhile. Collective. Raises CheckpointError,
-    on every rank, for a list that cannot be read, or a folder without weights."""
+    """Begin to compare the files of a folder's weights; those of one disk are shared out among all
+    processes that read it. ``None`` has no files. With ``in_background`` the threads leave the
+    processors to other work. Collective. Raises CheckpointError, on every rank, for a list that
+    cannot be read, or a folder without weights."""
     path = Path(folder) if folder is not None else None
-    # No thread is started before all ranks go on: nobody would end those of the others.
+    # No thread starts before all ranks go on: after an error of one rank no code would end the
+    # threads of the others.
     with raise_on_all_ranks(world):
-        # What else lies beside, such as the weights in another format, takes nobody's time.
+        # Other files beside them, such as the weights in another format, are not compared.
         read = set(weight_files(path)) if path is not None else set()
         files = [file for file in listed_files(path) if file.path in read]
     local_rank = place_from_environment().local_rank
@@ -169,22 +168,23 @@ def begin_weight_check(
 
 
 def share_of(rank: int, seen: Sequence[tuple[str, int]]) -> tuple[int, int]:
-    """Return which of how many shares of the files a rank compares; ``seen`` has of each rank what
-    it sees, and its number on its machine. A thousand machines that each read all of a disk that
-    they share would take it from the run.
+    """Return the index of a rank's share of the files, and the number of shares. ``seen`` has the
+    files that each rank sees, and its number on its machine. A thousand machines that each read all
+    of a shared disk would take it from the run.
 
     The first shares, which have the largest files, are on as many machines as there are."""
-    sharing = [other for other, (files, _) in enumerate(seen) if files == seen[rank][0]]
-    sharing.sort(key=lambda other: (seen[other][1], other))
+    sharing = [peer for peer, (files, _) in enumerate(seen) if files == seen[rank][0]]
+    sharing.sort(key=lambda peer: (seen[peer][1], peer))
     return sharing.index(rank), len(sharing)
 
 
 def _identity(files: Sequence[ListedFile]) -> str:
-    """Return a digest of which files this process sees: those that have it alike share a disk."""
+    """Return a digest of the files that this process sees: processes with the same digest share a
+    disk."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.listed.digest};".encode())
-        # A file that went meanwhile is missed by its reader.
+        # The reader of a file that has vanished reports it.
         with suppress(OSError):
             digest.update(f"{file_identity(str(file.path))};".encode())
     return digest.hexdigest()

@@ -73,7 +73,7 @@ def run_alignment(
     parsed: Parsed, *, callbacks: Sequence[Callback] = (), place: Place | None = None
 ) -> TrainResult:
     """Train on the preferences that valid options name, or only write the reference's scores.
-    ``place``: which process this is, if it is not for the environment to say. Collective. Raises
+    ``place``: the place of this process, by default from the environment. Collective. Raises
     UserError."""
     pairs = PairInputs()
     if parsed.get(AlignConfig).only_reference_scores:

@@ -1,5 +1,5 @@
-"""``align``: preference tuning. The training loop is that of ``pretrain``; the samples are answers
-that were judged, and the loss compares them."""
+"""``align``: preference tuning. The training loop is that of ``pretrain``; the samples are judged
+answers, and the loss compares them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SECTIONS = (AlignConfig, SFTConfig, *PRETRAIN)
 def align(parsed: Parsed) -> int:
     """Tune a model on preferences. Returns the exit status."""
     planned = parsed.get(DryRunConfig).dry_run
-    # A dry run plans without examples, too; a strict one is as strict as the run.
+    # A dry run also plans without examples; a strict one is as strict as the run.
     parsed = valid_options(parsed, needs_files=planned != "yes")
-    # Here, because --help and a wrong option need nothing of what reads examples.
+    # Imported here, because --help and a wrong option need no reader of examples.
     if planned != "no":
         from megatron_llama.tune.preference.inputs import PairInputs
 

@@ -37,18 +37,19 @@ HELP = "\n".join(
 def chat(parsed: Parsed) -> None:
     """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens
     come. Raises DataError if the template can render no conversation."""
-    from megatron_llama.train.api.generate import checked_sampling
+    from megatron_llama.train.api.generate import sampling_of
     from megatron_llama.train.commands.common.trained import open_trained
+    from megatron_llama.train.setup.checks.ranges import refuse_values
     from megatron_llama.tune.sft.chat import ChatTokenizer
     from megatron_llama.tune.sft.problems import UnusableError
 
     options = parsed.get(ChatConfig)
-    sampling = parsed.get(SamplingConfig)
-    drawing = checked_sampling(**vars(sampling))
+    drawn = parsed.get(SamplingConfig)
+    refuse_values(drawn)
     model = open_trained(parsed.get(ModelFolderConfig))
     speaker = ChatTokenizer(model.tokenizer, options.chat_template)
     try:
-        talk = Talk(model, speaker, drawing, seed=sampling.seed, system=options.system)
+        talk = Talk(model, speaker, sampling_of(drawn), seed=drawn.seed, system=options.system)
     except UnusableError as error:
         raise DataError(str(error.at("--chat-template"))) from error
     print(f" {speaker.template.name}; /help lists the commands", file=sys.stderr, flush=True)
@@ -72,7 +73,7 @@ def chat(parsed: Parsed) -> None:
 
 def lines() -> Iterator[str]:
     """Yield the lines of the standard input that are not empty. On a terminal they can be edited,
-    and the arrow keys bring back those before."""
+    and the arrow keys bring back earlier lines."""
     asked = sys.stdin.isatty()
     edited = asked and sys.stdout.isatty()
     if edited:
@@ -92,8 +93,8 @@ def lines() -> Iterator[str]:
 
 
 class Talk:
-    """A conversation. The model keeps what it has read: with each message it reads only the tokens
-    that are new, unless the template now renders earlier messages differently."""
+    """A conversation. The model keeps the tokens that it has read: with each message it reads only
+    new ones, unless the template now renders earlier messages differently."""
 
     def __init__(
         self,

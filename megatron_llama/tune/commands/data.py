@@ -1,5 +1,4 @@
-"""``data preview|check|stats``: what a run of ``sft`` or ``align`` would make of files of
-examples."""
+"""``data preview|check|stats``: the result of reading files of examples by ``sft`` or ``align``."""
 
 from __future__ import annotations
 
@@ -22,6 +21,8 @@ from megatron_llama.tune.sft.sft_config import DataToolConfig, SFTConfig
 
 if TYPE_CHECKING:
     from megatron_llama.tune.sft.chat import ChatTokenizer
+    from megatron_llama.tune.sft.dataset import Examples
+    from megatron_llama.tune.sft.run import FilledSamples
 
 SECTIONS = (
     DataToolConfig,
@@ -39,8 +40,7 @@ _PLAIN = "\x1b[0m"
 
 
 def data(parsed: Parsed) -> int:
-    """Do what ``action`` says. Return the exit status: 1 if there are examples at which a run would
-    stop."""
+    """Run ``action``. Return the exit status: 1 if there are examples at which a run would stop."""
     tool = parsed.get(DataToolConfig)
     options = parsed.get(SFTConfig)
     wrong = []
@@ -97,8 +97,8 @@ def data(parsed: Parsed) -> int:
 
 
 def _align(parsed: Parsed, files: Sequence[Path]) -> AlignConfig | None:
-    """Return how align is to read the files; None if they are examples for sft. Raises ConfigError
-    for options of sft that align does not have."""
+    """Return the options of align for the files; None if they are examples for sft. Raises
+    ConfigError for options of sft that align does not have."""
     from megatron_llama.tune.preference.pairs import is_preference
     from megatron_llama.tune.sft.records import records
 
@@ -128,9 +128,9 @@ def _align(parsed: Parsed, files: Sequence[Path]) -> AlignConfig | None:
 Found = TypeVar("Found")
 
 
-def _numbered(found: Iterable[Found], number: int, files: Sequence[Path]) -> Found:
+def _numbered(records: Iterable[Found], number: int, files: Sequence[Path]) -> Found:
     """Return the example with this number, from 1. Raises DataError if there are fewer."""
-    example = next(islice(found, number - 1, None), None)
+    example = next(islice(records, number - 1, None), None)
     if example is None:
         where = ", ".join(map(str, files))
         raise DataError(
@@ -171,7 +171,7 @@ def _preview(
 
 
 def _left_out(example: Example) -> str:
-    """Say how many messages of an example are marked as not to be learned."""
+    """Return words on the number of messages of an example that are marked as not to be learned."""
     count = 0 if isinstance(example, Passage) else len(example.unlearned)
     return f"; {counted(count, 'message')} marked as not learned" if count else ""
 
@@ -179,7 +179,7 @@ def _left_out(example: Example) -> str:
 def _print_tokens(
     tokenizer: ChatTokenizer, tool: DataToolConfig, ids: Sequence[int], mask: Sequence[bool]
 ) -> None:
-    """Print tokens, those in the loss marked."""
+    """Print tokens, with those in the loss marked."""
     color = tool.color == "always" or (tool.color == "auto" and sys.stdout.isatty())
     opened, closed = (_GREEN, _PLAIN) if color else ("[[", "]]")
     spelt = zip(tokenizer.spelt(ids), mask, strict=True)
@@ -205,33 +205,35 @@ def _preview_pair(
     from megatron_llama.tune.sft.problems import UnusableError
 
     formats: dict[str, str] = {}
-    where, found = _numbered(
+    where, preference = _numbered(
         parsed_preferences(files, options, align, formats), tool.example, files
     )
     try:
-        if isinstance(found, UnusableError):
-            raise found
-        encoded, kinds, _ = encode_preference(tokenizer, found, align.method)
+        if isinstance(preference, UnusableError):
+            raise preference
+        encoded, kinds, _ = encode_preference(tokenizer, preference, align.method)
     except UnusableError as problem:
         print(problem.at(where))
         return 1
     print(f"{where}: format {list(formats.values())[-1]}")
     words = ("good", "bad") if align.method == "kto" else ("chosen", "rejected")
-    lengths = [len(one.ids) for one in encoded]
-    completions = [each.completion for each in unpaired(found)]
-    for one, kind, completion in zip(encoded, kinds, completions, strict=True):
-        together = [len(one.ids)] if align.method == "kto" else lengths
+    lengths = [len(coded.ids) for coded in encoded]
+    completions = [single.completion for single in unpaired(preference)]
+    for coded, kind, completion in zip(encoded, kinds, completions, strict=True):
+        together = [len(coded.ids)] if align.method == "kto" else lengths
         longest = most_tokens(together, tool.seq_length, align.method)
-        cut = f", of which a sample holds {longest:,}" if len(one.ids) > longest else ""
+        cut = f", of which a sample holds {longest:,}" if len(coded.ids) > longest else ""
         joined = (
-            "; the tokenizer joins the end of the prompt with the completion" if one.merged else ""
+            "; the tokenizer joins the end of the prompt with the completion"
+            if coded.merged
+            else ""
         )
         print(
-            f"\n{words[kind != CHOSEN]}: {len(one.ids):,} tokens{cut}, {one.prompt:,} of the "
-            f"prompt, {sum(one.loss_mask):,} in the loss{joined}{_left_out(completion.example)}"
-            f"\n\n{one.text}\n"
+            f"\n{words[kind != CHOSEN]}: {len(coded.ids):,} tokens{cut}, {coded.prompt:,} of the "
+            f"prompt, {sum(coded.loss_mask):,} in the loss{joined}{_left_out(completion.example)}"
+            f"\n\n{coded.text}\n"
         )
-        _print_tokens(tokenizer, tool, one.ids, one.loss_mask)
+        _print_tokens(tokenizer, tool, coded.ids, coded.loss_mask)
     return 0
 
 
@@ -246,15 +248,8 @@ def _check_pairs(
     from megatron_llama.tune.preference.methods import CHOSEN, REJECTED
 
     pairs = read_pairs(files, tokenizer, options, align, tool.seq_length)
-    lines = list(pairs.report(None if tool.action == "check" else 10))
-    if len(pairs):
-        every = range(len(pairs))
-        samples = PairSamples(pairs, every, tool.seq_length, packing=True, method=align.method)
-        packed = (
-            f"{len(samples):,} samples of {tool.seq_length:,} tokens, {samples.filled:.1%} full"
-        )
-        lines.append(f"with --packing {packed}; without {len(pairs):,}")
-    print("\n".join(lines))
+    every = range(len(pairs))
+    samples = PairSamples(pairs, every, tool.seq_length, packing=True, method=align.method)
     targets = {
         kind: Counter(
             int(mask.sum())
@@ -269,8 +264,7 @@ def _check_pairs(
         (f"Tokens of {words[0]} completions", targets[CHOSEN]),
         (f"Tokens of {words[1]} completions", targets[REJECTED]),
     )
-    _shown(tool, "Pairs", lines, charts)
-    return 1 if pairs.problems and options.on_bad_sample == "stop" else 0
+    return _show(tool, options, "Pairs", pairs, samples, charts)
 
 
 def _check(
@@ -279,15 +273,8 @@ def _check(
     from megatron_llama.tune.sft.dataset import ExampleSamples, read_examples
 
     examples = read_examples(files, tokenizer, options, tool.seq_length)
-    most = None if tool.action == "check" else 10
-    lines = list(examples.report(most))
-    if len(examples):
-        samples = ExampleSamples(examples, range(len(examples)), tool.seq_length, packing=True)
-        packed = (
-            f"{len(samples):,} samples of {tool.seq_length:,} tokens, {samples.filled:.1%} full"
-        )
-        lines.append(f"with --packing {packed}; without {len(examples):,}")
-    print("\n".join(lines))
+    every = range(len(examples))
+    samples = ExampleSamples(examples, every, tool.seq_length, packing=True)
     targets = Counter(int(mask.sum()) for mask in examples.loss_mask)
     shares = Counter(int(100 * mask.mean()) for mask in examples.loss_mask)
     charts = (
@@ -295,25 +282,34 @@ def _check(
         ("Tokens in the loss", targets),
         ("Share of tokens in the loss, %", shares),
     )
-    _shown(tool, "Examples", lines, charts)
-    return 1 if examples.problems and options.on_bad_sample == "stop" else 0
+    return _show(tool, options, "Examples", examples, samples, charts)
 
 
-def _shown(
+def _show(
     tool: DataToolConfig,
+    options: SFTConfig,
     title: str,
-    lines: Sequence[str],
+    examples: Examples,
+    samples: FilledSamples,
     charts: Sequence[tuple[str, Mapping[int, int]]],
-) -> None:
-    """Write the page of ``stats``, or print the first of its charts."""
+) -> int:
+    """Print the report of a run on the examples and on the packed ``samples``; write the page of
+    ``stats``, or print the first of its charts. Return the exit status."""
     from megatron_llama.files import replace_file
     from megatron_llama.planner.pictures.histogram import page, quantiles, text_bars
 
+    lines = list(examples.report(None if tool.action == "check" else 10))
+    if len(examples):
+        packed = (
+            f"{len(samples):,} samples of {tool.seq_length:,} tokens, {samples.filled:.1%} full"
+        )
+        lines.append(f"with --packing {packed}; without {len(examples):,}")
+    print("\n".join(lines))
     if tool.action == "stats":
         replace_file(Path(tool.output), page(title, lines, charts).encode())
         print(f"wrote {tool.output}")
-        return
-    name, lengths = charts[0]
-    if lengths:
+    elif charts[0][1]:
+        name, lengths = charts[0]
         print(f"{name[0].lower()}{name[1:]}: {quantiles(lengths)}")
         print("\n".join(text_bars(lengths)))
+    return 1 if examples.problems and options.on_bad_sample == "stop" else 0

@@ -20,10 +20,10 @@ SECTIONS = (SFTConfig, *PRETRAIN)
 
 def sft(parsed: Parsed) -> int:
     """Train a model on examples. Returns the exit status."""
-    # Here, because --help and a wrong option need nothing of what reads examples.
+    # Imported here, because --help and a wrong option need no reader of examples.
     from megatron_llama.tune.sft.inputs import EXAMPLES
 
-    # A dry run plans without examples, too; a strict one is as strict as the run.
+    # A dry run also plans without examples; a strict one is as strict as the run.
     planned = parsed.get(DryRunConfig).dry_run == "yes"
     require_valid(parsed, needs_files=not planned)
     return run(parsed, EXAMPLES, examples=example_files)

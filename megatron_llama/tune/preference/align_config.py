@@ -14,7 +14,7 @@ PairFormat = Literal[
 ]
 
 BETAS = MappingProxyType({"dpo": 0.1, "ipo": 0.1, "orpo": 0.1, "simpo": 2.0, "kto": 0.1})
-"""The ``beta`` of each method that has one, where none is given."""
+"""The default ``beta`` of each method that has one."""
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 """The methods that compare the model with a reference."""
 
@@ -59,11 +59,11 @@ class AlignConfig:
     """reward: the weight of the squared sum of both scores of a pair, which keeps scores near zero
     (Eisenstein et al., 2023)."""
     preference_format: PairFormat = "auto"
-    """What an example looks like: `trl` (`prompt`, `chosen`, `rejected`), `openai` (`input`,
+    """Format of the examples: `trl` (`prompt`, `chosen`, `rejected`), `openai` (`input`,
     `preferred_output`, `non_preferred_output`), `alpaca` (`instruction`, `input`, `chosen`,
     `rejected`), `sharegpt` (`conversations`, `chosen`, `rejected`), `ultrafeedback` (whole
     conversations as `chosen` and `rejected`), `completion_label` (kto: `prompt`, `completion`,
-    `label`). `auto`: what the first example of each file is."""
+    `label`). `auto`: that of the first example of each file."""
     reference_scores: str | None = None
     """File of the reference's log-probabilities: read if it is there, else written; that of the
     validation samples has `.validation` before its ending. Default: beside the first file of the

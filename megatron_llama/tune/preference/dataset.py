@@ -1,4 +1,4 @@
-"""Pairs of completions as tokens, and the samples of a run that are made of them."""
+"""Pairs of completions as tokens, and the samples of a run made of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -33,23 +34,24 @@ from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.dataset import (
     RENDERED,
     Examples,
+    ParsedRecord,
+    encoded_rounds,
     parsed_records,
     refuse_beyond,
     reordered,
-    rounds,
 )
-from megatron_llama.tune.sft.packing import best_fit
+from megatron_llama.tune.sft.packing import grouped, side_by_side
 from megatron_llama.tune.sft.problems import UnusableError
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 Likelihood = Literal["completion", "whole"]
-"""Whose likelihood a method adds to its loss: that of chosen completions, or of their prompts,
-too."""
+"""The tokens whose likelihood a method adds to its loss: those of chosen completions, or of their
+prompts too."""
 
 
 def likelihood_of(align: AlignConfig) -> Likelihood | None:
-    """What a method adds the likelihood of. ORPO's is that of prompt and completion, as in the code
-    of its authors (and TRL's); RPO's that of the completion."""
+    """Return the tokens whose likelihood a method adds to its loss. ORPO's is that of prompt and
+    completion, as in the code of its authors (and TRL's); RPO's that of the completion."""
     if align.method == "orpo":
         return "whole"
     return "completion" if align.sft_loss_weight else None
@@ -57,30 +59,37 @@ def likelihood_of(align: AlignConfig) -> Likelihood | None:
 
 @dataclass
 class Pairs(Examples):
-    """The examples of some files that can be used, and what became of the others.
+    """The usable examples of files, and the counts and problems of the others.
 
-    An example is a pair, or one completion that was judged alone. The texts of an example are its
-    completions, each with its prompt in front: of a pair first the chosen one. ``loss_mask`` has
-    the tokens of the completion. ``lengths`` counts completions."""
+    An example is a pair, or one completion that was judged alone. Its texts are its completions,
+    each after its prompt; the chosen one of a pair comes first. ``loss_mask`` has the tokens of the
+    completion. ``lengths`` counts completions."""
 
     per_example: int = 2
     """Completions of an example: 2, or 1 where they are judged alone."""
     prompts: Sequence[int] = field(default_factory=list)
-    """How many tokens of each completion are the prompt's."""
+    """Number of tokens of each text that are the prompt's."""
     kinds: Sequence[int] = field(default_factory=list)
     """CHOSEN or REJECTED, of each completion."""
     merged: int = 0
-    """Examples of which the tokenizer joins the end of the prompt with the completion."""
+    """Examples in which the tokenizer joins the end of the prompt with the completion."""
     repaired: ClassVar[str] = "prompts"
+
+    def add_completion(self, completion: EncodedCompletion, longest: int | None, kind: int) -> None:
+        """Add a completion, cut after ``longest`` tokens, as ``add_text`` does."""
+        assert isinstance(self.prompts, list) and isinstance(self.kinds, list)
+        self.add_text(completion.ids[:longest], completion.loss_mask[:longest])
+        self.prompts.append(completion.prompt)
+        self.kinds.append(kind)
 
     def reorder(self, parts: Sequence[Self], order: Sequence[int]) -> None:
         super().reorder(parts, order)
-        self.prompts = reordered([part.prompts for part in parts], order)
-        self.kinds = reordered([part.kinds for part in parts], order)
+        self.prompts = reordered([share.prompts for share in parts], order)
+        self.kinds = reordered([share.kinds for share in parts], order)
 
-    def count(self, other: Self) -> None:
+    def add_counts(self, other: Self) -> None:
         assert other.per_example == self.per_example
-        super().count(other)
+        super().add_counts(other)
         self.merged += other.merged
 
     def columns(self) -> dict[str, NDArray[Any]]:
@@ -91,7 +100,7 @@ class Pairs(Examples):
 
     def take(self, columns: Mapping[str, NDArray[Any]]) -> None:
         super().take(columns)
-        # Their elements are Python's integers.
+        # The elements of ``data`` are Python integers.
         self.prompts = columns["prompts"].data
         self.kinds = columns["kinds"].data
 
@@ -126,9 +135,9 @@ def read_pairs(
     *,
     vocab_size: int | None = None,
 ) -> Pairs:
-    """Read all records of the files. Records that cannot be used are in ``problems``, for a model
-    of ``vocab_size`` also those with a token that it has no row for. Raises DataError if a file
-    cannot be read at all."""
+    """Read all records of the files. Unusable records are in ``problems``, for a model of
+    ``vocab_size`` also those with a token without a row. Raises DataError if a file cannot be read
+    at all."""
     pairs = no_pairs(align)
     pairs.merge([*pair_rounds(files, tokenizer, options, align, seq_length, vocab_size=vocab_size)])
     return pairs
@@ -149,42 +158,31 @@ def pair_rounds(
     share: tuple[int, int] = (0, 1),
     vocab_size: int | None = None,
 ) -> Iterator[Pairs]:
-    """Read as ``read_pairs`` does, of ROUND records after another every n-th from the r-th on, for
-    ``share`` (r, n)."""
+    """Read as ``read_pairs`` does, in rounds of ROUND records: of each round every n-th record from
+    the r-th on, for ``share`` (r, n)."""
     formats: dict[str, str] = {}
-    for batch in rounds(parsed_preferences(files, options, align, formats)):
-        pairs = no_pairs(align)
-        pairs.formats = formats
-        kept = []
-        for number, (where, found) in batch:
-            if number % share[1] != share[0]:
-                continue
-            try:
-                if isinstance(found, UnusableError):
-                    raise found
-                encoded, kinds, repairs = encode_preference(tokenizer, found, align.method)
-                for completion in encoded:
-                    refuse_beyond(completion.ids, vocab_size or tokenizer.vocab_size, tokenizer)
-                kept += _kept(
-                    pairs, number, encoded, kinds, options.on_long_sample, seq_length, align.method
-                )
-                pairs.repairs.update(repairs)
-                pairs.nulls += has_null(found)
-            except UnusableError as problem:
-                pairs.problems.append(problem.at(where, number))
-        pairs.ids = [np.array(one.ids, np.int32) for one in kept]
-        pairs.loss_mask = [np.array(one.loss_mask) for one in kept]
-        pairs.prompts = [one.prompt for one in kept]
-        pairs.kinds = [one.kind for one in kept]
-        pairs.numbers = [one.number for one in kept[:: pairs.per_example]]
-        yield pairs
+
+    def add(pairs: Pairs, number: int, preference: Preference) -> None:
+        encoded, kinds, repairs = encode_preference(tokenizer, preference, align.method)
+        for completion in encoded:
+            refuse_beyond(completion.ids, vocab_size or tokenizer.vocab_size, tokenizer)
+        kept = _kept(pairs, encoded, options.on_long_sample, seq_length, align.method)
+        for example, longest in kept:
+            pairs.numbers.append(number)
+            for index in example:
+                pairs.add_completion(encoded[index], longest, kinds[index])
+        pairs.repairs.update(repairs)
+        pairs.nulls += has_null(preference)
+
+    parsed = parsed_preferences(files, options, align, formats)
+    return encoded_rounds(parsed, formats, partial(no_pairs, align), add, share)
 
 
 def parsed_preferences(
     files: Sequence[Path], options: SFTConfig, align: AlignConfig, formats: dict[str, str]
-) -> Iterator[tuple[str, Preference | UnusableError]]:
-    """Yield place and content of every record. Where the format is to be detected, the first
-    record with a known one decides for its file, and ``formats`` gets it."""
+) -> Iterator[ParsedRecord[Preference]]:
+    """Yield place and content of every record. If the format is to be detected, the first record of
+    a known one decides for its file, and ``formats`` gets it."""
 
     def read(record: Mapping[str, Any], name: str) -> Preference:
         return read_preference(record, name, options.repair_conversations, options.ignore_keys)
@@ -199,8 +197,8 @@ def encode_preference(
     prompt. For kto a pair is two completions, each judged alone. Raises UnusableError."""
     if method == "kto":
         alone = unpaired(found)
-        kinds = tuple(CHOSEN if one.desirable else REJECTED for one in alone)
-        encoded = [encode_unpaired(tokenizer, one) for one in alone]
+        kinds = tuple(CHOSEN if single.desirable else REJECTED for single in alone)
+        encoded = [encode_unpaired(tokenizer, single) for single in alone]
         return encoded, kinds, alone[0].completion.repairs
     pair = paired(found)
     if method in ("orpo", "reward"):
@@ -209,44 +207,32 @@ def encode_preference(
 
 
 def places_of(tokens: int, method: Method) -> int:
-    """How many places of a sample a prompt with its completion takes: all tokens but the last are
-    inputs; a reward model reads the score at the last one, so there it is an input, too."""
+    """Return the number of places of a prompt with its completion in a sample: all tokens but the
+    last are inputs. A reward model reads the score at the last one, so there it is an input too."""
     return tokens if method == "reward" else tokens - 1
 
 
 def most_tokens(lengths: Sequence[int], seq_length: int, method: Method) -> int:
-    """The most tokens that each completion of an example may have for all of them to fit into one
-    sample. It is the same for both halves of a pair; what a short one leaves free, a long one may
-    take."""
+    """Return the most tokens for each completion of an example such that all fit into one sample.
+    It is the same for both halves of a pair; a long one may take the places that a short one leaves
+    free."""
     room = seq_length + len(lengths) * (1 - places_of(1, method))
     if len(lengths) == 1:
         return room
     return max(room // 2, room - min(lengths))
 
 
-class _Kept(NamedTuple):
-    """A completion that can be used."""
-
-    ids: Sequence[int]
-    loss_mask: Sequence[bool]
-    prompt: int
-    kind: int
-    number: int
-    """The position of its record."""
-
-
 def _kept(
     pairs: Pairs,
-    number: int,
     encoded: Sequence[EncodedCompletion],
-    kinds: Sequence[int],
     on_long_sample: str,
     seq_length: int,
     method: Method,
-) -> list[_Kept]:
-    """Return the completions of a record, cut or left out as --on-long-sample says: truncation
-    leaves out what would then have nothing to learn. Raises UnusableError if an example is too
-    long."""
+) -> list[tuple[range, int | None]]:
+    """Return the examples of a record, as indices of ``encoded``, each with the tokens after which
+    its completions are cut, or None. Long examples are cut or left out as --on-long-sample says;
+    truncation leaves out those with nothing left to learn. Raises UnusableError if an example is
+    too long."""
     size = pairs.per_example
     examples = [range(start, start + size) for start in range(0, len(encoded), size)]
     pairs.lengths.update(len(completion.ids) for completion in encoded)
@@ -265,19 +251,9 @@ def _kept(
         else:
             pairs.cut_away += on_long_sample == "truncate"
     pairs.dropped += len(examples) - len(kept)
-    pairs.truncated += sum(longest_kept is not None for _, longest_kept in kept)
+    pairs.truncated += sum(longest is not None for _, longest in kept)
     pairs.merged += sum(encoded[example[0]].merged > 0 for example, _ in kept)
-    return [
-        _Kept(
-            encoded[i].ids[:longest_kept],
-            encoded[i].loss_mask[:longest_kept],
-            encoded[i].prompt,
-            kinds[i],
-            number,
-        )
-        for example, longest_kept in kept
-        for i in example
-    ]
+    return kept
 
 
 def _too_long(halves: Sequence[EncodedCompletion], seq_length: int) -> UnusableError:
@@ -293,7 +269,7 @@ def _too_long(halves: Sequence[EncodedCompletion], seq_length: int) -> UnusableE
 
 def _is_useful(halves: Sequence[EncodedCompletion], longest: int) -> bool:
     """Whether completions that are cut after ``longest`` tokens still have something to learn: each
-    a token of its own, and both halves of a pair not the same ones."""
+    has a token of its own, and the halves of a pair differ."""
     if not all(any(half.loss_mask[:longest]) for half in halves):
         return False
     return len(halves) == 1 or halves[0].ids[:longest] != halves[1].ids[:longest]
@@ -311,19 +287,19 @@ class _Row(NamedTuple):
 class PairSamples:
     """Samples of ``seq_length`` tokens, each filled with one example, or packed with several.
 
-    The completions of a sample, each with its prompt in front, lie side by side: both halves of a
-    pair are in one sample, the chosen one first. Each is a document of its own: it attends only to
-    itself, and its positions start at 0. So does the padding at the end. A completion of n tokens,
-    prompt included, takes n - 1 places, for a reward model n. ``completion_ids`` has its number at
-    every label that is a token of the completion; for a reward model at the last token alone, where
-    the score is read.
+    The completions of a sample, each after its prompt, lie side by side: both halves of a pair are
+    in one sample, the chosen one first. Each is its own document: it attends only to itself, and
+    its positions start at 0. So does the padding at the end. A completion of n tokens, prompt
+    included, takes n - 1 places, for a reward model n. ``completion_ids`` has its number at every
+    label that is a token of the completion; for a reward model only at the last token, where the
+    score is read.
 
-    For kto there is a mismatched sample to each sample (Ethayarajh et al., 2024, section 4.1): the
-    same prompts in the same places, each with the completion of an example some places before it in
-    the files, always as many, the first ones with those of the last. Its end is cut if it is too
-    long. It belongs to the sample, so no layout and no batch size changes it.
+    For kto each sample has a mismatched one (Ethayarajh et al., 2024, section 4.1): the same
+    prompts in the same places, each with the completion of the example a fixed number of places
+    before it in the files; the first ones get those of the last. Its end is cut if it is too long.
+    It belongs to the sample, so no layout and no batch size changes it.
 
-    Completions are numbered in the order of the files, from 0: of pair p the chosen one is 2p, the
+    Completions are numbered in the order of the files, from 0: the chosen one of pair p is 2p, the
     rejected one 2p + 1. Reference log-probabilities come in this order."""
 
     def __init__(
@@ -338,11 +314,11 @@ class PairSamples:
         rendered: str | None = None,
         objective: Mapping[str, Any] | None = None,
     ) -> None:
-        """``chosen``: which examples. ``likelihood``: what of the chosen completions ``loss_mask``
-        has, for a method that adds their likelihood; None: there is no mask. ``rendered``: the day
-        that the template has written into the texts, if it does. ``objective``: what the loss of
-        the run is, which a checkpoint keeps with the identity. Raises DataError for kto if over
-        half of the examples have one prompt."""
+        """``chosen``: the examples. ``likelihood``: the tokens of chosen completions in
+        ``loss_mask``, for a method that adds their likelihood; None: there is no mask.
+        ``rendered``: the day in the texts, if the template writes it. ``objective``: the loss of
+        the run, which a checkpoint keeps with the identity. Raises DataError for kto if over half
+        of the examples have one prompt."""
         self._pairs = pairs
         self._chosen = chosen
         self._seq_length = seq_length
@@ -354,33 +330,30 @@ class PairSamples:
         self._kl_logps: NDArray[np.float64] | None = None
         self._completions = [i for k in chosen for i in pairs.texts_of(k)]
         self.shift = self._distance() if method == "kto" else 0
-        """For kto: how many places before an example the one stands whose completion its prompt
-        has in the mismatched sample."""
+        """For kto: the distance from an example back to the one whose completion its prompt has in
+        the mismatched sample."""
         places = [
             sum(self._places(number) for number in self._numbers_of(place))
             for place in range(len(chosen))
         ]
-        groups = (
-            best_fit(places, seq_length) if packing else [[place] for place in range(len(chosen))]
-        )
-        self._rows = groups
-        self._width = pairs.per_example * max(map(len, groups), default=0)
+        self._rows = grouped(places, seq_length, packing=packing)
+        self._width = pairs.per_example * max(map(len, self._rows), default=0)
         own = sum(places_of(len(pairs.ids[i]), method) for i in self._completions)
-        self.filled = own / max(1, len(groups) * seq_length)
-        """The share of all places that completions and their prompts take; the rest is padding."""
+        self.filled = own / max(1, len(self) * seq_length)
+        """The share of places with completions and their prompts; the rest is padding."""
 
     def _numbers_of(self, place: int) -> range:
         return self._pairs.texts_of(place)
 
     def _places(self, number: int) -> int:
-        """Places of a completion; for kto those that it and its mismatched twin both fit into."""
+        """Return the places of a completion; for kto enough for its mismatched twin too."""
         places = places_of(len(self._pairs.ids[self._completions[number]]), self._method)
         if not self.shift:
             return places
         return max(places, len(self._mismatched(number)[0]) - 1)
 
     def _distance(self) -> int:
-        """The length of the longest run of equal prompts, over the end to the beginning: at this
+        """Return the length of the longest run of equal prompts, wrapped around the end: at this
         distance no two examples of one run meet."""
         prompts = [self._prompt(i) for i in self._completions]
         runs = [0]
@@ -391,7 +364,7 @@ class PairSamples:
                 runs.append(1)
         if len(runs) > 2 and prompts[0] == prompts[-1]:
             runs.append(runs[1] + runs[-1])
-        # Otherwise the run reaches itself over the end of the files.
+        # A longer run would meet itself around the end of the files.
         if 2 * max(runs) > len(prompts):
             raise DataError(
                 describe(
@@ -407,13 +380,13 @@ class PairSamples:
         return self._pairs.ids[index][: self._pairs.prompts[index]].tobytes()
 
     def _mismatched(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The prompt of a completion with the completion ``shift`` places before, and which tokens
-        are the completion's."""
+        """Return the prompt of a completion with the completion ``shift`` places before, and the
+        mask of the completion's tokens."""
         pairs = self._pairs
         own = self._completions[number]
-        other = self._completions[number - self.shift]
-        ids = [pairs.ids[own][: pairs.prompts[own]], pairs.ids[other][pairs.prompts[other] :]]
-        mask = pairs.loss_mask[other][pairs.prompts[other] :]
+        partner = self._completions[number - self.shift]
+        ids = [pairs.ids[own][: pairs.prompts[own]], pairs.ids[partner][pairs.prompts[partner] :]]
+        mask = pairs.loss_mask[partner][pairs.prompts[partner] :]
         before = np.zeros(len(ids[0]), np.bool_)
         longest = self._seq_length + 1
         return np.concatenate(ids)[:longest], np.concatenate([before, mask])[:longest]
@@ -423,18 +396,18 @@ class PairSamples:
 
     @property
     def completions(self) -> int:
-        """How many completions there are."""
+        """Number of completions."""
         return len(self._completions)
 
     def numbers(self, index: int) -> list[int]:
-        """The numbers of the completions of a sample, in the order of ``completion_kinds``."""
+        """Return the numbers of a sample's completions, in the order of ``completion_kinds``."""
         return [number for place in self._rows[index] for number in self._numbers_of(place)]
 
     def with_references(
         self, logps: NDArray[np.float64], kl_logps: NDArray[np.float64] | None = None
     ) -> PairSamples:
-        """Return the same samples with the reference's log-probability of every completion, and for
-        kto of every mismatched one, [completions] each."""
+        """Return the same samples with the reference's log-probabilities of all completions, and
+        for kto of all mismatched ones, [completions] each."""
         assert logps.shape == (self.completions,), logps.shape
         assert (kl_logps is not None) == (self._method == "kto"), "kto alone has mismatched ones"
         assert kl_logps is None or kl_logps.shape == logps.shape, kl_logps.shape
@@ -444,7 +417,7 @@ class PairSamples:
         return samples
 
     def digest(self) -> str:
-        """Return a digest of all completions in their order, whatever sample they are in: of what a
+        """Return a digest of all completions in their order, whatever their samples: of all that a
         reference scores."""
         pairs = self._pairs
         lengths = np.array([len(pairs.ids[index]) for index in self._completions])
@@ -462,8 +435,8 @@ class PairSamples:
         return digest.hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps to recognize the samples: counts for people, and a digest
-        of every token, mask and kind, and of which examples share a sample."""
+        """Return the identity of the samples for checkpoints: counts for people, and a digest of
+        every token, mask and kind, and of the examples of each sample."""
         pairs = self._pairs
         sizes = np.array([len(row) for row in self._rows])
         rows = np.array([place for row in self._rows for place in row])
@@ -515,32 +488,28 @@ class PairSamples:
 
     def _laid_out(self, rows: Sequence[Sequence[_Row]], mismatched: Batch | None = None) -> Batch:
         """Lay the completions of each sample side by side."""
-        shape = (len(rows), self._seq_length)
-        tokens, labels, positions = (np.zeros(shape, np.int64) for _ in range(3))
-        documents, completions = (np.zeros(shape, np.int32) for _ in range(2))
+        lengths = [
+            [places_of(len(completion.ids), self._method) for completion in row] for row in rows
+        ]
+        places, positions, documents = side_by_side(lengths, self._seq_length)
+        tokens, labels = (np.zeros_like(positions) for _ in range(2))
+        completions = np.zeros_like(documents)
         kinds = np.zeros((len(rows), self._width), np.int8)
         references = np.zeros((len(rows), self._width), np.float64)
-        likely = np.zeros(shape, np.float32)
+        likely = np.zeros(positions.shape, np.float32)
         for at, row in enumerate(rows):
-            start = 0
-            for number, completion in enumerate(row):
-                count = places_of(len(completion.ids), self._method)
-                place = slice(start, start + count)
-                tokens[at, place] = completion.ids[:count]
-                labels[at, start : start + len(completion.ids) - 1] = completion.ids[1:]
+            for number, (completion, place) in enumerate(zip(row, places[at], strict=True)):
+                tokens[at, place] = completion.ids[: lengths[at][number]]
+                # The last token has no label, even where it has a place.
+                labels[at, place.start : place.start + len(completion.ids) - 1] = completion.ids[1:]
                 if self._method == "reward":
-                    completions[at, start + count - 1] = number + 1
+                    completions[at, place.stop - 1] = number + 1
                 else:
                     completions[at, place] = (number + 1) * completion.loss_mask[1:]
                 if self._likelihood is not None and completion.kind == CHOSEN:
                     likely[at, place] = self._likelihood == "whole" or completion.loss_mask[1:]
-                positions[at, place] = np.arange(count)
-                documents[at, place] = number
                 kinds[at, number] = completion.kind
                 references[at, number] = completion.reference
-                start += count
-            positions[at, start:] = np.arange(self._seq_length - start)
-            documents[at, start:] = len(row)
         return Batch(
             tokens=sequence_first(tokens),
             labels=sequence_first(labels),

@@ -1,7 +1,8 @@
-"""The digest of a model: of the values of its weights, and of what says how they are computed with.
+"""The digest of a model: of the values of its weights, and of the fields that decide how they are
+used.
 
-It does not depend on where the weights lie, on their format or dtype, nor on the layout of the run:
-the same values give the same digest, and one other bit another one.
+It does not depend on the place, format or dtype of the weights, nor on the layout of the run: the
+same values give the same digest, and one other bit another one.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ def model_digest(
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """Return the digest of the weights of ``model``, hexadecimal, the same on every rank. Each rank
-    reads its share of them from ``source`` in ``dtype``, which is to hold what is stored: fp32, or
-    fp64 in a run that computes in it. ``fields``, for JSON, say what else decides what the weights
-    compute. Collective. Raises CheckpointError, on every rank, if the weights cannot be read."""
+    reads its share from ``source`` in ``dtype``, which must hold the stored values: fp32, or fp64
+    in a run that computes in it. ``fields``, for JSON, has everything else that decides what the
+    weights compute. Collective. Raises CheckpointError, on every rank, if the weights cannot be
+    read."""
     own = dict[int, bytes]()
     with raise_on_all_ranks(world):
         for number, block in enumerate(blocks(model)):
             if number % world.size == world.rank:
                 own[number] = _hashed(source, block, dtype)
-    known = {number: one for part in all_gather_object(own, world) for number, one in part.items()}
+    known = {n: digest for share in all_gather_object(own, world) for n, digest in share.items()}
     whole = hashlib.blake2b(_json(fields), digest_size=BYTES)
     for number, block in enumerate(blocks(model)):
         whole.update(_json([block.name, block.shape, block.offset]))

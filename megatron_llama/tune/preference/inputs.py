@@ -1,5 +1,5 @@
-"""What ``align`` reads: judged answers, with the tokenizer and the template that make tokens of
-them, and what the reference says of them."""
+"""The inputs of ``align``: judged answers, the tokenizer and the template that encode them, and the
+reference's scores of them."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ class _Files(TypedDict):
 
 
 class PairInputs:
-    """Reads what a run of ``align`` is trained on: the preferences first (``deciders``), and when
-    the processes have a mesh, the reference's scores."""
+    """The reader of a run of ``align``: of the preferences first (``deciders``), and of the
+    reference's scores when the processes have a mesh."""
 
     def __init__(self, *, hashes_weights: bool = True) -> None:
-        """``hashes_weights``: find out which model a fresh run begins with. It reads all of its
-        weights, which a dry run need not do."""
+        """``hashes_weights``: identify the first model of a fresh run, which reads all its weights.
+        A dry run need not do that."""
         self._hashes_weights = hashes_weights
         self._reference: Reference | None = None
         self._template = ""
 
     @property
     def deciders(self) -> tuple[Decider, ...]:
-        """What ``align`` reads."""
+        """The deciders of the inputs of ``align``."""
         return (Decider(Need.FILES, By.ALL_TOGETHER, fills=("reading", "notes"), decide=self.read),)
 
     @property
     def checks(self) -> tuple[Decider, ...]:
-        """What ``complete`` would refuse, for a dry run, which does not come to it."""
+        """The refusals of ``complete``, for a dry run, which does not call it."""
         return (refuses(needs=Need.SAMPLES, by=By.ALL_TOGETHER)(self.require_scores),)
 
     def read(self, draft: Draft) -> Draft:
@@ -81,9 +81,7 @@ class PairInputs:
             if meta is not None and before is not None
             else ()
         )
-        tokenizer, rendered = chat_tokenizer(draft, options)
-        with raise_on_all_ranks(world):
-            warnings = tokenizer.require_end()
+        tokenizer, rendered, warnings = chat_tokenizer(draft, options)
         data = PairData(options, align, config, world, tokenizer, rendered)
         with raise_on_all_ranks(world):
             assert draft.vocabulary.tokenizer is not None
@@ -94,8 +92,6 @@ class PairInputs:
                 *(f"warning: {change}" for change in changes),
                 *data.report(config),
             )
-            if options.valid_data and config.training.eval_interval == 0:
-                notes += ("warning: --valid-data without --eval-interval: it is never evaluated",)
         if align.method in WITH_REFERENCE:
             self._reference = self._find_reference(draft, goes_on=meta is not None)
         unit = "answers" if align.method == "kto" else "pairs"
@@ -110,7 +106,7 @@ class PairInputs:
         return replace(draft, reading=reading, notes=(*draft.notes, *notes))
 
     def require_scores(self, draft: Draft) -> None:
-        """Refuse what ``complete`` would refuse. Collective. Raises UserError."""
+        """Refuse all that ``complete`` would refuse. Collective. Raises UserError."""
         if self._reference is None or not self._hashes_weights:
             return
         options = draft.parsed.get(SFTConfig)
@@ -119,7 +115,7 @@ class PairInputs:
         open_scores(ready_of(draft), self._reference, align, world, **self._files(options))
 
     def complete(self, parsed: Parsed, inputs: Ready, mesh: Mesh) -> Ready:
-        """Give the samples the reference's scores, where the method compares with one. Collective.
+        """Give the samples the reference's scores, if the method has a reference. Collective.
         Raises UserError."""
         if self._reference is None:
             return inputs
@@ -129,7 +125,7 @@ class PairInputs:
         )
 
     def _files(self, options: SFTConfig) -> _Files:
-        """What tells scores from those of other texts, and where they lie."""
+        """Return the identity of the texts of scores, and the files of the samples."""
         return {
             "template": self._template,
             "train_file": _first_file(options.train_data),
@@ -164,7 +160,7 @@ def _first_file(paths: tuple[str, ...]) -> Path:
 
 
 def template_of(tokenizer: Tokenizer, template: ChatTemplate, rendered: str | None) -> str:
-    """Identify what makes tokens of texts: tokenizer, template, and the day that it writes."""
+    """Return the identity of the encoding: tokenizer, template, and the day that it writes."""
     fingerprint = Fingerprint.of(tokenizer, tokenizer.vocab_size).entry()
     entry = {
         "tokenizer": fingerprint,

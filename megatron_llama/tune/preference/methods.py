@@ -1,6 +1,6 @@
 """The methods of preference tuning, as functions of the log-probabilities of completions.
 
-L is the log-probability of a completion y behind its prompt x, the sum over the tokens of y; |y| is
+L is the log-probability of a completion y after its prompt x, the sum over the tokens of y; |y| is
 their number, and R = L - L_reference. The loss of a method is a mean over the pairs of the global
 batch (for kto over its completions), and may have a term that is the mean over tokens.
 """
@@ -47,20 +47,21 @@ class Completions:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a method says of each of some completions or pairs."""
+    """The results of a method for each completion or pair."""
 
     losses: Tensor
-    """Of each pair, or of each completion for kto."""
+    """The loss of each pair, or of each completion for kto."""
     rewards: tuple[Tensor, Tensor]
-    """Of the chosen and the rejected completions; for kto both are those of all completions."""
+    """Rewards of the chosen and the rejected completions; for kto both are those of all
+    completions."""
     logps: tuple[Tensor, Tensor]
-    """As the log shows them: sums, for orpo and simpo averages."""
+    """Log-probabilities as in the log: sums, for orpo and simpo averages."""
     extra: Mapping[str, Tensor]
     """More numbers of each pair, by the names of the log."""
 
 
 def beta_of(options: AlignConfig) -> float:
-    """Return --beta, or that of the method."""
+    """Return --beta, or the default of the method."""
     return BETAS.get(options.method, 0.0) if options.beta is None else options.beta
 
 
@@ -108,8 +109,8 @@ def simpo(options: AlignConfig, chosen: Completions, rejected: Completions) -> J
 
 
 def reward(options: AlignConfig, chosen: Completions, rejected: Completions) -> Judged:
-    """The likelihood of the preferences under Bradley and Terry's model (Ouyang et al., 2022,
-    equation 1), with scores held near zero (Eisenstein et al., 2023)."""
+    """Likelihood of the preferences under Bradley and Terry's model (Ouyang et al., 2022, equation
+    1), with scores held near zero (Eisenstein et al., 2023)."""
     scores = (chosen.logps, rejected.logps)
     losses = -F.logsigmoid(scores[0] - scores[1])
     if options.center_rewards_coefficient:
@@ -136,7 +137,7 @@ def kto(options: AlignConfig, each: Completions, good: Tensor, divergence: Tenso
 
 
 def _smoothed(margins: Tensor, smoothing: float) -> Tensor:
-    """Return the negative log-likelihood of preferences, of which a share is taken to be wrong."""
+    """Return the negative log-likelihood of preferences, a share of which is assumed wrong."""
     losses = -F.logsigmoid(margins)
     if not smoothing:
         return losses

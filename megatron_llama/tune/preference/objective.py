@@ -1,5 +1,5 @@
-"""The objective of preference tuning: which weight each token's gradient has follows from the
-log-probabilities of whole completions, which are known when the losses of all tokens are."""
+"""The objective of preference tuning. The weight of each token's gradient follows from the
+log-probabilities of whole completions, which are known once the losses of all tokens are."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _NAMES = (
     "log_odds_ratio",
     "log_odds_chosen",
 )
-"""What is summed up over a global batch, in this order. ``chosen`` and ``rejected`` are counts, by
-which the others are divided."""
+"""The sums over a global batch, in this order. ``chosen`` and ``rejected`` are counts, by which the
+others are divided."""
 
 
 class Preferences:
     """The mean loss of a method over the pairs of the global batch, or over its completions for
-    kto, and what people watch beside it."""
+    kto, and the numbers that people watch beside it."""
 
     length = len(_NAMES)
 
@@ -52,7 +52,7 @@ class Preferences:
     def preliminary(
         self, batches: Sequence[Microbatch]
     ) -> tuple[Sequence[Microbatch], Objective] | None:
-        """Return the mismatched completions, of which kto estimates the divergence."""
+        """Return the mismatched completions, from which kto estimates the divergence."""
         if self.options.method != "kto":
             return None
         mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
@@ -69,7 +69,7 @@ class Preferences:
             counts[0] += counted.sum().to(mesh.device, non_blocking=True)
             if batch.loss_mask is not None:
                 counts[1] += batch.loss_mask.sum().to(mesh.device, non_blocking=True)
-        # Ranks that share a sequence each count all of it, and are in the sum too.
+        # The sum includes all ranks that share a sequence, each of which counts all of it.
         counts /= mesh.cp.size
         all_reduce(counts, mesh.dp, async_op=False).wait()
         divergence = None if known is None else (known[1] / known[2].clamp(min=1.0)).clamp(min=0.0)
@@ -114,8 +114,8 @@ class _PreferenceLoss:
 
 
 class _PreferenceShare:
-    """The share of one microbatch, whose losses are seen once: ``weights`` and ``sums`` of them
-    share the sums over completions."""
+    """The share of one microbatch. Its losses are seen once: ``weights`` and ``sums`` use the same
+    sums over completions."""
 
     def __init__(self, step: _PreferenceLoss, batch: Microbatch) -> None:
         self._step = step
@@ -135,7 +135,7 @@ class _PreferenceShare:
                 logps = self._completion_logps(losses).requires_grad_()
                 total = self._judged(logps)[1].sum() / step.weight
             (by_completion,) = torch.autograd.grad(total, logps)
-            # A row of zeros for tokens that belong to no completion, which have the number 0.
+            # The row of zeros is for tokens of no completion, which have the number 0.
             padded = torch.cat((torch.zeros_like(by_completion[:1]), by_completion))
             # The loss of a token is its negative log-probability.
             weights = -padded.gather(0, self._ids.long())
@@ -155,7 +155,8 @@ class _PreferenceShare:
         def total(values: Tensor, where: Tensor) -> Tensor:
             return torch.where(where, values, 0.0).sum()
 
-        # Each rank that shares the samples (cp) has all completions: it gives its part of them.
+        # Each rank that shares the samples (cp) has all completions, and gives its part of the
+        # sums.
         cp = step.mesh.cp.size
         sums = {
             "chosen": chosen.sum(dtype=torch.float64),
@@ -189,8 +190,8 @@ class _PreferenceShare:
         return self._logps.detach()
 
     def _judged(self, logps: Tensor) -> tuple[Judged, Tensor, Tensor, Tensor]:
-        """Return what the method says of completions with these log-probabilities [c, b], the
-        losses with those of absent ones at 0, and where a chosen or rejected one is."""
+        """Return the method's results for completions with these log-probabilities [c, b], the
+        losses with 0 for absent ones, and the masks of chosen and of rejected ones."""
         options = self._step.objective.options
         kinds = _given(self._batch.completion_kinds)
         ids = _given(self._batch.completion_ids)
@@ -200,10 +201,10 @@ class _PreferenceShare:
         reference = self._batch.reference_logps
         if reference is None:
             reference = torch.zeros_like(logps)
-        each = Completions(logps, lengths, reference)
+        completions = Completions(logps, lengths, reference)
         if options.method == "kto":
             good = kinds == CHOSEN
-            judged = kto(options, each, good, _given(self._step.divergence))
+            judged = kto(options, completions, good, _given(self._step.divergence))
             present = kinds > 0
             losses = torch.where(present, judged.losses, 0.0)
             return judged, losses, good, present & ~good
@@ -216,8 +217,8 @@ class _PreferenceShare:
 
 
 class _Divergence:
-    """Sums up R over completions of other prompts, of which kto takes the mean as its estimate of
-    the divergence (Ethayarajh et al., 2024, section 4.1)."""
+    """The sum of R over completions of other prompts. kto takes their mean as its estimate of the
+    divergence (Ethayarajh et al., 2024, section 4.1)."""
 
     length = 3
 
@@ -241,10 +242,11 @@ class _DivergenceSums:
 
 
 class _CompletionShare:
-    """Reads the log-probabilities of completions; there is no loss."""
+    """A reader of the log-probabilities of completions, without a loss."""
 
     def __init__(self, batch: Microbatch, mesh: Mesh, found: list[Tensor] | None = None) -> None:
-        """``found`` gets them, [c, b] fp64, on every rank that shares the samples."""
+        """``found`` gets the log-probabilities, [c, b] fp64, on every rank that shares the
+        samples."""
         self._batch = batch
         self._mesh = mesh
         self._found = found
@@ -301,7 +303,7 @@ def completion_logps(runtime: PipelineRuntime, batches: Sequence[Microbatch]) ->
 def _sums_of_completions(losses: Tensor, ids: Tensor, completions: int, mesh: Mesh) -> Tensor:
     """Return the log-probability of each completion [c, b], fp64, from the negative ones of the
     tokens [s, b] of this rank's part of the sequence. Collective over cp."""
-    # One sum for each completion: a scattered addition would have an order of its own on a GPU.
+    # Each completion has its own sum: a scattered addition has no fixed order on a GPU.
     sums = torch.stack(
         [
             torch.where(ids == number + 1, losses, 0.0).sum(0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What is wrong with the options of ``align``, before a file is read."""
+"""Problems of the options of ``align`` that are known before a file is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "only_reference_scores": WITH_REFERENCE,
     }
 )
-"""The methods that read an option which not all of them read."""
+"""The methods that read an option, for options that not all methods read."""
 OF_SFT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "data_format": (
@@ -46,19 +46,19 @@ OF_SFT: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Options of ``sft`` that have no meaning here: what is expected of them, and what to do."""
+"""Options of ``sft`` without a meaning here: the expected value of each, and the remedy."""
 
 BESIDE_THE_STEP = (
     "--method kto: a forward pass over as many mismatched answers precedes each step; "
     "what is said of a step's messages, time and MFU leaves it out"
 )
-"""The plan of a step has a schedule of its own, without the passes that estimate the divergence."""
+"""The note of kto: the schedule in a step's plan lacks the passes that estimate the divergence."""
 
 
 def valid_options(parsed: Parsed, *, needs_files: bool = True) -> Parsed:
-    """Return the options of a run of ``align``: those of a reward model say that it is one, those
-    of ``kto`` what no plan counts. ``needs_files``: the run reads --train-data. Raises ConfigError
-    with everything that is wrong."""
+    """Return the options of a run of ``align``, with the mark of a reward model, and for ``kto`` a
+    note on what plans do not count. ``needs_files``: the run reads --train-data. Raises ConfigError
+    with every problem."""
     missing = missing_data(parsed.get(SFTConfig)) if needs_files else ()
     refuse([*align_problems(parsed), *missing])
     method = parsed.get(AlignConfig).method
@@ -75,7 +75,7 @@ def valid_options(parsed: Parsed, *, needs_files: bool = True) -> Parsed:
 
 
 def objective_fields(options: AlignConfig) -> dict[str, Any]:
-    """Return what the loss is, for JSON: the method, and the value of every option that it
+    """Return the identity of the loss, for JSON: the method, and the value of every option that it
     reads."""
     read = {
         name: getattr(options, name)
@@ -110,8 +110,7 @@ def objective_changes(
 
 
 def align_problems(parsed: Parsed) -> Iterator[str]:
-    """Yield everything that is wrong with the options of a run of ``align``, whatever its files
-    hold."""
+    """Yield every problem of the options of a run of ``align``, whatever its files hold."""
     options = parsed.get(AlignConfig)
     yield from data_problems(parsed, "align")
     for name, (expected, do) in OF_SFT.items():

@@ -1,5 +1,5 @@
-"""Examples of the usual preference formats as pairs of completions, or as completions that were
-judged alone, and everything that can be wrong with them."""
+"""Readers of the usual preference formats: pairs of completions, or completions that were judged
+alone, and their problems."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from megatron_llama.tune.sft.formats import (
     variables_of,
     with_types,
 )
-from megatron_llama.tune.sft.problems import UnusableError
+from megatron_llama.tune.sft.problems import UnusableError, unknown_format, wrong_kind
 from megatron_llama.tune.sft.repair import INSTRUCTIONS, Placed, Repair, repaired
 
 PREFERENCE_FIELDS = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag")
-"""Fields by which a file of preferences is told from one of conversations."""
+"""Fields that distinguish a file of preferences from one of conversations."""
 _SCORES = ("score_chosen", "score_rejected")
 _LABELS = ("label", "kto_tag")
 _PROMPTS = ("question", "query", "input", "instruction", "context", "history", "system", "messages")
@@ -51,7 +51,7 @@ class Completion:
     example: Example
     """Prompt and completion as one conversation or passage."""
     prompt_messages: int = 0
-    """How many messages of a conversation are the prompt; what follows is the completion."""
+    """Number of messages of a conversation that are the prompt; the rest is the completion."""
 
     @property
     def prompt(self) -> Conversation | Passage:
@@ -63,7 +63,7 @@ class Completion:
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
-        """What was mended in the order of its messages."""
+        """The repairs of the order of its messages."""
         return self.example.repairs if isinstance(self.example, Conversation) else ()
 
 
@@ -77,7 +77,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Unpaired:
-    """One completion that was found good or bad."""
+    """One completion that was judged good or bad."""
 
     completion: Completion
     desirable: bool
@@ -93,21 +93,21 @@ class EncodedCompletion:
     text: str
     ids: list[int]
     loss_mask: list[bool]
-    """Whether each token is one of the completion."""
+    """Whether each token belongs to the completion."""
     prompt: int
-    """How many tokens, the first ones, are the prompt's."""
+    """Number of first tokens that are the prompt's."""
     merged: int
-    """How many tokens at the end of the prompt alone are not there in front of the completion,
+    """Number of tokens at the end of the prompt alone that are missing before the completion,
     because the tokenizer joins their text with the completion's."""
 
 
 def is_preference(record: Mapping[str, Any]) -> bool:
-    """Whether a record is one of preferences rather than of conversations."""
+    """Whether a record has preferences rather than a conversation."""
     return _is_judged(record) or any(name in record for name in PREFERENCE_FIELDS)
 
 
 def _is_judged(record: Mapping[str, Any]) -> bool:
-    """Whether a label beside a completion says that it is good or bad."""
+    """Whether a record has a completion with a label that judges it good or bad."""
     return isinstance(record.get("label"), bool) and any(
         name in record for name in ("completion", "messages", "conversations", "output")
     )
@@ -130,13 +130,10 @@ def detect(record: Mapping[str, Any]) -> str:
         return "ultrafeedback" if whole and prompt is not None else "trl"
     if _is_judged(record):
         return "completion_label"
-    names = ", ".join(map(repr, list(record)[:10])) or "none"
-    raise UnusableError(
-        "unknown format",
-        got=f"the fields {names}",
-        expected="chosen and rejected, preferred_output and non_preferred_output, or completion "
+    raise unknown_format(
+        record,
+        "chosen and rejected, preferred_output and non_preferred_output, or completion "
         "(or messages) and label",
-        do="rename the fields",
     )
 
 
@@ -152,17 +149,17 @@ def read_preference(
     record = without_keys(record, ignored)
     if name != "completion_label":
         _refuse_label(record)
-    found = _READERS[name](record, repairs)
-    if isinstance(found, Pair):
+    preference = _READERS[name](record, repairs)
+    if isinstance(preference, Pair):
         _refuse_contradiction(record)
-        if found.chosen.example == found.rejected.example:
+        if preference.chosen.example == preference.rejected.example:
             raise UnusableError(
                 "identical completions",
                 got="the same chosen and rejected",
                 expected="two different completions",
                 do="leave the example out: there is nothing to prefer",
             )
-    return found
+    return preference
 
 
 def unpaired(found: Preference) -> tuple[Unpaired, ...]:
@@ -175,7 +172,7 @@ def unpaired(found: Preference) -> tuple[Unpaired, ...]:
 
 def has_null(found: Preference) -> bool:
     """Whether something in the tools of a record, or in calls of them, is null."""
-    examples = (one.completion.example for one in unpaired(found))
+    examples = (single.completion.example for single in unpaired(found))
     return any(isinstance(example, Conversation) and example.has_null for example in examples)
 
 
@@ -194,8 +191,8 @@ def paired(found: Preference) -> Pair:
 def refuse_marks(found: Preference, method: str) -> None:
     """Raise UnusableError for a message that is not to be learned, where a method counts whole
     conversations."""
-    for one in unpaired(found):
-        example = one.completion.example
+    for single in unpaired(found):
+        example = single.completion.example
         if isinstance(example, Conversation) and example.unlearned:
             raise UnusableError(
                 "a mark that the method cannot obey",
@@ -207,8 +204,8 @@ def refuse_marks(found: Preference, method: str) -> None:
 
 
 def encode_pair(tokenizer: ChatTokenizer, pair: Pair) -> list[EncodedCompletion]:
-    """Encode chosen and rejected. What both, and the prompt alone, have in common at their
-    beginning is the prompt. Raises UnusableError."""
+    """Encode chosen and rejected. The common beginning of both, and of the prompt alone, is the
+    prompt. Raises UnusableError."""
     encoded = _encode(tokenizer, (pair.chosen, pair.rejected))
     if encoded[0].ids == encoded[1].ids:
         raise UnusableError(
@@ -254,15 +251,15 @@ def _encode(tokenizer: ChatTokenizer, completions: Sequence[Completion]) -> list
 
 
 def _unmarked(example: Example) -> Example:
-    """Return an example without what its file says of the loss."""
+    """Return an example without its file's marks of the loss."""
     return example if isinstance(example, Passage) else replace(example, learned=())
 
 
 def _completed(
     tokenizer: ChatTokenizer, completion: Completion, encoded: Encoded, shared: int, merged: int
 ) -> EncodedCompletion:
-    """Mark what stands behind the prompt: all of it if that is one answer, as TRL does; of several
-    messages what the assistant says."""
+    """Mark the text after the prompt: all of it if it is one answer, as TRL does; of several
+    messages those of the assistant."""
     example = completion.example
     counts = [True] * len(encoded.ids)
     if isinstance(example, Conversation):
@@ -289,17 +286,17 @@ def _completed(
     return EncodedCompletion(encoded.text, encoded.ids, mask, shared, merged)
 
 
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The length of the longest common beginning."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the longest common beginning."""
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
             return index
-    return min(len(one), len(other))
+    return min(len(first), len(second))
 
 
 def _trl(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
-    """TRL's preference format: texts or messages, with the prompt in a field or as what both
-    halves begin with."""
+    """Read TRL's preference format: texts or messages, with the prompt in a field or as the common
+    beginning of both halves."""
     chosen = field_of(record, "chosen")
     rejected = field_of(record, "rejected")
     prompt = record.get("prompt")
@@ -342,7 +339,7 @@ def _texts(record: Mapping[str, Any], chosen: Any, rejected: Any, prompt: Any) -
         before = text_of(prompt, "prompt")
         return Pair(*(Completion(Passage(before, text)) for text in texts))
     at = _common(*texts)
-    # A space belongs to the word behind it, as most tokenizers have it.
+    # A space belongs to the word after it, as in most tokenizers.
     if 0 < at < min(map(len, texts)) and texts[0][at - 1] == " ":
         at -= 1
     if at == 0:
@@ -365,8 +362,8 @@ def _texts(record: Mapping[str, Any], chosen: Any, rejected: Any, prompt: Any) -
 
 
 def _ultrafeedback(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
-    """Whole conversations as chosen and rejected; the field ``prompt``, a text, repeats a question
-    where it is there."""
+    """Read whole conversations as chosen and rejected; the field ``prompt``, if present, is a text
+    that repeats a question."""
     pair = _whole_conversations(record, repairs)
     if record.get("prompt") is None:
         return pair
@@ -388,7 +385,7 @@ def _ultrafeedback(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pa
 
 
 def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
-    """What both conversations begin with is the prompt."""
+    """Read whole conversations, whose common beginning is the prompt."""
     known = ("prompt", "chosen", "rejected", *CONTEXT, *_SCORES)
     chosen = messages_of(field_of(record, "chosen"), "chosen")
     rejected = messages_of(field_of(record, "rejected"), "rejected")
@@ -409,7 +406,7 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
             do="mend the example",
         )
     if halves[0] == halves[1]:
-        # Told by read_preference as what it is.
+        # read_preference reports it as identical completions.
         shared -= 1
     for name, half in (("chosen", halves[0]), ("rejected", halves[1])):
         if len(half) == shared:
@@ -428,8 +425,8 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
                 expected="conversations that differ in answers alone",
                 do="mend the example",
             )
-    for (where, one), (_, other) in zip(chosen[:shared], rejected[:shared], strict=True):
-        if one.get(LOSS_MARK) != other.get(LOSS_MARK):
+    for (where, turn), (_, twin) in zip(chosen[:shared], rejected[:shared], strict=True):
+        if turn.get(LOSS_MARK) != twin.get(LOSS_MARK):
             raise UnusableError(
                 "differing prompts",
                 field=where,
@@ -444,14 +441,8 @@ def _whole_conversations(record: Mapping[str, Any], repairs: Collection[Repair])
 def _openai(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
     given = field_of(record, "input")
     if not isinstance(given, dict):
-        raise UnusableError(
-            "input is no object",
-            field="input",
-            got=f"a JSON {json_type(given)}",
-            expected="an object with 'messages'",
-            do="mend the example",
-        )
-    # parallel_tool_calls says how a service is to answer, and nothing of these answers.
+        raise wrong_kind("input is no object", "input", given, "an object with 'messages'")
+    # parallel_tool_calls tells a service how to answer, and nothing about these answers.
     unknown = sorted(given.keys() - {"messages", "tools", "parallel_tool_calls"})
     if unknown:
         raise UnusableError(
@@ -489,7 +480,7 @@ def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
 
 
 def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Pair:
-    """LLaMA-Factory's: a conversation, and two messages that may follow it."""
+    """Read LLaMA-Factory's format: a conversation, and two messages that may follow it."""
     keys, before = _turns(record, ("chosen", "rejected", *_SCORES))
     chosen, rejected = (
         [(name, message_of(field_of(record, name), name, *keys))] for name in ("chosen", "rejected")
@@ -506,8 +497,8 @@ def _with_typed_tools(record: Mapping[str, Any]) -> Mapping[str, Any]:
 def _turns(
     record: Mapping[str, Any], beside: Sequence[str]
 ) -> tuple[tuple[str, str], list[Placed]]:
-    """The names of role and content in a record's messages, and the messages. Raises UnusableError
-    for a field that is neither these, nor ``beside`` them, nor rendered with them."""
+    """Return the names of role and content in a record's messages, and the messages. Raises
+    UnusableError for a field that is neither these, nor ``beside`` them, nor rendered with them."""
     name = "conversations" if "conversations" in record or "messages" not in record else "messages"
     turns = field_of(record, name)
     refuse_unknown(record, (name, *beside, *CONTEXT))
@@ -518,7 +509,7 @@ def _turns(
 
 
 def _completion_label(record: Mapping[str, Any], repairs: Collection[Repair]) -> Unpaired:
-    """TRL's unpaired preferences and LLaMA-Factory's KTO files."""
+    """Read TRL's unpaired preferences and LLaMA-Factory's KTO files."""
     label = _label(record)
     if "prompt" in record or "completion" in record:
         return Unpaired(_prompt_completion(record, repairs), label)
@@ -617,8 +608,8 @@ def _one(
     repairs: Collection[Repair],
     place: str = "tools",
 ) -> Completion:
-    """Make a completion of messages. Only the prompt is repaired: the completion is what was
-    preferred, and has to stay what it is."""
+    """Make a completion of messages. Only the prompt is repaired: the completion was judged as it
+    is."""
     wanted = [repair for repair in repairs if repair != "drop-unanswered-end"]
     mended, done = repaired(before, wanted)
     where, first = completion[0]
@@ -654,7 +645,8 @@ def _one(
 
 
 def _refuse_label(record: Mapping[str, Any]) -> None:
-    """A pair is good and bad by itself: nobody can know what a label beside it says."""
+    """Refuse a label beside a pair, whose halves are already good and bad: its meaning is
+    unknown."""
     name = next((name for name in ("kto_tag", "label") if name in record), None)
     if name is not None and (name == "kto_tag" or isinstance(record[name], bool)):
         raise UnusableError(
@@ -667,17 +659,11 @@ def _refuse_label(record: Mapping[str, Any]) -> None:
 
 
 def _refuse_contradiction(record: Mapping[str, Any]) -> None:
-    """A rejected half with the higher score: the halves are swapped, or the scores are."""
+    """Refuse a rejected half with the higher score: the halves are swapped, or the scores are."""
     scores = [record.get(name) for name in ("score_chosen", "score_rejected")]
     for name, score in zip(("score_chosen", "score_rejected"), scores, strict=True):
         if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
-            raise UnusableError(
-                "score is no number",
-                field=name,
-                got=f"a JSON {json_type(score)}",
-                expected="a number",
-                do="mend the example",
-            )
+            raise wrong_kind("score is no number", name, score, "a number")
     chosen, rejected = scores
     if chosen is not None and rejected is not None and chosen < rejected:
         raise UnusableError(

@@ -1,9 +1,9 @@
-"""Log-probabilities of the completions under the reference: computed once, kept in a file, and read
-back with the samples. No second model is ever in memory.
+"""Log-probabilities of the completions under the reference, which are computed once, kept in a
+file, and read back with the samples. No second model is ever in memory.
 
-The file holds a number for each completion in fp64, and in its header what they belong to: model,
-template and tokenizer, samples, and the dtype that was computed in. Scores of anything else are
-refused, never used.
+The file holds a number for each completion in fp64, and in its header their identity: model,
+template and tokenizer, samples, and the dtype of the computation. Scores of anything else are
+refused.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from megatron_llama.tune.sft.fingerprint import text_digest
 
 VERSION = 1
 KEY = "reference_scores"
-"""Under which the header of a file has everything as JSON."""
+"""The key of the JSON in the header of a file."""
 LOGPS = "logps"
 MISMATCHED = "mismatched"
 REFERENCE = "reference"
 """The key of the reference's digest in the identity of samples, which a checkpoint keeps."""
 SHOWN = 12
-"""Digits of a digest that names and messages show."""
+"""Digits of a digest in names and messages."""
 PROGRESS_LINES = 10
 REMEDY = "delete it to compute them anew, or give --reference-scores another file"
 
@@ -62,12 +62,11 @@ class Scorable(Protocol):
 
     def digest(self) -> str:
         """Return a digest of everything that is scored: of the completions in their order, whatever
-        sample they are in."""
+        their samples."""
 
     def numbers(self, index: int) -> Sequence[int]:
-        """Return the number, among all completions, of each completion of a sample, in the order in
-        which its batch counts them. A mismatched completion has the number of the completion in
-        whose place it stands."""
+        """Return the number, among all completions, of each completion of a sample, in the order of
+        its batch. A mismatched completion has the number of the completion that it replaces."""
 
     def with_references(
         self, logps: NDArray[np.float64], kl_logps: NDArray[np.float64] | None
@@ -76,13 +75,12 @@ class Scorable(Protocol):
 
 
 Score = Callable[[Sequence[Batch]], Iterable[Tensor]]
-"""Scores batches with a model: returns, for each, the sum of the log-probabilities of the tokens of
-each completion, fp64 [c, b], on every rank that shares the samples. Collective."""
+"""A function from batches to the sums of the log-probabilities of the tokens of each completion,
+fp64 [c, b] for each batch, on every rank that shares the samples. Collective."""
 
 
 class ReferencedSamples:
-    """The samples of a run that is compared with a reference, whose digest is part of what
-    identifies them."""
+    """The samples of a run with a reference, whose digest is part of their identity."""
 
     def __init__(self, samples: Scorable, reference: str) -> None:
         self.samples = samples
@@ -105,7 +103,7 @@ class ReferencedSamples:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a reference says of the completions of some samples."""
+    """A reference's scores of the completions of samples."""
 
     logps: NDArray[np.float64]
     """The sum of the log-probabilities of the tokens of each completion; NaN for one that is in no
@@ -114,30 +112,30 @@ class Scores:
     """The same of the completions of other examples, for KTO."""
 
     def arrays(self) -> dict[str, NDArray[np.float64]]:
-        """Return what there is, by its name in a file."""
-        found = {LOGPS: self.logps}
-        return found if self.mismatched is None else {**found, MISMATCHED: self.mismatched}
+        """Return the arrays by their names in a file."""
+        arrays = {LOGPS: self.logps}
+        return arrays if self.mismatched is None else {**arrays, MISMATCHED: self.mismatched}
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What scores belong to."""
+    """The identity of scores."""
 
     model: str
     """The digest of the reference (``model_digest``)."""
     template: str
-    """What identifies chat template and tokenizer."""
+    """The identity of chat template and tokenizer."""
     samples: str
     """The digest of the completions."""
     dtype: str
-    """What the reference computed in."""
+    """The dtype of the reference's computation."""
     completions: int
     mismatched: bool
     """Whether there are scores of mismatched completions."""
 
     @classmethod
     def of(cls, samples: ReferencedSamples, *, template: str, dtype: torch.dtype) -> Self:
-        """Return what the scores of samples belong to."""
+        """Return the identity of the scores of samples."""
         return cls(
             samples.reference,
             template,
@@ -149,7 +147,7 @@ class Scored:
 
     @property
     def digest(self) -> str:
-        """Return a digest of it."""
+        """Return a digest of the identity."""
         return text_digest(VERSION, asdict(self))
 
     def path_beside(self, file: Path) -> Path:
@@ -157,11 +155,11 @@ class Scored:
         return file.with_name(f"{file.name}.{self.digest[:SHOWN]}.reference.safetensors")
 
     def differences(self, found: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each field that another one, as a file has it, has another value of."""
+        """Yield a line for each field whose value in a file (``found``) differs."""
         for name, expected in asdict(self).items():
-            other = found[name]
-            if other != expected:
-                yield describe(_WORDS[name], got=other, expected=expected, do=REMEDY)
+            stored = found[name]
+            if stored != expected:
+                yield describe(_WORDS[name], got=stored, expected=expected, do=REMEDY)
 
 
 _WORDS: Mapping[str, str] = MappingProxyType(
@@ -186,7 +184,7 @@ def write_scores(path: Path, scored: Scored, scores: Scores) -> None:
 
 def read_scores(path: Path, scored: Scored) -> Scores:
     """Read the scores of ``scored``. Raises DataError for a file that cannot be read, is damaged or
-    no file of scores, and, with everything that differs, for the scores of something else."""
+    has no scores, and, with all differences, for scores of something else."""
     expected = "reference scores, as align writes them"
     try:
         if not path.is_file() and path.exists():
@@ -222,7 +220,8 @@ def read_scores(path: Path, scored: Scored) -> Scores:
         raise DataError(listing(f"{path} has the reference scores of something else:", problems))
     names = {LOGPS, MISMATCHED} if scored.mismatched else {LOGPS}
     fits = arrays.keys() == names and all(
-        each.shape == (scored.completions,) and each.dtype == np.float64 for each in arrays.values()
+        array.shape == (scored.completions,) and array.dtype == np.float64
+        for array in arrays.values()
     )
     if not fits or _checksum(arrays) != checksum:
         got = "damaged content"
@@ -231,10 +230,10 @@ def read_scores(path: Path, scored: Scored) -> Scores:
 
 
 def _checksum(arrays: Mapping[str, NDArray[Any]]) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for _, values in sorted(arrays.items()):
-        found.update(np.ascontiguousarray(values).tobytes())
-    return found.hexdigest()
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
 
 
 def reference_scores(
@@ -247,13 +246,13 @@ def reference_scores(
     say: Callable[[str], None] = lambda line: None,
 ) -> Scores:
     """Score every completion of the samples. Each data-parallel rank takes its share of the samples
-    and gives ``score`` so many ``microbatches`` at a time. ``say`` is told how far it is, on every
+    and gives ``score`` this many ``microbatches`` at a time. ``say`` gets the progress, on every
     rank. All ranks return all scores. Collective. Raises TrainingError, on every rank, if a score
     is not finite."""
     count = len(samples)
     unit = micro_batch_size * mesh.data_size
     stop = -(-count // unit)
-    # Ranks that share samples all know the scores of them; one of each counts in the sum.
+    # Ranks that share samples all have their scores; one rank of each group counts in the sum.
     primary = mesh.pp.rank == mesh.tp.rank == mesh.cp.rank == 0
     sums = torch.zeros(2, samples.completions, dtype=torch.float64)
     times = torch.zeros(samples.completions, dtype=torch.float64)
@@ -265,15 +264,16 @@ def reference_scores(
             (u * mesh.data_size + mesh.data_rank) * micro_batch_size for u in range(first, last)
         ]
         places = [range(start, start + micro_batch_size) for start in starts]
-        # All ranks make as many passes: places behind the last sample repeat it, and do not count.
-        batches = [samples.batch([min(place, count - 1) for place in each]) for each in places]
-        others = [batch.mismatched for batch in batches if batch.mismatched is not None]
-        mismatched = bool(others)
-        found = [score(batches)]
+        # All ranks make equally many passes: places after the last sample repeat it, and do not
+        # count.
+        batches = [samples.batch([min(place, count - 1) for place in span]) for span in places]
+        mismatched_batches = [batch.mismatched for batch in batches if batch.mismatched is not None]
+        mismatched = bool(mismatched_batches)
+        results = [score(batches)]
         if mismatched:
-            found.append(score(others))
+            results.append(score(mismatched_batches))
         if primary:
-            for row, logps in enumerate(found):
+            for row, logps in enumerate(results):
                 for number, value in _numbered(samples, places, logps):
                     sums[row, number] += value
                     times[number] += 1 - row
@@ -301,7 +301,7 @@ def _numbered(
     samples: Scorable, places: Sequence[range], logps: Iterable[Tensor]
 ) -> Iterator[tuple[int, float]]:
     """Yield the number and the score of each completion of the samples at these places."""
-    for each, found in zip(places, logps, strict=True):
-        for row, values in zip(each, found.t().tolist(), strict=True):
+    for span, scores in zip(places, logps, strict=True):
+        for row, values in zip(span, scores.t().tolist(), strict=True):
             if row < len(samples):
                 yield from zip(samples.numbers(row), values, strict=False)

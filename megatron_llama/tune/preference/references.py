@@ -1,8 +1,8 @@
-"""The reference of a run of preference tuning: which model it is, and how it scores completions.
+"""The reference of a run of preference tuning: its identity, and its scores of completions.
 
-The reference is what the run begins with; with low-rank additions, the model that they are added
-to. A run that goes on from its checkpoint has other weights by then: the checkpoint keeps the
-reference's digest, and the scores of that digest are read.
+The reference is the first model of the run; with low-rank additions, the model without them. A run
+that goes on from its checkpoint has other weights: the checkpoint keeps the reference's digest, and
+the scores of that digest are read.
 """
 
 from __future__ import annotations
@@ -54,26 +54,25 @@ FLAG = "--reference-scores"
 
 @dataclass(frozen=True)
 class Reference:
-    """The model that a run is compared with."""
+    """The model with which a run is compared."""
 
     digest: str
-    """Of its weights and of what it computes with them (``model_digest``)."""
+    """The digest of its weights and of their use (``model_digest``)."""
     resumed: bool
-    """The run goes on from its checkpoint, which has the digest but not these weights."""
+    """Whether the run goes on from its checkpoint, which has the digest but not these weights."""
 
 
 def reference_of(config: Config, start: Start | None, world: Axis) -> Reference:
-    """Find out which model the reference of a run from ``start`` is. It is read once where the run
-    begins with it; a run that resumes has its digest from the checkpoint. Collective. Raises
-    CheckpointError, on every rank, where the weights cannot be read or the checkpoint knows of no
-    reference."""
+    """Identify the reference of a run from ``start``. A run that begins with it reads it once; a
+    resumed run has its digest from the checkpoint. Collective. Raises CheckpointError, on every
+    rank, if the weights cannot be read or the checkpoint has no reference."""
     meta = resumed(config.checkpoint, start)
     if meta is None:
         with raise_on_all_ranks(world):
             source = first_weights(config, start)
         with begin_weight_check(folder_from_elsewhere(config.checkpoint, start), world) as check:
             digest = digest_of(config, source, world)
-            # All that follows is compared with this digest, in later runs too.
+            # Later steps and runs are compared with this digest.
             check.require()
         return Reference(digest, resumed=False)
     known = (meta.state.data or {}).get(REFERENCE)
@@ -88,8 +87,8 @@ def reference_of(config: Config, start: Start | None, world: Axis) -> Reference:
 
 
 def first_weights(config: Config, start: Start | None) -> WeightSource:
-    """Open the weights with which a run begins, without the low-rank additions that it takes up.
-    Raises CheckpointError."""
+    """Open the first weights of a run, without low-rank additions that it takes up. Raises
+    CheckpointError."""
     if start is not None and start.native and resumes(config, start):
         return native.open_weights(start.path).stored
     if start is not None:
@@ -106,15 +105,14 @@ def _hf_weights(config: Config, folder: str) -> WeightSource:
 
 def digest_of(config: Config, source: WeightSource, world: Axis) -> str:
     """Return the digest of the weights as the model of this run. Collective."""
-    # What fp32 holds is all that other runs compute with.
+    # Other runs compute with at most fp32.
     dtype = torch.float64 if config.training.fp64 else torch.float32
     return model_digest(source, config.model, model_fields(config.model), world, dtype=dtype)
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model that change what its weights compute, for JSON, without those
-    that are off: a field that the program learns later does not change the digest of models without
-    it."""
+    that are off: a new field of a later version does not change the digest of models without it."""
     fields = asdict(replace(model, rope_scaling=normal_rope(model.rope_scaling)))
     ignored = without_effect(model, model)
     return {name: value for name, value in fields.items() if value and name not in ignored}
@@ -130,11 +128,11 @@ def with_references(
     train_file: Path,
     valid_file: Path | None = None,
 ) -> Ready:
-    """Return what a run reads, with the reference's scores of all samples, which are
-    ``ReferencedSamples``: read from their files, or else computed with the weights that the run
-    begins with, and written. ``template`` identifies chat template and tokenizer; the files of
-    scores lie beside the first file of the samples, unless --reference-scores says otherwise. Rank
-    0 prints how far it is. Collective. Raises UserError, the same on every rank."""
+    """Return the inputs of a run with the reference's scores of all samples, which are
+    ``ReferencedSamples``: read from their files, or else computed with the first weights of the
+    run, and written. ``template`` identifies chat template and tokenizer; the files of scores lie
+    beside the first file of the samples, unless --reference-scores says otherwise. Rank 0 prints
+    the progress. Collective. Raises UserError, the same on every rank."""
     opened = open_scores(
         inputs,
         reference,
@@ -144,7 +142,7 @@ def with_references(
         train_file=train_file,
         valid_file=valid_file,
     )
-    found = dict(opened.samples)
+    by_part = dict(opened.samples)
     for part, path in opened.read.items():
         _say(mesh, f"reference scores of {part}: {path}")
     if opened.weights is not None:
@@ -152,28 +150,28 @@ def with_references(
         samples = len(inputs.training)
         with reference_runtime(config, mesh, opened.weights, samples=samples) as runtime:
             for part, (path, scored) in opened.missing.items():
-                scores = _computed(config, runtime, found[part], part, mesh)
+                scores = _computed(config, runtime, by_part[part], part, mesh)
                 on_rank0(partial(_write, path, scored, scores), mesh.world)
                 _say(mesh, f"reference scores of {part}: written to {path}")
-                found[part] = found[part].with_scores(scores)
-        # The engine's hooks and handles are cycles, which would keep its memory.
+                by_part[part] = by_part[part].with_scores(scores)
+        # The engine's hooks and handles are cycles, which would keep its memory until they are
+        # collected.
         del runtime
         gc.collect()
-    return replace(inputs, training=found["training"], validation=found.get("validation"))
+    return replace(inputs, training=by_part["training"], validation=by_part.get("validation"))
 
 
 @dataclass(frozen=True)
 class OpenedScores:
-    """The reference's scores of a run, as far as there are any. All by part, training or
-    validation."""
+    """The existing scores of a run's reference. All by part, training or validation."""
 
     samples: Mapping[str, ReferencedSamples]
-    """With the scores that there are."""
+    """The samples with the existing scores."""
     read: Mapping[str, Path]
     missing: Mapping[str, tuple[Path, Scored]]
-    """What is to be computed, and where to."""
+    """The scores to compute, with their files."""
     weights: WeightSource | None
-    """To compute it with; None if nothing is missing."""
+    """The weights for that; None if nothing is missing."""
 
 
 def open_scores(
@@ -186,11 +184,11 @@ def open_scores(
     train_file: Path,
     valid_file: Path | None = None,
 ) -> OpenedScores:
-    """Read the scores that there are, and open the weights for those that are missing: everything
-    that ``with_references`` could refuse is refused here, before anything is computed. Collective.
-    Raises UserError, the same on every rank."""
+    """Read the existing scores, and open the weights for missing ones: all refusals of
+    ``with_references`` come here, before anything is computed. Collective. Raises UserError, the
+    same on every rank."""
     _refuse_url(options)
-    found = dict[str, ReferencedSamples]()
+    by_part = dict[str, ReferencedSamples]()
     read = dict[str, Path]()
     missing = dict[str, tuple[Path, Scored]]()
     parts = {"training": (inputs.training, train_file)}
@@ -203,10 +201,10 @@ def open_scores(
         scores = on_rank0(partial(_read, path, scored), world)
         if scores is None:
             missing[part] = path, scored
-            found[part] = samples
+            by_part[part] = samples
         else:
             read[part] = path
-            found[part] = samples.with_scores(scores)
+            by_part[part] = samples.with_scores(scores)
     weights = None
     if missing:
         with raise_on_all_ranks(world):
@@ -214,12 +212,12 @@ def open_scores(
                 if world.rank == 0:
                     require_writable(path.parent)
         weights = _weights(inputs, reference, missing, world)
-    return OpenedScores(found, read, missing, weights)
+    return OpenedScores(by_part, read, missing, weights)
 
 
 def scores_path(options: AlignConfig, scored: Scored, file: Path, part: str) -> Path:
-    """Return the file of the scores of the training or validation samples, which are made of
-    ``file`` first."""
+    """Return the file of the scores of the training or validation samples, whose first file is
+    ``file``."""
     if options.reference_scores is None:
         return scored.path_beside(file)
     path = Path(options.reference_scores)
@@ -253,24 +251,24 @@ def _say(mesh: Mesh, line: str) -> None:
 def _weights(
     inputs: Ready, reference: Reference, missing: Mapping[str, tuple[Path, Scored]], world: Axis
 ) -> WeightSource:
-    """Open the reference's weights. A run that resumes has them only where --init-from-hf still
-    names the folder that it began with. Collective. Raises DataError where it does not."""
+    """Open the reference's weights. A resumed run has them only if --init-from-hf still names its
+    first folder. Collective. Raises DataError otherwise."""
     config = inputs.config
     if not reference.resumed:
         with raise_on_all_ranks(world):
             return first_weights(config, inputs.start)
     folder = config.checkpoint.init_from_hf
-    other = ""
+    mismatch = ""
     if folder is not None:
         with raise_on_all_ranks(world):
             weights = _hf_weights(config, folder)
         digest = digest_of(config, weights, world)
         if digest == reference.digest:
             return weights
-        other = f" ({folder} has other weights: {digest[:SHOWN]})"
+        mismatch = f" ({folder} has other weights: {digest[:SHOWN]})"
     raise DataError(
         ", ".join(str(path) for path, _ in missing.values()),
-        got=f"no such file{other}",
+        got=f"no such file{mismatch}",
         expected=f"the scores of the reference {reference.digest[:SHOWN]}, with which "
         "the checkpoint's run began",
         do="restore the file, or compute it with --only-reference-scores, the options of that run "
@@ -282,9 +280,9 @@ def _weights(
 def reference_runtime(
     config: Config, mesh: Mesh, weights: WeightSource, *, samples: int
 ) -> Iterator[PipelineRuntime]:
-    """A section with the run's own model and engine, of these weights, its low-rank additions off.
-    It takes the memory of a run and gives it back. ``samples``: of the run's training. Collective.
-    Raises UserError."""
+    """Yield the run's own model and engine with these weights, its low-rank additions off. The
+    section takes the memory of a run and gives it back. ``samples``: the number for the run's
+    training. Collective. Raises UserError."""
     stages = build_stages(config, mesh)
     steps_per_epoch = -(-samples // config.training.global_batch_size)
     optimizer = build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch)

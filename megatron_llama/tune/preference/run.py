@@ -34,7 +34,7 @@ class PairData(FileData[Pairs, PairSamples]):
         tokenizer: ChatTokenizer,
         rendered: str | None = None,
     ) -> None:
-        """``rendered``: the day that the template writes into the texts, if it does."""
+        """``rendered``: the day in the texts, if the template writes it."""
         self._align = align
         super().__init__(options, config, world, tokenizer, rendered)
 

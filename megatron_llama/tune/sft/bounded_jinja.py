@@ -1,10 +1,10 @@
 """jinja's sandbox with bounds: a template that loops, or makes a text of texts of texts, ends with
-an error and not with the machine.
+an error instead of taking the machine down.
 
-What repeats something (loops, calls, filters) counts its steps and looks at the clock. What makes a
-text or a list counts its characters before it makes them, since one operation of Python cannot be
-interrupted: ``'a' * 10**10`` is one. What walks through a value (comparisons, keys) counts it, too:
-lists that hold each other have more entries than can be walked through.
+Repetitions (loops, calls, filters) count their steps and look at the clock. Makers of a text or a
+list count its characters before they make it, since one operation of Python cannot be interrupted:
+``'a' * 10**10`` is one. Walks through a value (comparisons, keys) count it too: lists that hold
+each other have more entries than can be walked through.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from megatron_llama.config.limits import (
 _LOOP = "bounded loop"
 _JOIN = "bounded join"
 _WALK = "bounded walk"
-"""Filters that no template can name: they stand in the place of loops and of ``~``, and around what
-is compared or a key."""
+"""Filters that no template can name. They replace loops and ``~``, and wrap keys and compared
+values."""
 _CLOCK_STEPS = 64
-"""The clock is asked once in so many steps."""
+"""Steps between two looks at the clock."""
 _OF_AN_ENTRY = 256
 """Characters for which an entry of a list counts, beside its own."""
 _MEMORY_CHECKS = 4
-"""The memory is looked at each time that texts of this part of the bound were made."""
+"""The memory is read each time that texts of this fraction of the bound were made."""
 _WIDTHS = re.compile(r"\d+")
 
 
 class Budget:
-    """What may still be done for one conversation."""
+    """The steps and characters that are left for one conversation."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -59,7 +59,7 @@ class Budget:
         self._resident: int | None = None
 
     def widen(self, conversation: object) -> None:
-        """Allow what a conversation of this size may need."""
+        """Allow the needs of a conversation of this size."""
         characters = self.size(conversation)
         self._most += TEMPLATE_CHARACTERS_OF_INPUT * characters
         more = TEMPLATE_SECONDS_OF_A_CHARACTER * characters
@@ -84,9 +84,9 @@ class Budget:
         self._characters += characters
         if self._characters <= self._most // _MEMORY_CHECKS:
             return
-        # Most of what is made is dropped again: a template that gathers its text makes it anew with
-        # each piece. What counts is what one text has, and what has been kept. Few templates come
-        # here, so the others need not pay for a look at the memory before they begin.
+        # Most texts are dropped again: a template that gathers its text makes it anew with each
+        # piece. Only the size of one text and the kept memory count. Few templates come here, so
+        # the others need not pay for a look at the memory before they begin.
         resident = _resident_bytes()
         if self._resident is None:
             self._resident = resident
@@ -96,9 +96,9 @@ class Budget:
         self._look_at_clock()
 
     def size(self, value: Any) -> int:
-        """Return about how many characters a value takes as text. Raises TemplateRuntimeError for
-        one that takes more than the budget has: lists that hold each other can stand for more
-        entries than there are atoms."""
+        """Return about how many characters a value takes as text. Raises TemplateRuntimeError if it
+        takes more than the budget has: lists that hold each other can stand for more entries than
+        there are atoms."""
         if isinstance(value, str):
             return len(value)
         total = 0
@@ -120,8 +120,7 @@ class Budget:
 
 
 def _resident_bytes() -> int:
-    """Return the memory that this process has now; where the system has no ``/proc``, the most
-    that it has ever had."""
+    """Return the memory of this process now; without ``/proc``, the most that it has ever had."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -136,7 +135,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=self._output, **options)
         self._local = threading.local()
-        # It makes paragraphs of random words, as many as it is asked for.
+        # lipsum makes any number of paragraphs of random words.
         del self.globals["lipsum"]
         for name, function in [*self.filters.items()]:
             self.filters[name] = self._bounded_filter(name, function)
@@ -147,7 +146,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.tests[name] = self._bounded_test(cast(Callable[..., bool], self.tests[name]))
 
     def bound(self, name: str, function: Callable[..., Any]) -> None:
-        """Add a filter, whose results are counted."""
+        """Add a filter whose results are counted."""
         self.filters[name] = self._bounded_filter(name, function)
 
     def begin(self, conversation: object) -> None:
@@ -157,8 +156,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @property
     def _budget(self) -> Budget:
-        """The budget of this thread. jinja computes constants when it compiles a template: that
-        counts, too."""
+        """The budget of this thread. jinja computes constants when it compiles a template, which
+        counts too."""
         if not hasattr(self._local, "budget"):
             self._local.budget = Budget()
         budget: Budget = self._local.budget
@@ -176,8 +175,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join what a template, a macro or a block has put out."""
-        # A part is counted where it is made, and a constant is no copy: only the whole is new.
+        """Join the output of a template, a macro or a block."""
+        # A part was counted where it was made, and a constant is no copy: only the whole is new.
         kept = list(parts)
         self._budget.take(sum(map(len, kept)))
         return "".join(kept)
@@ -213,7 +212,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def _loop(self, iterable: Any) -> Any:
-        # Undefined and the like are for the loop itself to refuse.
+        # The loop itself refuses Undefined and the like.
         return _Counted(iterable, self._budget) if isinstance(iterable, Iterable) else iterable
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -245,7 +244,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, LoopContext) and args:  # a recursive loop begins another one
             args = (__self._loop(args[0]), *args[1:])
         owner = getattr(__obj, "__self__", None)
-        # format is no method of the text any more: the sandbox has put its own in the place.
+        # format is no method of the text any more: the sandbox has replaced it by its own.
         wrapped = getattr(getattr(__obj, "__wrapped__", None), "__self__", None)
         if isinstance(wrapped, str):
             budget.take(_formatted(budget, wrapped, (args, kwargs)))
@@ -257,7 +256,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that counts what it is about to make."""
+        """Return a filter that counts its result before it makes it."""
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
@@ -283,7 +282,7 @@ class _Counted:
         self._budget = budget
 
     def __len__(self) -> int:
-        # jinja asks what has no length, too, and expects a TypeError.
+        # jinja also asks values without a length, and expects a TypeError.
         return len(self._iterable)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -321,8 +320,8 @@ def _walk(node: nodes.Expr) -> nodes.Expr:
 
 
 def _bound_comparison(comparison: nodes.Compare) -> None:
-    """Count what is compared, unless all but one operand are constants: they end the walk through
-    the other one."""
+    """Count the compared values, unless all but one operand are constants: they end the walk
+    through the other one."""
     operands = [comparison.expr, *(operand.expr for operand in comparison.ops)]
     if sum(not _is_constant(operand) for operand in operands) < 2:
         return
@@ -348,9 +347,9 @@ def _largest(values: Iterable[Any]) -> int:
 
 
 def _formatted(budget: Budget, form: str, values: Any) -> int:
-    """Return how many characters a format may make of values, at most about."""
+    """Return about the most characters that a format may make of values."""
     widest = max((int(width[:12]) for width in _WIDTHS.findall(form)), default=0)
-    # %*d, {:{}}: the width is one of the values.
+    # In %*d and {:{}} the width is one of the values.
     if "*" in form or (":" in form and "{" in form):
         widest = max(widest, _largest(_numbers(values)))
     places = form.count("{") + form.count("%")
@@ -377,7 +376,7 @@ def _replaced(budget: Budget, text: Any, others: Sequence[Any]) -> int:
 
 
 def _joined(budget: Budget, values: Any, others: Sequence[Any]) -> int:
-    between = max((len(other) for other in others if isinstance(other, str)), default=0)
+    between = max((len(value) for value in others if isinstance(value, str)), default=0)
     count = len(values) if isinstance(values, list | tuple | set | Mapping) else 0
     return budget.size(values) + count * between
 
@@ -387,12 +386,12 @@ def _widened(budget: Budget, text: Any, others: Sequence[Any]) -> int:
 
 
 def _indented(budget: Budget, text: Any, others: Sequence[Any]) -> int:
-    width = max([_largest(others), *(len(other) for other in others if isinstance(other, str))])
+    width = max([_largest(others), *(len(value) for value in others if isinstance(value, str))])
     return budget.size(text) + (str(text).count("\n") + 1) * width
 
 
 def _wrapped(budget: Budget, text: Any, others: Sequence[Any]) -> int:
-    between = max((len(other) for other in others if isinstance(other, str)), default=1)
+    between = max((len(value) for value in others if isinstance(value, str)), default=1)
     return budget.size(text) * (1 + between)
 
 
@@ -416,7 +415,7 @@ _REPEATING: Mapping[str, Callable[[Budget, Any, Sequence[Any]], int]] = MappingP
         "format": _percent,
     }
 )
-"""Filters that can make more than they are given, and about how many characters."""
+"""Filters whose results can be larger than their inputs, with about the number of characters."""
 _COMPARING = frozenset(
     {"eq", "equalto", "==", "ne", "!=", "in", "lt", "lessthan", "<", "le", "<=", "gt"}
     | {"greaterthan", ">", "ge", ">="}
@@ -431,7 +430,7 @@ _WHOLE = frozenset(
 
 
 def _method_size(budget: Budget, name: str, owner: Any, others: Sequence[Any]) -> int:
-    """Return how many characters a method of a text or a number may make."""
+    """Return the number of characters that a method of a text or a number may make."""
     if name == "replace":
         return _replaced(budget, owner, others)
     if name == "join" and others:

@@ -1,10 +1,9 @@
-"""The chat templates that this program has, by name. All of them mark answers by
-``{% generation %}``, and render a conversation so that its text only grows with each message.
+"""The built-in chat templates by name. All mark answers by ``{% generation %}``, and render a
+conversation so that its text only grows with each message.
 
-Those of a family of models (``qwen2.5`` and the following) render a last answer with the words that
-the template of these models has for one. Where that one renders an answer in another way when
-messages follow (Qwen3's leaves its reasoning out, Phi-3's ends the text with a token), they render
-every answer as a last one.
+Those of a family of models (``qwen2.5`` and the following) render a last answer like the models'
+own template. Where that renders an answer differently when messages follow (Qwen3's leaves its
+reasoning out, Phi-3's ends the text with a token), they render every answer as a last one.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from types import MappingProxyType
 
 _GENERAL = MappingProxyType(
     {
-        # For tokenizers that have nothing but a begin and an end token. It needs no others: headers
-        # are text.
+        # For tokenizers with only a begin and an end token. It needs no others: headers are text.
         "plain": (
             "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
             "{% if message['role'] == 'assistant' %}"
@@ -225,4 +223,4 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 )
 """Templates of families of models."""
 BUILT_IN: Mapping[str, str] = MappingProxyType({**_GENERAL, **FAMILIES})
-"""All of them."""
+"""All built-in templates."""

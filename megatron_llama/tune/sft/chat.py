@@ -1,5 +1,5 @@
-"""A tokenizer with its chat template: conversations to token ids, and which of them the loss
-counts."""
+"""A tokenizer with its chat template: conversations to token ids, and the mask of those in the
+loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Encoded:
     """An example as tokens."""
 
     text: str
-    """The conversation as the template renders it."""
+    """The rendered conversation."""
     ids: list[int]
     loss_mask: list[bool]
     """Whether each token is in the loss."""
@@ -51,7 +51,7 @@ class ChatTokenizer:
     """A Tokenizer that also encodes conversations.
 
     Only a ``tokenizer.json`` reads special tokens in a text, so any other tokenizer is converted to
-    one for that. Raises DataError if this is not possible, or if there is no end token."""
+    one. Raises DataError if this is impossible, or if there is no end token."""
 
     def __init__(
         self, tokenizer: Tokenizer, wanted: str | None = None, *, now: datetime | None = None
@@ -82,7 +82,7 @@ class ChatTokenizer:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return everything that the tokens of examples depend on here, for JSON, but for the day
+        """Return everything here on which the tokens of examples depend, for JSON, except the day
         that a template may write into the text."""
         return {
             "the tokenizer": [self._reader.identity(), self.bos_id, self.eos_id, self.vocab_size],
@@ -111,12 +111,12 @@ class ChatTokenizer:
         return self._tokenizer.token(id)
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write the tokenizer, the chat template, and the token that ends an answer among those
+        """Write the tokenizer and the chat template, with the token that ends an answer among those
         that end generation.
 
-        The tokenizer keeps its own templates, all of them, unless another one was given; then that
-        one replaces them. It does not where it renders last answers as the tokenizer's own does:
-        that one also renders prompts, which training does without."""
+        A given template replaces all templates of the tokenizer, which are kept otherwise. They are
+        also kept if the given one renders last answers as the tokenizer's own does: the own one
+        also renders prompts, which training does not need."""
         self._tokenizer.save_hf(folder)
         own = self._own_templates
         if self._wanted is None or (self._built_in and self._family == self._built_in):
@@ -136,8 +136,7 @@ class ChatTokenizer:
                 replace_file(path, to_json({**config, "eos_token_id": [*known, *more]}))
 
     def spelt(self, ids: Sequence[int]) -> list[str]:
-        """Each token as a text that shows it: decoded alone, or the token's name if that gives
-        nothing."""
+        """Return a text for each token: the token decoded alone, or its name if that is empty."""
         return [self._reader.decode([id]) or self._reader.token(id) or f"<{id}>" for id in ids]
 
     def prompt(self, text: str) -> list[int]:
@@ -156,14 +155,14 @@ class ChatTokenizer:
         return self._reader.encode(self.template.render(messages, prompt=True).text)
 
     def ends(self) -> frozenset[int]:
-        """The token with which the template ends an answer, a special one or the end token; empty
-        if it uses none. Raises UnusableError if it renders no usual conversation."""
+        """Return the token with which the template ends an answer, special or the end token; empty
+        if there is none. Raises UnusableError if the template renders no usual conversation."""
         return self._ends(self._behind_answer())
 
     def require_end(self) -> tuple[str, ...]:
         """Check that answers end with a token at which a trained model can stop. Return a warning,
         if any: a template of the user's own may end answers by text. Raises DataError for a
-        built-in template whose marker the tokenizer has not."""
+        built-in template whose marker the tokenizer lacks."""
         try:
             behind = self._behind_answer()
         except UnusableError:  # its examples say why
@@ -186,14 +185,14 @@ class ChatTokenizer:
         return (f"warning: {said}",)
 
     def _behind_answer(self) -> str:
-        """The text that the template writes behind an answer."""
+        """Return the text that the template writes after an answer."""
         before = [{"role": "user", "content": "?"}]
         text = self.template.render([*before, {"role": ASSISTANT, "content": _SOMETHING}]).text
         return text.rpartition(_SOMETHING)[2]
 
     def _ends(self, behind: str) -> frozenset[int]:
-        # A built-in template's marker is meant for nothing else, also as a token that is not
-        # special; a user's may be any word that answers contain, too.
+        # A built-in template's marker has no other use, even as a token that is not special. A
+        # user's may be any word, which answers contain too.
         ends = {*self._reader.special_texts, *([behind.strip()] if self._built_in else [])}
         for id in self._reader.encode(behind):
             if id == self.eos_id or self._reader.token(id) in ends:
@@ -202,7 +201,7 @@ class ChatTokenizer:
 
     def read(self, example: Example, loss_on: LossOn) -> Encoded:
         """Encode an example. Raises UnusableError if no token of it would be in the loss, or if the
-        answers cannot be told apart from the rest."""
+        answers cannot be told from the rest."""
         if isinstance(example, Passage):
             return self._passage(example, loss_on)
         for text in example.texts:
@@ -219,9 +218,9 @@ class ChatTokenizer:
         return _useful(whole.text, ids, _overlapping(places, answers))
 
     def read_prompt(self, prompt: Conversation | Passage) -> Encoded:
-        """Encode what stands before an answer: messages with the beginning of an answer, or the
-        prompt of a passage with what the tokenizer puts before a text. Nothing of it is in the
-        loss. Raises UnusableError if the template cannot render it."""
+        """Encode the text before an answer: messages with the beginning of an answer, or the prompt
+        of a passage with the tokenizer's first tokens. Nothing of it is in the loss. Raises
+        UnusableError if the template cannot render it."""
         if isinstance(prompt, Passage):
             text = prompt.prompt
             ids = self._reader.encode(text)
@@ -235,9 +234,9 @@ class ChatTokenizer:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Finds what no message may spell: special tokens, and what the template writes around
-        messages where that is a token of its own, though the tokenizer does not call it special. A
-        token in letters and digits alone is a word, which messages may have."""
+        """A pattern of texts that no message may spell: special tokens, and tokens that the
+        template writes around messages, though the tokenizer does not call them special. A token of
+        only letters and digits is a word, which messages may have."""
         around = ""
         with suppress(UnusableError):  # a template that renders no usual conversation
             around = self.template.render([{"role": "user", "content": "?"}]).text
@@ -251,14 +250,14 @@ class ChatTokenizer:
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def _refuse_special(self, text: str) -> None:
-        if (found := self._special.search(text)) is not None:
-            got = f"the special token {found[0]!r} at character {found.start()}"
+        if (match := self._special.search(text)) is not None:
+            got = f"the special token {match[0]!r} at character {match.start()}"
             do = "reword the message: the model would take it for the end of one"
             raise UnusableError("special token in a message", got=got, expected="text", do=do)
 
     def _passage(self, example: Passage, loss_on: LossOn) -> Encoded:
-        """Encode plain text with what the tokenizer puts before and behind it, and with an end
-        token; a begin or end token that the text itself has is not repeated."""
+        """Encode plain text with the tokenizer's first and last tokens, and with an end token; a
+        begin or end token of the text itself is not repeated."""
         text = example.prompt + example.completion
         ids, places = self._reader.encode_with_places(text)
         loss_mask = (
@@ -282,7 +281,7 @@ class ChatTokenizer:
     ) -> Sequence[tuple[int, int]]:
         """Return the ranges of the text's characters that are in the loss."""
         if loss_on == "last":
-            # That it is to be learned has been checked.
+            # It was checked that the answer is to be learned.
             return self._last_answer(template, example, whole)
         unlearned = example.unlearned | example.answers_in_prompt
         if template.marks_answers and not unlearned:
@@ -297,7 +296,7 @@ class ChatTokenizer:
     def _last_answer(
         self, template: ChatTemplate, example: Conversation, whole: Rendered
     ) -> Sequence[tuple[int, int]]:
-        """Return the characters of the last answer, whatever the template makes of earlier ones."""
+        """Return the characters of the last answer, however the template renders earlier ones."""
         before = _rendered(template, example, len(example.messages) - 1, prompt=True)
         earlier = before.answer_texts()
         if template.marks_answers:
@@ -311,8 +310,8 @@ class ChatTokenizer:
     def _marked_answers(
         self, template: ChatTemplate, example: Conversation, whole: Rendered
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield what ``{% generation %}`` encloses, each range behind the number of its message:
-        of the one with which it appears."""
+        """Yield the ranges in ``{% generation %}``, each after the number of the message with which
+        it appears."""
         known = 0
         last = len(example.messages) - 1
         for index, message in enumerate(example.messages):
@@ -320,7 +319,7 @@ class ChatTokenizer:
                 continue
             count = len(whole.answers)
             if index < last:
-                # Some templates end the last answer by another token, unless a prompt follows.
+                # Without a prompt after it, some templates end the last answer by another token.
                 until = _rendered(template, example, index + 1, prompt=True)
                 starts = [start for start, _ in until.answers]
                 count = len(starts)
@@ -337,8 +336,7 @@ class ChatTokenizer:
     def _left_out(
         self, template: ChatTemplate, example: Conversation, whole: str
     ) -> Iterator[tuple[int, int]]:
-        """Yield the characters that each message adds to the text that is marked as not to be
-        learned."""
+        """Yield the characters that each message marked as not to be learned adds to the text."""
         for index in sorted(example.unlearned):
             before = _rendered(template, example, index).text if index else ""
             until = _rendered(template, example, index + 1).text
@@ -349,8 +347,8 @@ class ChatTokenizer:
     def _differences(
         self, template: ChatTemplate, example: Conversation, whole: str
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield for each answer the number of its message, and the characters that it adds to the
-        text of the messages before it."""
+        """Yield the number of each answer's message, and the characters that it adds to the text of
+        earlier messages."""
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -363,8 +361,8 @@ class ChatTokenizer:
     def _changing(
         self, template: ChatTemplate, count: int, others: str = "last or all"
     ) -> UnusableError:
-        """The error of a template that changes the first ``count`` messages when others follow;
-        ``others`` are values of --loss-on that may do."""
+        """Return the error of a template that changes the first ``count`` messages when others
+        follow; ``others`` are values of --loss-on that may work."""
         got = f"a template that renders messages[:{count}] differently when others follow"
         return self._inseparable(template, got, others)
 
@@ -384,17 +382,17 @@ class ChatTokenizer:
 
     @cached_property
     def _own_templates(self) -> dict[str, str]:
-        """The templates of the tokenizer by name; none if it has none, or if they cannot be
-        read."""
+        """Return the templates of the tokenizer by name; none if there are none, or if they cannot
+        be read."""
         if self._folder is None:
             return {}
         with suppress(DataError):
-            return {name: each.text for name, each in read_chat_templates(self._folder).items()}
+            return {name: entry.text for name, entry in read_chat_templates(self._folder).items()}
         return {}
 
     @cached_property
     def _family(self) -> str | None:
-        """The built-in template that renders last answers as the tokenizer's own template does."""
+        """The built-in template that renders last answers like the tokenizer's own template."""
         if self._folder is None:
             return None
         names = self._reader.special_names()
@@ -414,7 +412,7 @@ def _rendered(
 
 
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Whether each token stands for a character of one of the spans. Both are in the order of the
+    """Return whether each token stands for a character of a span. Both are in the order of the
     text."""
     begins = [begin for begin, _ in places]
     # A token without a character of its own, such as a space put in front, stands for the next one.

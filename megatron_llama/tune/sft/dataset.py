@@ -1,4 +1,4 @@
-"""Examples as tokens, and the samples of a run that are made of them."""
+"""Examples as tokens, and the samples of a run made of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from megatron_llama.data.loader import Batch, sequence_first
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tune.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.tune.sft.formats import Conversation, Example, detect, read_example
-from megatron_llama.tune.sft.packing import best_fit
+from megatron_llama.tune.sft.packing import grouped, side_by_side
 from megatron_llama.tune.sft.problems import LISTED, Problem, UnusableError, problem_lines
 from megatron_llama.tune.sft.records import records
 from megatron_llama.tune.sft.sft_config import SFTConfig
@@ -26,74 +26,88 @@ from megatron_llama.tune.sft.token_store import Ragged
 
 Content = TypeVar("Content")
 Value = TypeVar("Value")
+Read = TypeVar("Read", bound="Examples")
 ROUND = 1024
-"""Records that are read before the ranks exchange what they have encoded: with 4,096 tokens each
-they are 20 MiB."""
+"""Records that are read before the ranks exchange their encoded ones: with 4,096 tokens each they
+are 20 MiB."""
 RENDERED = "rendered"
 """The key of a day in the identity that a checkpoint keeps: some templates write the day into the
-text, and a run that is resumed on another day has to render the same texts."""
+text, and a run that is resumed on another day must render the same texts."""
+
+
+class ParsedRecord(NamedTuple, Generic[Content]):
+    """A record of a file as an example, or the error that says why it is none."""
+
+    where: str
+    content: Content | UnusableError
 
 
 @dataclass(kw_only=True)
 class Examples:
-    """The examples of some files that can be used, and what became of the others.
+    """The usable examples of files, and the counts and problems of the others.
 
-    An example is one text here; a pair (``preference/dataset.py``) is two, one behind the other."""
+    An example is one text here; a pair (``preference/dataset.py``) is two texts in sequence."""
 
     ids: Sequence[NDArray[np.int32]] = field(default_factory=list)
     """The tokens of each text."""
     loss_mask: Sequence[NDArray[np.bool_]] = field(default_factory=list)
     """Whether each of these tokens is in the loss."""
-    numbers: Sequence[int] = field(default_factory=list)
-    """The position of each example among all examples of the files, by which the shares of several
-    ranks are put in order. Examples that a store has kept are in order, and have none."""
+    numbers: list[int] = field(default_factory=list)
+    """The position of each example among all examples of the files, which orders the shares of
+    several ranks. Examples from a store are in order, and have no positions."""
     formats: dict[str, str] = field(default_factory=dict)
     """Format by file."""
     problems: list[Problem] = field(default_factory=list)
     lengths: Counter[int] = field(default_factory=Counter)
-    """How many texts have a given number of tokens, before anything is cut."""
+    """The number of texts by their number of tokens, before anything is cut."""
     truncated: int = 0
     dropped: int = 0
-    """Examples that were too long and are left out."""
+    """Number of examples that were too long and are left out."""
     cut_away: int = 0
-    """How many of these ``dropped`` would have had no answer left after they were truncated."""
+    """Number of ``dropped`` ones that would have no answer left after truncation."""
     nulls: int = 0
-    """How many of the examples that can be used have null in tools or calls of them."""
+    """Number of usable examples with null in tools or calls of them."""
     repairs: Counter[str] = field(default_factory=Counter)
-    """How many of the examples that can be used were mended in each way."""
+    """Number of usable examples that were mended in each way."""
 
     per_example: int = 1
     """The texts of an example."""
     repaired: ClassVar[str] = "conversations"
-    """What repairs mend."""
+    """The word for repaired objects."""
 
     def __len__(self) -> int:
-        """The number of examples that can be used."""
+        """Return the number of usable examples."""
         return len(self.ids) // self.per_example
 
     def texts_of(self, example: int) -> range:
         """Return the indices of an example's texts."""
         return range(self.per_example * example, self.per_example * (example + 1))
 
+    def add_text(self, ids: Sequence[int], loss_mask: Sequence[bool]) -> None:
+        """Add a text to examples that are being read, and are not from a store."""
+        assert isinstance(self.ids, list) and isinstance(self.loss_mask, list)
+        self.ids.append(np.array(ids, np.int32))
+        self.loss_mask.append(np.array(loss_mask))
+
     def merge(self, others: Sequence[Self]) -> None:
         """Add the shares of other ranks, and restore the order of the files."""
         parts = [self, *others]
-        numbers = [number for part in parts for number in part.numbers]
-        # The sort is stable: what comes of one record stays in its order.
+        numbers = [number for share in parts for number in share.numbers]
+        # The sort is stable: the examples of one record stay in their order.
         examples = sorted(range(len(numbers)), key=numbers.__getitem__)
         self.numbers = [numbers[example] for example in examples]
         self.reorder(parts, [text for example in examples for text in self.texts_of(example)])
-        for other in others:
-            self.count(other)
+        for share in others:
+            self.add_counts(share)
         self.problems.sort(key=lambda problem: problem.number)
 
     def reorder(self, parts: Sequence[Self], order: Sequence[int]) -> None:
         """Take the texts of all ``parts``, end to end, in this order."""
-        self.ids = reordered([part.ids for part in parts], order)
-        self.loss_mask = reordered([part.loss_mask for part in parts], order)
+        self.ids = reordered([share.ids for share in parts], order)
+        self.loss_mask = reordered([share.loss_mask for share in parts], order)
 
-    def count(self, other: Self) -> None:
-        """Add what ``other`` says of its examples, without the examples themselves."""
+    def add_counts(self, other: Self) -> None:
+        """Add the counts and problems of ``other``, without its examples."""
         self.formats |= other.formats
         self.problems += other.problems
         self.lengths += other.lengths
@@ -112,12 +126,12 @@ class Examples:
         }
 
     def take(self, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Take the examples that columns of a ``TokenStore`` have, and leave them there."""
+        """Take the examples from columns of a ``TokenStore``, without a copy."""
         self.ids = Ragged(columns["ids"], columns["lengths"])
         self.loss_mask = Ragged(columns["loss_mask"], columns["lengths"])
 
     def about(self) -> dict[str, Any]:
-        """Return what there is to say of the examples, for JSON."""
+        """Return the counts and problems of the examples, for JSON."""
         return {
             "formats": self.formats,
             "problems": [asdict(problem) for problem in self.problems],
@@ -130,7 +144,7 @@ class Examples:
         }
 
     def recall(self, about: Mapping[str, Any]) -> None:
-        """Take up what ``about`` has returned."""
+        """Take up the result of ``about``."""
         self.formats = dict(about["formats"])
         self.problems = [Problem(**problem) for problem in about["problems"]]
         self.lengths = Counter(dict(about["lengths"]))
@@ -141,8 +155,8 @@ class Examples:
         self.repairs = Counter(about["repairs"])
 
     def report(self, most: int | None = LISTED) -> Iterator[str]:
-        """Yield lines that say what was read and what was left out, with the first ``most``
-        problems; None: all of them."""
+        """Yield lines on the read and left-out examples, with the first ``most`` problems; None:
+        all problems."""
         for file, name in self.formats.items():
             yield f"{file}: format {name}"
         tokens = sum(map(len, self.ids))
@@ -170,13 +184,13 @@ class Examples:
             yield from (f"  {line}" for line in problem_lines(self.problems, most))
 
     def summary(self, tokens: int, counted: str, share: str) -> Iterator[str]:
-        """Yield how many examples and tokens there are."""
+        """Yield the numbers of examples and tokens."""
         yield f"{len(self):,} examples, {tokens:,} tokens, {counted} of them in the loss{share}"
 
 
 def reordered(parts: Sequence[Sequence[Value]], order: Sequence[int]) -> list[Value]:
     """Return the values of all parts, end to end, in this order."""
-    values = [value for part in parts for value in part]
+    values = [value for column in parts for value in column]
     return [values[index] for index in order]
 
 
@@ -188,9 +202,9 @@ def read_examples(
     *,
     vocab_size: int | None = None,
 ) -> Examples:
-    """Read all examples of the files. Examples that cannot be used are in ``problems``, for a model
-    of ``vocab_size`` also those with a token that it has no row for. Raises DataError if a file
-    cannot be read at all."""
+    """Read all examples of the files. Unusable examples are in ``problems``, for a model of
+    ``vocab_size`` also those with a token without a row. Raises DataError if a file cannot be read
+    at all."""
     examples = Examples()
     examples.merge([*example_rounds(files, tokenizer, options, seq_length, vocab_size=vocab_size)])
     return examples
@@ -205,39 +219,53 @@ def example_rounds(
     share: tuple[int, int] = (0, 1),
     vocab_size: int | None = None,
 ) -> Iterator[Examples]:
-    """Read as ``read_examples`` does, of ROUND records after another every n-th from the r-th on,
-    for ``share`` (r, n)."""
+    """Read as ``read_examples`` does, in rounds of ROUND records: of each round every n-th record
+    from the r-th on, for ``share`` (r, n)."""
     formats: dict[str, str] = {}
-    for batch in rounds(parsed_examples(files, options, formats)):
-        examples = Examples(formats=formats)
-        ids, loss_mask, numbers = [], [], []
-        for number, (where, found) in batch:
-            if number % share[1] != share[0]:
+
+    def add(examples: Examples, number: int, example: Example) -> None:
+        encoded = tokenizer.read(example, options.loss_on)
+        refuse_beyond(encoded.ids, vocab_size or tokenizer.vocab_size, tokenizer)
+        kept = _kept(examples, encoded, options.on_long_sample, seq_length)
+        if kept is not None:
+            examples.numbers.append(number)
+            examples.add_text(encoded.ids[:kept], encoded.loss_mask[:kept])
+        if isinstance(example, Conversation):
+            examples.repairs.update(example.repairs)
+            examples.nulls += example.has_null
+
+    parsed = parsed_examples(files, options, formats)
+    return encoded_rounds(parsed, formats, Examples, add, share)
+
+
+def encoded_rounds(
+    parsed: Iterable[ParsedRecord[Content]],
+    formats: dict[str, str],
+    none: Callable[[], Read],
+    add: Callable[[Read, int, Content], None],
+    share: tuple[int, int],
+) -> Iterator[Read]:
+    """Encode in rounds of ROUND records: of each round every n-th record from the r-th on, for
+    ``share`` (r, n).
+
+    ``formats``: the mapping into which ``parsed`` writes formats. ``none`` returns the empty
+    examples of a round. ``add`` adds those of one record, whose position it gets, or none if it
+    raises UnusableError."""
+    rank, ranks = share
+    numbered = enumerate(parsed)
+    while batch := list(islice(numbered, ROUND)):
+        examples = none()
+        examples.formats = formats
+        for number, (where, content) in batch:
+            if number % ranks != rank:
                 continue
             try:
-                if isinstance(found, UnusableError):
-                    raise found
-                encoded = tokenizer.read(found, options.loss_on)
-                refuse_beyond(encoded.ids, vocab_size or tokenizer.vocab_size, tokenizer)
-                kept = _kept(examples, encoded, options.on_long_sample, seq_length)
-                if kept is not None:
-                    ids.append(np.array(encoded.ids[:kept], np.int32))
-                    loss_mask.append(np.array(encoded.loss_mask[:kept]))
-                    numbers.append(number)
-                if isinstance(found, Conversation):
-                    examples.repairs.update(found.repairs)
-                    examples.nulls += found.has_null
+                if isinstance(content, UnusableError):
+                    raise content
+                add(examples, number, content)
             except UnusableError as problem:
                 examples.problems.append(problem.at(where, number))
-        examples.ids, examples.loss_mask, examples.numbers = ids, loss_mask, numbers
         yield examples
-
-
-def rounds(found: Iterable[Value]) -> Iterator[list[tuple[int, Value]]]:
-    """Number what was found, and yield ROUND of it after another."""
-    numbered = enumerate(found)
-    while batch := list(islice(numbered, ROUND)):
-        yield batch
 
 
 def refuse_beyond(ids: Sequence[int], vocab_size: int, tokenizer: ChatTokenizer) -> None:
@@ -254,9 +282,9 @@ def refuse_beyond(ids: Sequence[int], vocab_size: int, tokenizer: ChatTokenizer)
 
 def parsed_examples(
     files: Sequence[Path], options: SFTConfig, formats: dict[str, str]
-) -> Iterator[tuple[str, Example | UnusableError]]:
-    """Yield place and content of every example. Where the format is to be detected, the first
-    example with a known one decides for its file, and ``formats`` gets it."""
+) -> Iterator[ParsedRecord[Example]]:
+    """Yield place and content of every example. If the format is to be detected, the first example
+    of a known one decides for its file, and ``formats`` gets it."""
 
     def read(record: Mapping[str, Any], name: str) -> Example:
         return read_example(record, name, options.repair_conversations, options.ignore_keys)
@@ -270,29 +298,29 @@ def parsed_records(
     detect: Callable[[Mapping[str, Any]], str],
     read: Callable[[Mapping[str, Any], str], Content],
     formats: dict[str, str],
-) -> Iterator[tuple[str, Content | UnusableError]]:
-    """Yield the place of every record, and what ``read`` makes of it as one of the format
-    ``wanted``. Where that is ``auto``, the first record with a format that ``detect`` knows decides
-    for its file. ``formats`` gets the format of each file."""
+) -> Iterator[ParsedRecord[Content]]:
+    """Yield the place of every record, and the result of ``read`` for it in the format ``wanted``.
+    If that is ``auto``, the first record of a format that ``detect`` knows decides for its file.
+    ``formats`` gets the format of each file."""
     for file in files:
         name: str | None = None if wanted == "auto" else wanted
         for record in records(file):
             try:
                 if isinstance(record.value, UnusableError):
                     raise record.value
-                # A table of two formats has null in the fields of the other one.
+                # A table of two formats has null in the fields of the other format.
                 present = {
                     field: value for field, value in record.value.items() if value is not None
                 }
                 name = formats.setdefault(str(file), name or detect(present))
-                yield record.where, read(record.value, name)
+                yield ParsedRecord(record.where, read(record.value, name))
             except UnusableError as problem:
-                yield record.where, problem
+                yield ParsedRecord(record.where, problem)
 
 
 def _kept(examples: Examples, encoded: Encoded, on_long_sample: str, seq_length: int) -> int | None:
-    """Return how many tokens of an example are kept, as --on-long-sample says; None if it is left
-    out: truncation leaves out what would then have no answer. Raises UnusableError if it is too
+    """Return the number of tokens of an example that are kept, as --on-long-sample says. None if it
+    is left out, also by truncation if no answer would be left. Raises UnusableError if it is too
     long."""
     count = len(encoded.ids)
     longest = seq_length + 1
@@ -315,8 +343,8 @@ def _kept(examples: Examples, encoded: Encoded, on_long_sample: str, seq_length:
 
 
 def refuse_problems(examples: Examples, files: Sequence[Path], options: SFTConfig) -> None:
-    """Raise DataError if there are examples that cannot be used and --on-bad-sample is not
-    ``drop``, or if no example is left."""
+    """Raise DataError if there are unusable examples and --on-bad-sample is not ``drop``, or if no
+    example is left."""
     if examples.problems and options.on_bad_sample == "stop":
         title = (
             f"{len(examples.problems):,} examples cannot be used (--on-bad-sample drop leaves "
@@ -347,9 +375,8 @@ class ExampleSamples:
     """Samples of ``seq_length`` tokens, each filled with one example, or packed with several.
 
     An example of n tokens takes n - 1 places: all its tokens but the last are inputs, all but the
-    first may be labels. Each example of a packed sample is a document of its own: it attends only
-    to itself, and its positions start at 0. So does the padding at the end, which is never a
-    label."""
+    first may be labels. Each example of a packed sample is its own document: it attends only to
+    itself, and its positions start at 0. So does the padding at the end, which is never a label."""
 
     def __init__(
         self,
@@ -361,25 +388,23 @@ class ExampleSamples:
         noise: Noise | None = None,
         rendered: str | None = None,
     ) -> None:
-        """``rendered``: the day that the template has written into the texts, if it does."""
+        """``rendered``: the day in the texts, if the template writes it."""
         self._examples = examples
         self._seq_length = seq_length
         self._noise = noise
         self._rendered = rendered
         lengths = [len(examples.ids[index]) - 1 for index in chosen]
-        groups = (
-            best_fit(lengths, seq_length) if packing else [[index] for index in range(len(lengths))]
-        )
+        groups = grouped(lengths, seq_length, packing=packing)
         self._rows = [[chosen[index] for index in group] for group in groups]
         self.filled = sum(lengths) / max(1, len(groups) * seq_length)
-        """The share of all places that examples take; the rest is padding."""
+        """The share of places with examples; the rest is padding."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps to recognize the samples: counts for people, and a digest
-        of every token, of the loss mask, and of which examples share a sample."""
+        """Return the identity of the samples for checkpoints: counts for people, and a digest of
+        every token, of the loss mask, and of the examples of each sample."""
         ids = self._examples.ids
         loss_mask = self._examples.loss_mask
         order = [index for row in self._rows for index in row]
@@ -401,30 +426,20 @@ class ExampleSamples:
         }
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        shape = (len(indices), self._seq_length)
-        tokens, labels, positions = (np.zeros(shape, np.int64) for _ in range(3))
-        mask = np.zeros(shape, np.float32)
-        documents = np.zeros(shape, np.int32)
-        scale = np.zeros(shape, np.float32)
-        for row, index in enumerate(indices):
-            start = 0
-            for document, number in enumerate(self._rows[index]):
-                ids = self._examples.ids[number]
-                loss_mask = self._examples.loss_mask[number]
-                count = len(ids) - 1
-                place = slice(start, start + count)
-                tokens[row, place] = ids[:-1]
-                labels[row, place] = ids[1:]
-                mask[row, place] = loss_mask[1:]
-                positions[row, place] = np.arange(count)
-                documents[row, place] = document
+        ids = self._examples.ids
+        rows = [self._rows[index] for index in indices]
+        lengths = [[len(ids[number]) - 1 for number in row] for row in rows]
+        places, positions, documents = side_by_side(lengths, self._seq_length)
+        tokens, labels = (np.zeros_like(positions) for _ in range(2))
+        mask, scale = (np.zeros(positions.shape, np.float32) for _ in range(2))
+        for at, row in enumerate(rows):
+            for number, length, place in zip(row, lengths[at], places[at], strict=True):
+                tokens[at, place] = ids[number][:-1]
+                labels[at, place] = ids[number][1:]
+                mask[at, place] = self._examples.loss_mask[number][1:]
                 if self._noise is not None:
-                    scale[row, place] = self._noise.alpha / math.sqrt(
-                        count * self._noise.hidden_size
-                    )
-                start += count
-            positions[row, start:] = np.arange(self._seq_length - start)
-            documents[row, start:] = len(self._rows[index])
+                    spread = math.sqrt(length * self._noise.hidden_size)
+                    scale[at, place] = self._noise.alpha / spread
         noise = None if self._noise is None else sequence_first(scale)
         return Batch(
             tokens=sequence_first(tokens),

@@ -1,4 +1,4 @@
-"""Tells to which family of models a chat template belongs, by what it renders."""
+"""The family of models of a chat template, by its output."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _TURNS = (_ASKED, _SAID, _ASKED, _SAID)
 def family_of(
     own: ChatTemplate, tokens: Mapping[str, str], now: datetime | None = None
 ) -> str | None:
-    """Return the name of the built-in template that renders last answers, and all that is no
-    answer, with the words of the template ``own``; None if there is none."""
+    """Return the name of the built-in template that renders last answers, and all text but answers,
+    like the template ``own``; None if there is none."""
     for name in NAMES:
         template = ChatTemplate(BUILT_IN[name], name, tokens, now)
         probes = ((_render(own, *probe), _render(template, *probe)) for probe in _PROBES)
@@ -70,7 +70,7 @@ def _text(rendered: Rendered | None) -> str | None:
 
 
 def _frames(own: Rendered | None, marked: Rendered | None) -> bool:
-    """Whether a text has what another has around the first of its answers, which may be another."""
+    """Whether two texts are the same around the first answers, which may differ."""
     if own is None or marked is None or not marked.answers:
         return False
     start, stop = marked.answers[0]

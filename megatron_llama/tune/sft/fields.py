@@ -1,5 +1,5 @@
-"""Fields of records and messages beside those that a format is made of: which say nothing about
-the training, which say whether a message is learned, and which nothing here can obey."""
+"""Fields of records and messages beside those of a format: fields without an effect on the
+training, marks of whether a message is learned, and fields that cannot be obeyed here."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from megatron_llama.tune.sft.problems import UnusableError
 
 LOSS_MARKS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
-"""Names under which files say of a message whether it is learned. The first one is OpenAI's; here
-it stands for all of them, with true or false, until ``formats.checked`` takes it off."""
+"""Names of marks for whether a message is learned. The first one is OpenAI's; here it replaces all,
+with true or false, until ``formats.checked`` takes it off."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning, in the order in which ``transformers`` looks for it."""
 NO_LEARNING = ("image", "images", "video", "videos", "audio", "audios")
-"""Fields of what a language model of text cannot learn."""
+"""Fields of content that a language model of text cannot learn."""
 MESSAGE_PARTS = ("role", "content", "from", "value")
-"""Fields that messages consist of."""
+"""The fields of messages."""
 _RECORD_WEIGHTS = (*LOSS_MARKS, "weights", "sample_weight")
 _PREFERENCE = "give the file to align (--method kto), or --ignore-keys {} to learn every answer"
 _SCORES = "remove the field: align scores the reference itself (--reference-scores)"
@@ -43,53 +43,53 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "margin": "remove the field: no method of align has a margin for each pair",
     }
 )
-"""What to do about fields that other programs act upon."""
+"""The remedies for fields on which other programs act."""
 _HARMLESS = (
-    # what names a record
+    # names of a record
     "id _id idx index uid uuid guid hash key example_id sample_id row_id record_id doc_id task_id "
     "question_id prompt_id message_id parent_id conversation_id conversation_hash chat_id "
     "session_id user_id parent_message_id __index_level_0__ "
-    # where it is from
+    # its source
     "source sources source_id data_source source_dataset dataset dataset_name dataset_source "
     "subset split origin provenance url urls link file filename file_name file_path line dump repo "
     "license licence copyright author authors creator annotator annotator_id worker_id "
     "model model_name models chosen_model rejected_model generator generator_model engine "
     "timestamp date time created created_at create_time updated_at update_time version "
-    # what it is about
+    # its subject
     "language languages lang langdetect locale country language_score category categories "
     "subcategory topic topics subject subjects domain domains task task_name task_type type kind "
     "tag tags keyword keywords title difficulty level comment comments note notes "
     "metadata meta meta_data info "
-    # what was counted or judged
+    # counts and judgements
     "num_turns n_turns turn turns num_messages num_tokens n_tokens token_count tokens_count length "
     "conversation_tokens views "
     "quality quality_score score scores int_score rating ratings reward_model_score "
     "chosen_rating rejected_rating rating_chosen rating_rejected chosen_score rejected_score "
     "toxic toxicity moderation openai_moderation detoxify_moderation redacted "
-    # how a service is to answer, which says nothing of the answers that are there
+    # instructions to a service, without an effect on the present answers
     "parallel_tool_calls"
 )
 HARMLESS = frozenset(_HARMLESS.split())
-"""Fields that tell people about a record or a message, and change nothing in its training."""
+"""Fields for people about a record or a message, without an effect on its training."""
 _REPEATING = (
     "prompt question query problem instruction system_prompt response answer solution completion"
 )
 REPEATING = tuple(_REPEATING.split())
-"""Fields beside messages that many files have to show one of them once more."""
+"""Fields beside messages that repeat one of them in many files."""
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field has nothing in it, as a column of a table has for most rows."""
+    """Whether a field is empty, as a column of a table is for most rows."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def is_harmless(name: str) -> bool:
-    """Whether a field tells people about an example, and changes nothing in its training."""
+    """Whether a field is only for people, without an effect on the training."""
     return name.lower().replace("-", "_") in HARMLESS
 
 
 def without_keys(record: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, Any]:
-    """Return a record without the fields that are not to be read, in its messages too."""
+    """Return a record without ignored fields, in its messages too."""
     if not ignored:
         return record
 
@@ -97,7 +97,7 @@ def without_keys(record: Mapping[str, Any], ignored: Collection[str]) -> Mapping
         if isinstance(value, list):
             return [bare(element) if isinstance(element, dict) else element for element in value]
         if isinstance(value, dict):
-            inner = {key: part for key, part in value.items() if key not in ignored}
+            inner = {key: content for key, content in value.items() if key not in ignored}
             # OpenAI's pairs have their prompt one level deeper.
             return inner | {"messages": bare(inner["messages"])} if "messages" in inner else inner
         return value
@@ -140,10 +140,10 @@ def refuse_unknown(record: Mapping[str, Any], known: Collection[str]) -> None:
             )
     if unread:
         fields = ", ".join(sorted(known))
-        one = len(unread) == 1
-        do = f"remove or rename the field{'' if one else 's'}"
+        single = len(unread) == 1
+        do = f"remove or rename the field{'' if single else 's'}"
         if not set(unread) & set(MESSAGE_PARTS):
-            meaning = "it changes" if one else "they change"
+            meaning = "it changes" if single else "they change"
             do += f", or give --ignore-keys {' '.join(unread)} if {meaning} nothing"
         raise UnusableError(
             "unknown meaning",
@@ -156,7 +156,7 @@ def refuse_unknown(record: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def _has_remedy(name: str, record: Mapping[str, Any]) -> bool:
-    # A label of many parts says what an example is about, and not whether it is good.
+    # A label of many parts tells the subject of an example, and not whether it is good.
     return name in _REMEDIES and not (name == "label" and isinstance(record[name], list | dict))
 
 
@@ -175,9 +175,8 @@ def refuse_unobeyed(message: Mapping[str, Any], name: str) -> None:
 
 
 def take_mark(message: dict[str, Any], name: str) -> bool | None:
-    """Take the marks off a message that say whether it is learned, and return what they say; None
-    if there are none. Raises UnusableError for a mark that says neither, and for two that say
-    different things."""
+    """Take the marks of whether it is learned off a message, and return their value; None if there
+    are none. Raises UnusableError for another value, and for two marks that differ."""
     marks: dict[str, bool] = {}
     for key in LOSS_MARKS:
         if (value := message.pop(key, None)) is None:
@@ -203,8 +202,7 @@ def take_mark(message: dict[str, Any], name: str) -> bool | None:
 
 
 def check_reasoning(message: Mapping[str, Any], name: str) -> None:
-    """Raise UnusableError for reasoning that is no text, or that is another one under each of its
-    names."""
+    """Raise UnusableError for reasoning that is no text, or that differs between its names."""
     given = {key: message[key] for key in REASONING if message.get(key) is not None}
     for key, value in given.items():
         if not isinstance(value, str):

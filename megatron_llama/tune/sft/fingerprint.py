@@ -1,4 +1,4 @@
-"""What the tokens of examples depend on, as digests: where all of them are the same, so are the
+"""Digests of everything on which the tokens of examples depend: if all are the same, so are the
 tokens."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import megatron_llama
 from megatron_llama.errors import DataError, describe
 
 BYTES = 16
-ROOMS = ("tokenizer", "tune/sft", "tune/preference")
+ROOMS = ("data/tokenizer", "tune/sft", "tune/preference")
 """The rooms whose code makes tokens of examples."""
 LIBRARIES = ("jinja2", "pyarrow", "sentencepiece", "tiktoken", "tokenizers")
-"""The libraries that they use for that."""
+"""The libraries that those rooms use for it."""
 
 
 def text_digest(*parts: object) -> str:
@@ -48,8 +48,8 @@ def _file_digest(file: Path) -> str:
 
 
 def code_digest() -> str:
-    """Return the digest of the code that makes tokens of examples, and of the versions of the
-    libraries that it uses: a fault that is mended must not live on in tokens that were kept."""
+    """Return the digest of the code that encodes examples, and of the versions of its libraries: a
+    fault that is mended must not live on in stored tokens."""
     package = Path(megatron_llama.__file__).parent
     sources = [
         (str(file.relative_to(package)), file.read_text(encoding="utf-8"))

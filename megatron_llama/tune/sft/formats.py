@@ -1,5 +1,5 @@
-"""Examples of the usual formats as conversations, or as a prompt with its completion, and
-everything that can be wrong with them."""
+"""Readers of the usual formats: examples as conversations, or as a prompt with its completion, and
+their problems."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_llama.tune.sft.fields import (
     take_mark,
     without_keys,
 )
-from megatron_llama.tune.sft.problems import UnusableError
+from megatron_llama.tune.sft.problems import UnusableError, field_names, unknown_format, wrong_kind
 from megatron_llama.tune.sft.repair import INSTRUCTIONS, Placed, Repair, repaired
 
 ASSISTANT = "assistant"
@@ -40,13 +40,13 @@ ROLES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("function_call", "tool_call"), ASSISTANT),
     }
 )
-"""Names of roles in files, sharegpt's among them, and the role each one stands for."""
+"""Names of roles in files, sharegpt's among them, and the role of each."""
 MARKS = ("\ufdd0", "\ufdd1")
-"""Characters that Unicode keeps free of meaning. ``template.py`` marks answers with them, so no
+"""Characters to which Unicode gives no meaning. ``template.py`` marks answers with them, so no
 message may contain one."""
 LOSS_MARK = LOSS_MARKS[0]
 _CALLS = ("function_call", "tool_call")
-"""Roles of messages whose text is the JSON of calls, as LLaMA-Factory and ms-swift have them."""
+"""Roles of messages whose text is the JSON of calls, as in LLaMA-Factory and ms-swift."""
 CONTEXT = ("system", "tools", "chat_template_kwargs")
 """Fields beside messages that a template renders."""
 _NO_VARIABLES = (
@@ -55,7 +55,7 @@ _NO_VARIABLES = (
     "return_assistant_tokens_mask"
 )
 _RESERVED = frozenset(_NO_VARIABLES.split())
-"""Names in ``chat_template_kwargs`` that say what is rendered and how, and are no variables."""
+"""Names in ``chat_template_kwargs`` that control the rendering, and are no variables."""
 _FOLLOWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "": (*INSTRUCTIONS, "user"),
@@ -77,17 +77,17 @@ class Conversation:
     then content that is None."""
     tools: tuple[Any, ...] | None = field(default=None)
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the template sees beside messages and tools: ``chat_template_kwargs``."""
+    """The template's variables beside messages and tools: ``chat_template_kwargs``."""
     learned: tuple[bool | None, ...] = ()
-    """Whether the file says of each message that it is learned or that it is not; None: it says
-    neither. Empty if no message is marked."""
+    """The file's mark of whether each message is learned; None: no mark. Empty if no message is
+    marked."""
     places: tuple[str, ...] = field(default=(), compare=False)
-    """Where each message stands in its example, for errors."""
+    """The place of each message in its example, for errors."""
     repairs: tuple[Repair, ...] = ()
-    """What was mended in the order of its messages."""
+    """The repairs of the order of its messages."""
     prompt_messages: int = 0
-    """How many messages, the first ones, are the prompt of a completion: an answer among them is no
-    answer to learn."""
+    """Number of first messages that are the prompt of a completion: answers among them are not
+    learned."""
 
     @property
     def unlearned(self) -> frozenset[int]:
@@ -102,8 +102,8 @@ class Conversation:
 
     @property
     def texts(self) -> Iterator[str]:
-        """Yield all text that comes from the file: contents of the messages, the texts in tools and
-        calls of them, and those in the template's variables."""
+        """Yield all text from the file: contents of the messages, the texts in tools and calls of
+        them, and those in the template's variables."""
         for message in self.messages:
             yield from _strings({key: value for key, value in message.items() if key != "role"})
         yield from _strings(self.tools)
@@ -112,20 +112,20 @@ class Conversation:
     @property
     def has_null(self) -> bool:
         """Whether something in the tools, or in calls of them, is null."""
-        waiting: list[Any] = [self.tools or (), *(one.get("tool_calls") for one in self.messages)]
+        waiting: list[Any] = [self.tools or (), *(turn.get("tool_calls") for turn in self.messages)]
         while waiting:
             value = waiting.pop()
-            parts = value.values() if isinstance(value, Mapping) else value
+            elements = value.values() if isinstance(value, Mapping) else value
             if isinstance(value, Mapping | list | tuple):
-                if any(part is None for part in parts):
+                if any(element is None for element in elements):
                     return True
-                waiting += parts
+                waiting += elements
         return False
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Text that no template touches. Only the completion is in the loss; a plain text is all
+    """Text without a template. Only the completion is in the loss; a plain text is all
     completion."""
 
     prompt: str
@@ -136,8 +136,8 @@ Example = Conversation | Passage
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, keys of objects included. Raises UnusableError for what
-    JSON does not have, such as a date in a column of a table."""
+    """Yield every text in a JSON value, keys of objects included. Raises UnusableError for other
+    values, such as a date in a column of a table."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -167,19 +167,15 @@ def detect(record: Mapping[str, Any]) -> str:
         isinstance(turns, list) and turns and isinstance(turns[0], dict) and "role" in turns[0]
     ):
         return "messages"
-    for name, found in (
+    for name, format_name in (
         ("conversations", "sharegpt"),
         ("instruction", "alpaca"),
         ("prompt", "prompt"),
         ("text", "text"),
     ):
         if name in record:
-            return found
-    names = ", ".join(map(repr, list(record)[:10])) or "none"
-    expected = "messages, conversations, instruction, prompt or text"
-    raise UnusableError(
-        "unknown format", got=f"the fields {names}", expected=expected, do="rename the fields"
-    )
+            return format_name
+    raise unknown_format(record, "messages, conversations, instruction, prompt or text")
 
 
 def read_example(
@@ -210,8 +206,8 @@ def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Convers
 
 
 def repeating(record: Mapping[str, Any], placed: Sequence[Placed]) -> list[str]:
-    """Return the fields beside messages whose text is one of them, as the question is in
-    UltraChat's files, and question and answer in NuminaMath's."""
+    """Return the fields beside messages that repeat one of them, as the question in UltraChat's
+    files, and question and answer in NuminaMath's."""
     said = {text.strip() for _, message in placed if (text := message["content"])}
     return [
         name
@@ -225,13 +221,7 @@ def messages_of(
 ) -> list[Placed]:
     """Read the messages of the field ``name``. Raises UnusableError; their order is not checked."""
     if not isinstance(turns, list):
-        raise UnusableError(
-            "messages are no array",
-            field=name,
-            got=f"a JSON {json_type(turns)}",
-            expected="an array",
-            do="mend the example",
-        )
+        raise wrong_kind("messages are no array", name, turns, "an array")
     if not turns:
         raise UnusableError(
             "no messages",
@@ -258,7 +248,7 @@ def system_of(record: Mapping[str, Any]) -> list[Placed]:
 
 def tools_of(tools: Any, name: str = "tools") -> list[Any] | None:
     """Return the tools of a conversation, given as an array or as the text of one, which tables
-    need. An empty array is none, as in TRL: some templates write their words about tools for it.
+    need. An empty array means no tools, as in TRL: some templates would write about tools for it.
     Raises UnusableError for anything else."""
     if isinstance(tools, str):
         try:
@@ -272,13 +262,7 @@ def tools_of(tools: Any, name: str = "tools") -> list[Any] | None:
                 do="mend the example",
             ) from error
     if tools is not None and not isinstance(tools, list):
-        raise UnusableError(
-            "tools are no array",
-            field=name,
-            got=f"a JSON {json_type(tools)}",
-            expected="an array, or the text of one",
-            do="mend the example",
-        )
+        raise wrong_kind("tools are no array", name, tools, "an array, or the text of one")
     for text in _strings(tools):
         text_of(text, name)
     return tools or None
@@ -295,20 +279,14 @@ def with_types(tools: list[Any] | None) -> list[Any] | None:
 
 
 def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template sees beside messages and tools. Raises UnusableError if it is no
-    object, or says how to render rather than what the template sees."""
+    """Return the template's variables beside messages and tools. Raises UnusableError if they are
+    no object, or if one controls the rendering."""
     name = "chat_template_kwargs"
     given = record.get(name)
     if is_empty(given):
         return {}
     if not isinstance(given, dict):
-        raise UnusableError(
-            "variables of the template are no object",
-            field=name,
-            got=f"a JSON {json_type(given)}",
-            expected="an object",
-            do="mend the example",
-        )
+        raise wrong_kind("variables of the template are no object", name, given, "an object")
     if reserved := sorted(_RESERVED & given.keys()):
         raise UnusableError(
             "unknown meaning",
@@ -341,11 +319,8 @@ def message_of(
 ) -> dict[str, Any]:
     """Read one message, which stands at ``name``. Raises UnusableError."""
     if not isinstance(turn, dict):
-        got = f"a JSON {json_type(turn)}"
         expected = f"an object with {role!r} and {content!r}"
-        raise UnusableError(
-            "message is no object", field=name, got=got, expected=expected, do="mend the example"
-        )
+        raise wrong_kind("message is no object", name, turn, expected)
     if role not in turn:
         names = ", ".join(map(repr, turn)) or "no fields"
         raise UnusableError(
@@ -357,14 +332,7 @@ def message_of(
         )
     who = turn[role]
     if not isinstance(who, str):
-        got = f"a JSON {json_type(who)}"
-        raise UnusableError(
-            "role is no string",
-            field=f"{name}.{role}",
-            got=got,
-            expected="a string",
-            do="mend the example",
-        )
+        raise wrong_kind("role is no string", f"{name}.{role}", who, "a string")
     if who not in ROLES:
         expected = f"one of {', '.join(ROLES)}"
         raise UnusableError(
@@ -420,7 +388,7 @@ def message_of(
             expected=f"{content!r}",
             do="add it",
         )
-    # As in transformers, a template does not see content that is null, and may refuse that.
+    # As in transformers, a template does not see content that is null, and may refuse the message.
     hidden = calls and turn.get(content) is None
     said = None if hidden else _content(turn[content], f"{name}.{content}")
     if learned is not None:
@@ -463,13 +431,13 @@ def _calls_of(turn: Mapping[str, Any], name: str, content: str) -> list[dict[str
         calls.append(
             {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
         )
-    for part in _strings(calls):
-        text_of(part, name)
+    for string in _strings(calls):
+        text_of(string, name)
     return calls
 
 
 def _content(value: Any, name: str) -> str:
-    """The content of a message: a string, or OpenAI's array of parts."""
+    """Return the content of a message: a string, or OpenAI's array of parts."""
     if not isinstance(value, list):
         return text_of(value, name)
     for index, part in enumerate(value):
@@ -499,8 +467,8 @@ def checked(
     repairs: Collection[Repair],
     variables: Mapping[str, Any],
 ) -> Conversation:
-    """Make a conversation of messages: repaired, its order of roles right, and neither a question
-    nor an answer empty. A template says what an empty system message is. Raises UnusableError."""
+    """Make a conversation of messages, repaired, with a correct order of roles and without an empty
+    question or answer. An empty system message is left to the template. Raises UnusableError."""
     placed, done = repaired(placed, repairs)
     before = ""
     for where, message in placed:
@@ -576,9 +544,9 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Placed]:
     instruction = text_of(field_of(record, "instruction"), "instruction")
     more = record.get("input")
     question = "\n\n".join(
-        part
-        for part in (instruction, "" if more is None else text_of(more, "input"))
-        if part.strip()
+        paragraph
+        for paragraph in (instruction, "" if more is None else text_of(more, "input"))
+        if paragraph.strip()
     )
     messages.append({"role": "user", "content": filled(question, "instruction")})
     return [(f"instruction[{index}]", message) for index, message in enumerate(messages)]
@@ -587,7 +555,7 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Placed]:
 def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     prompt = alpaca_prompt(record)
     answer = filled(text_of(field_of(record, "output"), "output"), "output")
-    # Stanford's file has everything as a text, too, and some that follow it as a prompt.
+    # Stanford's file repeats everything as a text, and some files modelled on it as a prompt.
     repeats = [
         name
         for name in ("text", "prompt")
@@ -648,10 +616,9 @@ def _plain(record: Mapping[str, Any], repairs: Collection[Repair]) -> Passage:
 
 
 def field_of(record: Mapping[str, Any], name: str) -> Any:
-    """Return what a field holds. Raises UnusableError if it is not there."""
+    """Return the value of a field. Raises UnusableError if it is missing."""
     if name not in record:
-        names = ", ".join(map(repr, list(record)[:10])) or "none"
-        got = f"no such field (fields: {names})"
+        got = f"no such field (fields: {field_names(record)})"
         do = "mend the example or change --data-format"
         raise UnusableError(f"missing field {name}", field=name, got=got, expected="a value", do=do)
     return record[name]
@@ -660,13 +627,7 @@ def field_of(record: Mapping[str, Any], name: str) -> Any:
 def text_of(value: Any, name: str) -> str:
     """Return a text that can be encoded. Raises UnusableError for anything else in ``name``."""
     if not isinstance(value, str):
-        raise UnusableError(
-            "no string",
-            field=name,
-            got=f"a JSON {json_type(value)}",
-            expected="a string",
-            do="mend the example",
-        )
+        raise wrong_kind("no string", name, value, "a string")
     if not value.isascii():
         try:
             value.encode("utf-8")

@@ -1,9 +1,10 @@
-"""What ``sft`` reads: examples, with the tokenizer and the template that make tokens of them."""
+"""The inputs of ``sft``: examples, and the tokenizer and the template that encode them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime
+from typing import NamedTuple
 
 from megatron_llama.engine.comm.object_collectives import broadcast_object, raise_on_all_ranks
 from megatron_llama.errors import DataError, describe
@@ -24,9 +25,7 @@ def read_examples(draft: Draft) -> Draft:
     config = draft.config
     world = draft.processes.world
     require_language_model(config.model, "training on --train-data")
-    tokenizer, rendered = chat_tokenizer(draft, options)
-    with raise_on_all_ranks(world):
-        warnings = tokenizer.require_end()
+    tokenizer, rendered, warnings = chat_tokenizer(draft, options)
     data = ExampleData(options, config, world, tokenizer, rendered)
     with raise_on_all_ranks(world):
         notes = (
@@ -35,8 +34,6 @@ def read_examples(draft: Draft) -> Draft:
             *warnings,
             *data.report(config),
         )
-        if options.valid_data and config.training.eval_interval == 0:
-            notes += ("warning: --valid-data without --eval-interval: it is never evaluated",)
     reading = Reading(
         data.samples, tokenizer, tokenizer.prompt, same_data=options.on_changed_data == "stop"
     )
@@ -44,19 +41,27 @@ def read_examples(draft: Draft) -> Draft:
 
 
 EXAMPLES = (read_examples,)
-"""What ``sft`` reads."""
+"""The deciders of the inputs of ``sft``."""
 
 
-def chat_tokenizer(draft: Draft, options: SFTConfig) -> tuple[ChatTokenizer, str | None]:
-    """Return the tokenizer, and the day that its template writes into the texts, if it does.
+class Chat(NamedTuple):
+    """The encoder of conversations in a run."""
 
-    The day is the same on all ranks, and in a resumed run that on which the run began. Collective.
-    Raises DataError."""
+    tokenizer: ChatTokenizer
+    rendered: str | None
+    """The day in the texts, if the template writes it."""
+    warnings: tuple[str, ...]
+
+
+def chat_tokenizer(draft: Draft, options: SFTConfig) -> Chat:
+    """Return the tokenizer with its template. The day is the same on all ranks; in a resumed run it
+    is that of the first start. Collective. Raises DataError for a tokenizer that is missing, or
+    cannot end an answer."""
     meta = resumed(draft.config.checkpoint, draft.start)
     known = (meta.state.data or {}).get(RENDERED) if meta is not None else None
     world = draft.processes.world
     vocabulary = draft.vocabulary
-    # Midnight does not come to all ranks at once.
+    # Ranks may see midnight at different moments.
     now = str(known or broadcast_object(datetime.now().date().isoformat(), world))
     with raise_on_all_ranks(world):
         if vocabulary.tokenizer is None:
@@ -69,11 +74,12 @@ def chat_tokenizer(draft: Draft, options: SFTConfig) -> tuple[ChatTokenizer, str
         tokenizer = ChatTokenizer(
             vocabulary.tokenizer, options.chat_template, now=datetime.fromisoformat(now)
         )
-    return tokenizer, now if tokenizer.template.tells_time else None
+        warnings = tokenizer.require_end()
+    return Chat(tokenizer, now if tokenizer.template.tells_time else None, warnings)
 
 
 def loss_parts(marks: bool, options: SFTConfig) -> str:
-    """Say in words what the loss counts and how it is known."""
+    """Return words on the parts in the loss, and on how they are found."""
     if options.loss_on == "all":
         return "every token (--loss-on all)"
     which = "answers" if options.loss_on == "assistant" else "the last answer"

@@ -1,7 +1,7 @@
 """JSON that says where it is broken: one value, or the elements of an array of any size.
 
-The decoder is the standard library's. What is added here is a window that moves over the file, so
-that little of an array is in memory at a time, and errors with line, column and field.
+The decoder is the standard library's. This file adds a window that moves over the file, so that
+little of an array is in memory at a time, and errors with line, column and field.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megatron_llama.data.documents import json_type
 from megatron_llama.tune.sft.problems import UnusableError
 
 LARGEST = 64 << 20
-"""Bytes of a line, characters of an element. Far beyond any conversation: a file of another kind
+"""Bytes of a line, characters of an element: far more than any conversation. A file of another kind
 must not fill the memory."""
 DEEPEST = 200
-"""Arrays and objects within each other. The decoder has no limit of its own: it ends with Python's
-stack, whose depth other libraries change while the program runs."""
+"""Levels of nested arrays and objects. The decoder has no limit but Python's stack, whose depth
+other libraries change while the program runs."""
 BLOCK = 1 << 20
 """Bytes of a file that are read at a time, at least."""
 BLANK = " \t\r\n"
 
 
 def decoded(raw: bytes) -> str:
-    """Decode UTF-8. Raises UnusableError with the first byte that is none."""
+    """Decode UTF-8. Raises UnusableError with the first byte that is invalid."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -70,8 +70,8 @@ def _refuse_deep(text: str, expected: str) -> None:
     if text.count("[") + text.count("{") <= DEEPEST:
         return
     depth = 0
-    for found in re.finditer(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', text, re.DOTALL):
-        depth += (found[0] in "[{") - (found[0] in "]}")
+    for token in re.finditer(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', text, re.DOTALL):
+        depth += (token[0] in "[{") - (token[0] in "]}")
         if depth > DEEPEST:
             raise _too_deep(expected)
 
@@ -106,7 +106,8 @@ def _no_number(word: str) -> float:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python keeps the last of two equal keys; nobody can know which one was meant."""
+    """Make an object, or raise an error for two equal keys: Python would keep the last, though
+    either may be meant."""
     value = dict(pairs)
     if len(value) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -122,7 +123,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_array(file: Path) -> bool:
-    """Whether the first character of a file that is no blank opens an array."""
+    """Whether the first character of a file that is not blank opens an array."""
     with file.open("rb") as stream:
         if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             stream.seek(0)
@@ -141,12 +142,12 @@ def elements(file: Path) -> Iterator[tuple[int, Any]]:
             window.next_character()
             window.at += 1
             first = True
-            while (found := window.next_character()) != "]":
+            while (character := window.next_character()) != "]":
                 if not first:
-                    if found != ",":
+                    if character != ",":
                         got = (
                             repr(window.text[window.at : window.at + 10])
-                            if found
+                            if character
                             else "the end of the file"
                         )
                         expected = "a comma or the closing bracket after an example"
@@ -181,12 +182,11 @@ class _Window:
         self.line = 1
         """The line of the character ``at``."""
         self._counted = self._column = 0
-        """How far lines are counted, and how many characters of the first line have been
-        dropped."""
+        """The end of the counted lines, and the number of dropped characters of the first line."""
         self._ended = False
 
     def next_character(self) -> str:
-        """Move to the next character that is no blank and return it; empty at the end of the file.
+        """Move to the next character that is not blank and return it; empty at the end of the file.
         Raises UnusableError."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in BLANK:

@@ -1,4 +1,4 @@
-"""What a file says of the messages that are learned, compared with what --loss-on counts."""
+"""A file's marks of learned messages, compared with --loss-on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LossOn = Literal["assistant", "last", "all"]
 
 
 def counted_messages(example: Conversation, loss_on: LossOn) -> list[bool]:
-    """Return whether --loss-on counts each message, whatever its mark says."""
+    """Return whether --loss-on counts each message, whatever its mark."""
     if loss_on == "all":
         return [True] * len(example.messages)
     answers = [
@@ -23,8 +23,8 @@ def counted_messages(example: Conversation, loss_on: LossOn) -> list[bool]:
 
 
 def refuse_contradictions(example: Conversation, loss_on: LossOn) -> None:
-    """Raise UnusableError for a message that is marked as one to learn where the loss does not
-    count it, and if all that the loss would count is marked as not to be learned."""
+    """Raise UnusableError for a message that is marked to be learned but not in the loss, and if
+    all messages in the loss are marked as not to be learned."""
     if not example.learned:
         return
     counted = counted_messages(example, loss_on)

@@ -1,4 +1,4 @@
-"""What is wrong with the options of a command that trains on examples, before a file is read."""
+"""Problems of the options of a command that trains on examples, before a file is read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OTHER_DATA = (
 
 
 def require_valid(parsed: Parsed, *, needs_files: bool = True) -> None:
-    """Raise ConfigError with everything that is wrong with the options of a run of ``sft``.
-    ``needs_files``: the run reads --train-data."""
+    """Raise ConfigError with every problem of the options of a run of ``sft``. ``needs_files``: the
+    run reads --train-data."""
     options = parsed.get(SFTConfig)
     missing = missing_data(options) if needs_files else ()
     refuse([*data_problems(parsed, "sft"), *value_problems(options), *missing])
@@ -36,7 +36,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def data_problems(parsed: Parsed, command: str) -> Iterator[str]:
-    """Yield what of the options of data ``command`` does not read, or not together."""
+    """Yield options of data that ``command`` does not read, or not together."""
     for name in OTHER_DATA:
         if name in parsed.explicit:
             given = getattr(parsed.get(DataConfig), name)
@@ -57,7 +57,7 @@ def data_problems(parsed: Parsed, command: str) -> Iterator[str]:
 
 
 def ignored_problems(options: SFTConfig) -> Iterator[str]:
-    """Yield the keys of --ignore-keys without which an example would say something else."""
+    """Yield the keys of --ignore-keys whose absence would change an example."""
     for key in options.ignore_keys:
         if key in (*NO_LEARNING, *MESSAGE_PARTS):
             yield describe(
@@ -71,7 +71,7 @@ def ignored_problems(options: SFTConfig) -> Iterator[str]:
 
 
 def missing_data(options: SFTConfig) -> Iterator[str]:
-    """Yield what a run needs of them and a dry run does not."""
+    """Yield options that a run needs and a dry run does not."""
     if not options.train_data:
         yield describe(
             "--train-data",

@@ -26,11 +26,11 @@ from megatron_llama.tune.sft.tables import TABLES, table_rows
 
 SUFFIXES = (".jsonl", ".json", *TABLES)
 SAVED = "state.json"
-"""The file by which ``datasets`` knows a folder of its ``save_to_disk``. It lists data files."""
+"""The file that marks a folder of ``save_to_disk`` for ``datasets``. It lists data files."""
 SPLITS = "dataset_dict.json"
-"""The same of a folder with one such folder for each split."""
+"""The file that marks a folder with one such folder for each split."""
 INFO = "dataset_info.json"
-"""What ``datasets`` writes beside the data in all of its folders."""
+"""The file that ``datasets`` writes beside the data in all its folders."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,27 @@ class Record:
     """``FILE:LINE``; for a JSON array ``FILE[N] (line L)``, of which the first element is number 0;
     for parquet and Arrow ``FILE:row N``."""
     value: Mapping[str, Any] | UnusableError
-    """The object, or the error that says what is there instead."""
+    """The object, or the error about other content."""
 
 
 def example_files(paths: Sequence[str]) -> list[Path]:
-    """List the files of ``paths``, with folders walked in sorted order; of a folder that
-    ``datasets`` has saved, the files that it names. Raises DataError naming every path that gives
-    none."""
+    """Return the files of ``paths``, with folders walked in sorted order; of a folder that
+    ``datasets`` has saved, the files that it names. Raises DataError naming every path without
+    any."""
     files: list[Path] = []
     problems = []
     for path in map(Path, paths):
         try:
-            found = _folder_files(path) if path.is_dir() else [_single_file(path)]
+            listed = _folder_files(path) if path.is_dir() else [_single_file(path)]
         except DataError as problem:
             problems.append(str(problem))
             continue
         problems += [
             describe(str(file), got="an empty file", expected="examples", do="leave it out")
-            for file in found
+            for file in listed
             if file.stat().st_size == 0
         ]
-        files += found
+        files += listed
     if problems:
         raise DataError(listing("These inputs cannot be read:", problems))
     return files
@@ -83,8 +83,8 @@ def _single_file(path: Path) -> Path:
 def _saved_names(listed: Any, where: Path) -> list[str]:
     """Return the names of the data files that ``datasets`` lists."""
     entries = listed if isinstance(listed, list) else []
-    found = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
-    names = [name for name in found if isinstance(name, str)]
+    given = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    names = [name for name in given if isinstance(name, str)]
     if not names or len(names) < len(entries):
         raise DataError(
             f"{where}: _data_files",
@@ -101,7 +101,7 @@ def _folder_files(folder: Path) -> list[Path]:
         if listed is not None:
             return [_single_file(folder / name) for name in _saved_names(listed, folder / SAVED)]
     below = files_below(folder)
-    # Such a folder holds the parts of a dataset that are not to be mixed, and files about them.
+    # Such a folder holds splits, which are not to be mixed, and files about them.
     for file in below:
         if file.name in (SPLITS, INFO):
             raise DataError(
@@ -110,15 +110,15 @@ def _folder_files(folder: Path) -> list[Path]:
                 expected="the folder of one split, as save_to_disk writes it, or a file",
                 do="give the folder of the split, or the .arrow files themselves",
             )
-    found = [file for file in below if file.suffix in SUFFIXES]
-    if not found:
+    files = [file for file in below if file.suffix in SUFFIXES]
+    if not files:
         raise DataError(
             folder,
             got="a folder without examples",
             expected=f"files that end in {', '.join(SUFFIXES)}",
             do="check the path",
         )
-    return found
+    return files
 
 
 def records(file: Path) -> Iterator[Record]:

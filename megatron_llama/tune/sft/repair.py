@@ -1,5 +1,5 @@
-"""Repairs of conversations whose messages come in an order that is no conversation. Each is done
-only where the user asks for it."""
+"""Repairs of conversations whose messages are in a wrong order. Each is made only if the user asks
+for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_llama.tune.sft.fields import LOSS_MARKS
 
 Repair = Literal["drop-leading-answers", "merge-repeated-roles", "drop-unanswered-end"]
 Placed = tuple[str, Mapping[str, Any]]
-"""Where a message stands in its example, for errors, and the message."""
+"""The place of a message in its example, for errors, and the message."""
 INSTRUCTIONS = ("system", "developer")
-"""Roles that tell the model how to answer, before the first question. Templates see the one that a
-file has, as from transformers."""
+"""Roles that tell the model how to answer, before the first question. Templates see the role of the
+file, as in transformers."""
 
 
 def repaired(
     messages: Sequence[Placed], wanted: Collection[Repair]
 ) -> tuple[Sequence[Placed], tuple[Repair, ...]]:
-    """Return the messages with the repairs that are ``wanted``, and which of them have changed
+    """Return the messages with the ``wanted`` repairs, and the repairs that have changed
     something."""
     done: list[Repair] = []
     for name, repair in _REPAIRS.items():
@@ -33,7 +33,7 @@ def repaired(
 
 
 def _without_leading_answers(messages: Sequence[Placed]) -> Sequence[Placed]:
-    """Leave out what stands before the first question, instructions excepted."""
+    """Leave out messages before the first question, except instructions."""
     roles = [message["role"] for _, message in messages]
     first = roles.index("user") if "user" in roles else len(roles)
     return [
@@ -45,13 +45,13 @@ def _without_leading_answers(messages: Sequence[Placed]) -> Sequence[Placed]:
 
 def _merged(messages: Sequence[Placed]) -> Sequence[Placed]:
     """Join neighbours of one role by an empty line. Messages with more than a text, such as calls
-    of tools, stay apart, and so do empty ones, and those of which one is not to be learned."""
+    of tools, stay apart, and so do empty ones, and neighbours with different marks of learning."""
     merged: list[Placed] = []
     for where, message in messages:
         before = merged[-1][1] if merged else {}
         plain = all(
-            each.keys() - {LOSS_MARKS[0]} == {"role", "content"} and each["content"].strip()
-            for each in (before, message)
+            turn.keys() - {LOSS_MARKS[0]} == {"role", "content"} and turn["content"].strip()
+            for turn in (before, message)
         )
         alike = before.get(LOSS_MARKS[0]) == message.get(LOSS_MARKS[0])
         if plain and alike and before["role"] == message["role"] != "tool":
@@ -63,7 +63,7 @@ def _merged(messages: Sequence[Placed]) -> Sequence[Placed]:
 
 
 def _without_unanswered_end(messages: Sequence[Placed]) -> Sequence[Placed]:
-    """Leave out what follows the last answer."""
+    """Leave out messages after the last answer."""
     answers = [i for i, (_, message) in enumerate(messages) if message["role"] == "assistant"]
     return messages[: answers[-1] + 1] if answers else messages
 

@@ -22,6 +22,7 @@ from megatron_llama.tune.sft.dataset import (
     Examples,
     ExampleSamples,
     Noise,
+    Read,
     example_rounds,
     refuse_problems,
 )
@@ -32,7 +33,7 @@ from megatron_llama.tune.sft.token_store import FORMAT_VERSION, TokenStore
 
 PARTS = ("training", "validation")
 STORE = "examples"
-"""The folder of tokens in that of --data-cache-path."""
+"""The folder of tokens inside --data-cache-path."""
 NOT_READ = (
     "train_data",
     "valid_data",
@@ -41,7 +42,7 @@ NOT_READ = (
     "packing",
     "neftune_noise_alpha",
 )
-"""The fields of SFTConfig that no token of an example depends on."""
+"""The fields of SFTConfig on which no token of an example depends."""
 
 
 _State = tuple[int, int] | None
@@ -52,22 +53,21 @@ class FilledSamples(Samples, Protocol):
     """Samples that examples fill."""
 
     filled: float
-    """The share of all places that examples take."""
+    """The share of places with examples."""
 
 
-Read = TypeVar("Read", bound=Examples)
 Made = TypeVar("Made", bound=FilledSamples)
 
 
 class FileData(ABC, Generic[Read, Made]):
     """Training and validation examples of files, as tokens in a ``TokenStore``.
 
-    The first rank of each machine looks whether the tokens are there. If they are not, each rank
-    encodes its share of every file, and these first ranks write all shares to the disk, a round
-    after another: so nobody has more of the tokens in memory than those of a round.
+    The first rank of each machine checks whether the tokens are there. If not, each rank encodes
+    its share of every file, and the first ranks write all shares to the disk, one round after
+    another. So no rank has more tokens in memory than those of a round.
 
-    Creating it is collective. Raises DataError, on every rank, for examples that cannot be used
-    (unless they are to be dropped), if there are too few, or if machines have different files."""
+    Creating it is collective. Raises DataError, on every rank, for unusable examples (unless they
+    are to be dropped), for too few, or if machines have different files."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class FileData(ABC, Generic[Read, Made]):
         tokenizer: ChatTokenizer,
         rendered: str | None = None,
     ) -> None:
-        """``rendered``: the day that the template writes into the texts, if it does."""
+        """``rendered``: the day in the texts, if the template writes it."""
         self.options = options
         self.tokenizer = tokenizer
         self.rendered = rendered
@@ -95,21 +95,21 @@ class FileData(ABC, Generic[Read, Made]):
 
     @abstractmethod
     def none(self) -> Read:
-        """Return no examples, to which others are added."""
+        """Return empty examples, to which others are added."""
 
     @abstractmethod
     def rounds(
         self, files: Sequence[Path], config: Config, share: tuple[int, int]
     ) -> Iterator[Read]:
-        """Read the examples of a share (r, n): of a round of records after another every n-th from
-        the r-th on."""
+        """Read the examples of a share (r, n) in rounds: of each round every n-th record from the
+        r-th on."""
 
     @abstractmethod
     def fill(self, examples: Read, chosen: range, config: Config, part: int) -> Made:
         """Make samples of the ``chosen`` examples, for training (part 0) or validation (1)."""
 
     def reading(self) -> dict[str, Any]:
-        """Return what else the tokens depend on, for JSON."""
+        """Return everything else on which the tokens depend, for JSON."""
         return {}
 
     def _read_all(self, paths: tuple[str, ...], config: Config, world: Axis) -> Read:
@@ -121,14 +121,14 @@ class FileData(ABC, Generic[Read, Made]):
             if self._leads:
                 parts = self._parts(files, config)
         first, *others = (
-            (rank, one) for rank, one in enumerate(all_gather_object(parts, world)) if one
+            (rank, own) for rank, own in enumerate(all_gather_object(parts, world)) if own
         )
-        for rank, one in others:
-            if found := [name for name, value in first[1].items() if one[name] != value]:
+        for rank, own in others:
+            if unequal := [name for name, value in first[1].items() if own[name] != value]:
                 raise DataError(
                     describe(
                         ", ".join(paths),
-                        got=f"machines that differ in {' and '.join(found)} (that of rank {rank} "
+                        got=f"machines that differ in {' and '.join(unequal)} (that of rank {rank} "
                         "from that of rank 0)",
                         expected="the same examples and tokens on all of them",
                         do="copy the files to all machines, or to a folder that they share, and "
@@ -156,7 +156,7 @@ class FileData(ABC, Generic[Read, Made]):
         return examples
 
     def _parts(self, files: Sequence[Path], config: Config) -> dict[str, Any]:
-        """Return everything that the tokens depend on, by its name, as digests."""
+        """Return everything on which the tokens depend, by name, as digests."""
         options = asdict(self.options)
         for name in NOT_READ:
             del options[name]
@@ -195,12 +195,12 @@ class FileData(ABC, Generic[Read, Made]):
                 share = None
                 with raise_on_all_ranks(world):
                     share = next(shares, None)
-                found = all_gather_object(share, world)
-                others = [one for one in found if one is not None]
-                more = len(others) == len(found)
+                gathered = all_gather_object(share, world)
+                others = [given for given in gathered if given is not None]
+                more = len(others) == len(gathered)
                 examples = self.none()
                 examples.merge(others)
-                seen.count(examples)
+                seen.add_counts(examples)
                 with raise_on_all_ranks(world):
                     if not more and (others or _states(files) != before):
                         raise DataError(
@@ -217,7 +217,7 @@ class FileData(ABC, Generic[Read, Made]):
                         writer.publish(seen.about())
 
     def report(self, config: Config) -> Iterator[str]:
-        """Yield lines that say what was read, and how it fills samples."""
+        """Yield lines on the read examples, and on how they fill samples."""
         for line, examples in zip(self._lines, self._read, strict=True):
             yield line
             yield from examples.report()
@@ -233,6 +233,8 @@ class FileData(ABC, Generic[Read, Made]):
             rest = f", {whole - sum(shares):,} for neither" if sum(shares) < whole else ""
             kept = f"{shares[1]:,} for validation{rest} (--split {config.data.split})"
             yield f"{whole - shares[0]:,} of {whole:,} examples are not trained: {kept}"
+        if self.options.valid_data and config.training.eval_interval == 0:
+            yield "warning: --valid-data without --eval-interval: it is never evaluated"
 
     def _chosen(self, config: Config, part: int) -> range:
         if len(self._read) == 2:
@@ -240,7 +242,7 @@ class FileData(ABC, Generic[Read, Made]):
         return range(*split_documents(config.data.split, len(self._read[0]))[part])
 
     def samples(self, config: Config, part: int) -> Made:
-        """The samples of training (part 0) or validation (1). Raises DataError if it has no
+        """Return the samples of training (part 0) or validation (1). Raises DataError without an
         example."""
         if part not in self._made:
             self._made[part] = self._samples(config, part)
@@ -261,10 +263,10 @@ class FileData(ABC, Generic[Read, Made]):
 def _states(files: Sequence[Path]) -> list[_State]:
     def state(file: Path) -> _State:
         try:
-            found = file.stat()
+            status = file.stat()
         except OSError:
             return None
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
     return [*map(state, files)]
 

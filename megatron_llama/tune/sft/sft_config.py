@@ -27,9 +27,9 @@ class SFTConfig:
     data_format: Format = option(
         "auto", small=KEPT, draws=("messages", "sharegpt", "alpaca", "prompt", "text")
     )
-    """What an example looks like: `messages` (OpenAI), `sharegpt` (`conversations` of `from` and
+    """Format of the examples: `messages` (OpenAI), `sharegpt` (`conversations` of `from` and
     `value`), `alpaca` (`instruction`, `input`, `output`), `prompt` (`prompt` and `completion`),
-    `text`. `auto`: what the first example of each file is."""
+    `text`. `auto`: that of the first example of each file."""
     chat_template: str | None = option(
         None,
         small=scaled("the tokenizer here has a template of its own"),
@@ -74,7 +74,7 @@ class SFTConfig:
 
 @dataclass(frozen=True)
 class DataToolConfig:
-    """What to do with the files of --train-data, and as which model sees them."""
+    """The inspection of the files of --train-data, and the model for which they are read."""
 
     action: Literal["preview", "check", "stats"] = "check"
     """`preview`: an example as text and as tokens, those in the loss marked. `check`: every

@@ -1,9 +1,8 @@
 """Rows of parquet and Arrow files as JSON objects.
 
-A column of structs gives every row the fields of all rows, and null where a row has none. Null in a
-struct is therefore taken for a field that is not there, at every depth, as TRL's
-``remove_none_values`` does. Null in an array, in a map, and in JSON that a column holds as text is
-one that the example has.
+A column of structs gives every row the fields of all rows, with null for missing ones. Null in a
+struct therefore counts as a missing field, at every depth, as in TRL's ``remove_none_values``. Null
+in an array, in a map, and in JSON text of a column belongs to the example.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _EXTENSION = b"ARROW:extension:name"
 _JSON = "arrow.json"
 """Text that is JSON: how ``datasets`` keeps objects whose fields have no common type."""
 _DAMAGES = (OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError)
-"""What a damaged file raises beside pyarrow's own errors: of dates and numbers that Python does
-not have, and of types within each other."""
+"""Errors of damaged files beside pyarrow's own: of dates and numbers that Python does not have, and
+of nested types."""
 Reader = Callable[[Any], Any]
-"""Makes JSON of a value that is not null."""
+"""A function from a value that is not null to JSON."""
 
 
 def table_rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | UnusableError]]:
@@ -64,7 +63,7 @@ def table_rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | UnusableEr
                 )
             readers = [_reader(field) for field in schema]
             for batch in batches:
-                # An Arrow file says where its texts begin and end, and pyarrow believes it.
+                # pyarrow trusts the offsets of texts in an Arrow file without this check.
                 batch.validate(full=True)
                 for first in range(0, batch.num_rows, ROWS):
                     columns = [column.to_pylist() for column in batch.slice(first, ROWS).columns]
@@ -146,25 +145,25 @@ def _struct_reader(kind: Any) -> Reader:
     fields = [kind.field(index) for index in range(kind.num_fields)]
     readers = {field.name: _reader(field) for field in fields}
     return lambda value: {
-        name: readers[name](part) for name, part in value.items() if part is not None
+        name: readers[name](content) for name, content in value.items() if content is not None
     }
 
 
 def _list_reader(read: Reader) -> Reader:
-    return lambda value: [None if part is None else read(part) for part in value]
+    return lambda value: [None if element is None else read(element) for element in value]
 
 
 def _map_reader(read: Reader) -> Reader:
     def as_object(value: list[tuple[Any, Any]]) -> dict[str, Any]:
-        found = {name: None if part is None else read(part) for name, part in value}
-        if len(found) < len(value) or not all(isinstance(name, str) for name in found):
+        entries = {name: None if content is None else read(content) for name, content in value}
+        if len(entries) < len(value) or not all(isinstance(name, str) for name in entries):
             raise UnusableError(
                 "a map that is no object",
                 got=f"the keys {', '.join(repr(name) for name, _ in value)}"[:80],
                 expected="different texts as keys",
                 do="mend the example",
             )
-        return found
+        return entries
 
     return as_object
 

@@ -1,10 +1,10 @@
-"""Chat templates: HuggingFace's jinja, in a sandbox, with the places of what ``{% generation %}``
-encloses.
+"""Chat templates: HuggingFace's jinja, in a sandbox, with the places of text in ``{% generation
+%}``.
 
-Templates come with models from anywhere, so they run without access to attributes that begin with
-an underscore and without the means to change what they are given. What they see is what
-``transformers`` shows them: the same text comes out. Only arguments of calls that are JSON text are
-shown as objects to a template that would encode them once more.
+Templates come with models from anywhere, so they cannot read attributes that begin with an
+underscore, or change their inputs. They see the same as in ``transformers``, and so give the same
+text. Only arguments of calls that are JSON text become objects for a template that would encode
+them once more.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PROBE_RESULT = (
 
 
 def _probe(arguments: Any) -> tuple[dict[str, Any], ...]:
-    """A conversation with a call, which most templates can render."""
+    """Return a conversation with a call, which most templates can render."""
     function = {"name": "f", "arguments": arguments}
     call = {"type": "function", "id": "abcdefghi", "function": function}
     question = {"role": "user", "content": "?"}
@@ -71,13 +71,13 @@ class Rendered:
     """Characters [start, stop) that ``{% generation %}`` encloses."""
 
     def answer_texts(self) -> list[str]:
-        """Return what ``{% generation %}`` encloses."""
+        """Return the texts in ``{% generation %}``."""
         return [self.text[start:stop] for start, stop in self.answers]
 
 
 class ChatTemplate:
-    """One template. ``name`` says where it is from, for messages; ``tokens`` are ``bos_token`` and
-    the like. Raises DataError if it is no jinja."""
+    """One template. ``name``: its source, for messages; ``tokens``: ``bos_token`` and the like.
+    Raises DataError if it is no jinja."""
 
     def __init__(
         self,
@@ -129,27 +129,27 @@ class ChatTemplate:
             raise DataError(name, got=got, expected="a jinja template", do=do) from error
         self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
         """Whether it marks answers by ``{% generation %}``."""
-        self.tells_time = any("strftime_now" in each for each in self.sources)
+        self.tells_time = any("strftime_now" in text for text in self.sources)
         """Whether a text may depend on the day on which it is rendered."""
         self._fields = frozenset(_fields_of(tree))
         self._variables = find_undeclared_variables(tree)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The text of the template, and of that for conversations with tools if it is another."""
+        """The text of the template, and that of the template for tools if there is another."""
         return (self.source, *(() if self.tool_use is None else self.tool_use.sources))
 
     def of(self, tools: Sequence[Any] | None) -> ChatTemplate:
-        """Return the template for a conversation: as in transformers, that for tools is taken where
-        there is a list of them, even an empty one."""
+        """Return the template for a conversation. As in transformers, a list of tools, even an
+        empty one, takes the template for tools."""
         return self if tools is None or self.tool_use is None else self.tool_use
 
     def names_field(self, name: str) -> bool:
-        """Whether the template asks anything for a field of this name, as of a message."""
+        """Whether the template reads a field of this name, for example of a message."""
         return name in self._fields
 
     def names_variable(self, name: str) -> bool:
-        """Whether the template asks for a variable of this name."""
+        """Whether the template reads a variable of this name."""
         return name in self._variables
 
     def render(
@@ -160,9 +160,9 @@ class ChatTemplate:
         prompt: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
-        """Render messages by this template, whatever the tools are; with ``prompt`` also the
-        beginning of an answer, and with ``variables`` that the template may ask for. Raises
-        UnusableError with what the template says of these messages."""
+        """Render messages by this template, whatever the tools, with ``variables`` that it may
+        read; with ``prompt`` also the beginning of an answer. Raises UnusableError with the
+        template's error."""
         shown = [*map(_shown, messages)]
         if any(map(_has_text_arguments, shown)) and self._encodes_arguments:
             shown = [*map(_with_objects, shown)]
@@ -171,7 +171,7 @@ class ChatTemplate:
     @cached_property
     def _encodes_arguments(self) -> bool:
         """Whether the template writes the arguments of calls as JSON itself, and so needs objects:
-        JSON text, as OpenAI has it, would be encoded twice. Templates that need text exist, too."""
+        JSON text, as in OpenAI's format, would be encoded twice. Other templates need text."""
         for more in ((), _PROBE_RESULT):
             with suppress(UnusableError):
                 text = self._render([*_probe(_ARGUMENTS), *more], _PROBE_TOOLS).text
@@ -220,8 +220,8 @@ class ChatTemplate:
 
 
 def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates see it: without fields that are null, and with its reasoning under
-    ``reasoning_content`` and ``thinking`` too, as transformers shows it."""
+    """Return a message for templates, as in transformers: without fields that are null, and with
+    its reasoning under ``reasoning_content`` and ``thinking`` too."""
     given = {name: value for name, value in message.items() if value is not None}
     reasoning = next((given[name] for name in REASONING if name in given), None)
     if reasoning is None:
@@ -240,7 +240,8 @@ def _functions(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose calls have arguments as objects. Raises UnusableError for other text."""
+    """Return a message whose calls have arguments as objects. Raises UnusableError for other
+    text."""
     if not _has_text_arguments(message):
         return dict(message)
     calls = []
@@ -264,11 +265,11 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
 def _without_marks(marked: str) -> Rendered:
     if _START not in marked:
         return Rendered(marked, ())
-    before, *parts = marked.split(_START)
+    before, *pieces = marked.split(_START)
     text = before
     answers = []
-    for part in parts:
-        answer, _, rest = part.partition(_END)
+    for piece in pieces:
+        answer, _, rest = piece.partition(_END)
         if answer:
             answers.append((len(text), len(text) + len(answer)))
         text += answer + rest
@@ -276,7 +277,7 @@ def _without_marks(marked: str) -> Rendered:
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}``: what is between them, between marks."""
+    """The tag ``{% generation %} ... {% endgeneration %}``, which puts its text between marks."""
 
     tags = {"generation"}
 
@@ -320,7 +321,7 @@ def _formatted(now: datetime | None, form: str) -> str:
 
 
 class _Dict:
-    """What templates see as ``dict``: the methods of the class itself must not be within reach."""
+    """The ``dict`` of templates, which hides the methods of the class itself."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -330,7 +331,7 @@ class _Dict:
 
 
 class _Names(Namespace):
-    """jinja's namespace, closed for names that reach into Python."""
+    """jinja's namespace without names that reach into Python."""
 
     def __init__(self, *args: Any, **values: Any) -> None:
         for name in dict(*args, **values):
@@ -366,8 +367,8 @@ def find_template(
 def own_template(
     folder: Path, tokens: Mapping[str, str], now: datetime | None = None
 ) -> ChatTemplate | None:
-    """Return the template of the tokenizer in a folder, with that for tools where it has one; None
-    if it has none. Raises DataError."""
+    """Return the template of the tokenizer in a folder, with one for tools if there is one; None if
+    it has no template. Raises DataError."""
     named = read_chat_templates(folder)
 
     def template(source: TemplateSource, tool_use: ChatTemplate | None = None) -> ChatTemplate:

@@ -27,14 +27,14 @@ from megatron_llama.errors import DataError, describe
 from megatron_llama.tune.sft.fingerprint import BYTES, text_digest
 
 FORMAT_VERSION = 1
-"""To be raised when the columns or what is told of them change."""
+"""The version of the format. Raise it if the columns or their description change."""
 META = "meta.json"
 BLOCK_BYTES = 1 << 24
 _TEMPORARY = ".tmp-"
 _DAMAGES = (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a damaged entry raises."""
+"""Errors of reading a damaged entry."""
 _ABANDONED = 24 * 3600.0
-"""Seconds after which a folder that nobody writes any more belongs to a process that was killed."""
+"""Seconds without a write after which a folder counts as left by a process that was killed."""
 
 
 class Ragged(Sequence[NDArray[Any]]):
@@ -56,18 +56,18 @@ class Ragged(Sequence[NDArray[Any]]):
 
 
 class TokenStore:
-    """The folder. Raises DataError where it cannot be read or written."""
+    """The folder of entries. Raises DataError where it cannot be read or written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path(self, key: str) -> Path:
-        """Return where the entry of a key is or will be."""
+        """Return the path of the entry of a key."""
         return self._folder / key
 
     def is_whole(self, key: str) -> bool:
-        """Return whether there is such an entry and every byte of it is as it was written. One that
-        is damaged is removed."""
+        """Whether there is such an entry with every byte as it was written. A damaged one is
+        removed."""
         path = self.path(key)
         with _usable(path):
             if not path.is_dir():
@@ -75,15 +75,15 @@ class TokenStore:
             try:
                 meta = json.loads((path / META).read_bytes())
                 columns = meta["columns"]
-                # The digest of the columns first: it vouches for the names of the files.
+                # The digest of the columns comes first: it vouches for the names of the files.
                 if meta["digest"] == text_digest(columns, meta["about"]) and all(
-                    (path / name).is_file() and _digest(path / name) == one["digest"]
-                    for name, one in columns.items()
+                    (path / name).is_file() and _digest(path / name) == col["digest"]
+                    for name, col in columns.items()
                 ):
                     return True
             except _DAMAGES:
                 pass  # as damaged as one whose digests differ
-            # A rename first: another process must not find half of it.
+            # A rename comes first: another process must not find half of it.
             aside = self._temporary(key)
             with suppress(FileNotFoundError):  # another run has found the damage, too
                 path.rename(aside)
@@ -91,17 +91,16 @@ class TokenStore:
             return False
 
     def read(self, key: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Return the columns of an entry, mapped into memory, and what its writer told of it."""
+        """Return the columns of an entry, mapped into memory, and its writer's ``about``."""
         path = self.path(key)
         with _usable(path):
             meta = json.loads((path / META).read_bytes())
-            columns = {name: _mapped(path / name, one) for name, one in meta["columns"].items()}
+            columns = {name: _mapped(path / name, col) for name, col in meta["columns"].items()}
             return columns, meta["about"]
 
     @contextmanager
     def writing(self, key: str) -> Iterator[TokenWriter]:
-        """A section in which an entry is written. Without ``TokenWriter.publish`` nothing of it is
-        left."""
+        """Yield the writer of an entry. Without ``TokenWriter.publish`` nothing of it is left."""
         temporary = self._temporary(key)
         with _usable(temporary):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +119,7 @@ class TokenStore:
     def _remove_abandoned(self) -> None:
         before = time.time() - _ABANDONED
         for folder in self._folder.glob(f"{_TEMPORARY}*"):
-            # Another process may remove or rename it, too.
+            # Another process may remove or rename it too.
             with suppress(FileNotFoundError):
                 times = [file.stat().st_mtime for file in (folder, *folder.glob("*"))]
                 if max(times) < before:
@@ -128,7 +127,7 @@ class TokenStore:
 
 
 class TokenWriter:
-    """Writes one entry, column by column at the same time."""
+    """The writer of one entry, all columns side by side."""
 
     def __init__(self, temporary: Path, path: Path) -> None:
         self._temporary = temporary
@@ -168,7 +167,7 @@ class TokenWriter:
                 # Another run has written the same entry meanwhile.
 
     def close(self) -> None:
-        """Close the files of an entry that is published, or that nobody wants any more."""
+        """Close the files of an entry that is published or given up."""
         for file in self._files.values():
             with suppress(OSError):  # closing writes, once more, what a full disk has refused
                 file.close()
@@ -177,7 +176,7 @@ class TokenWriter:
 def _mapped(path: Path, column: Mapping[str, Any]) -> NDArray[Any]:
     dtype = np.dtype(column["dtype"])
     count = int(column["count"])
-    # A file that is shorter than its mapping ends the process that reads there.
+    # A read past the end of a file that is shorter than its mapping would kill the process.
     if path.stat().st_size != count * dtype.itemsize:
         raise ValueError(f"{path.name} has {path.stat().st_size} bytes")
     if not count:

@@ -1,9 +1,9 @@
-"""Finds what a template leaves out of a conversation, which would be missing from training in
-silence.
+"""The search for parts of a conversation that a template leaves out, and that would silently be
+missing from training.
 
-What changes no character of the text when it is taken away, or is another, has not been rendered.
-Of an answer that is learnt, that text is what the loss counts. Most parts are found at once, by a
-mark behind each of them: to render a long conversation for each of its parts takes minutes.
+A part was not rendered if no character of the text changes when it is removed or changed. For a
+learned answer only the text in the loss counts. Most parts are found at once, by a mark after each:
+rendering a long conversation once for each part takes minutes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from megatron_llama.tune.sft.template import ChatTemplate, Rendered
 def refuse_unrendered(
     template: ChatTemplate, example: Conversation, whole: Rendered, loss_on: LossOn
 ) -> None:
-    """Raise UnusableError for a part of the conversation that is not in ``whole``, which the
-    template has made of it."""
+    """Raise UnusableError for a part of the conversation that is not in ``whole``, its rendered
+    text."""
     messages = example.messages
     standing, learned = _standing_parts(template, example, whole)
-    # Where the loss is on all, what a template leaves out of earlier answers is its own way of
-    # rendering them.
+    # If the loss is on all, parts of earlier answers that a template leaves out are its own style.
     strict = counted_messages(example, "last" if loss_on == "all" else loss_on)
     for index, message in enumerate(messages):
         counted = strict[index] and index not in example.unlearned
@@ -44,20 +43,20 @@ def refuse_unrendered(
             if (index, name) in (learned if counted else standing):
                 continue
             others = (*messages[:index], less, *messages[index + 1 :])
-            other = _rendered(template, replace(example, messages=others))
-            if other is None:
+            shortened = _rendered(template, replace(example, messages=others))
+            if shortened is None:
                 continue
             if counted and template.marks_answers:
-                same = other.answer_texts() == whole.answer_texts()
+                same = shortened.answer_texts() == whole.answer_texts()
             else:
-                same = other.text == whole.text
+                same = shortened.text == whole.text
             if same:
-                outside = counted and other.text != whole.text
+                outside = counted and shortened.text != whole.text
                 part = f"{name} of {_place(example, index)}"
                 raise _unrendered(template, part, _field(example, index, name), outside=outside)
     for part, field, less_of_it in _without_fields(template, example):
-        other = _rendered(template, less_of_it)
-        if other is not None and other.text == whole.text:
+        shortened = _rendered(template, less_of_it)
+        if shortened is not None and shortened.text == whole.text:
             raise _unrendered(template, part, field)
 
 
@@ -70,13 +69,14 @@ def _says_nothing(message: Mapping[str, Any]) -> bool:
 def _without_parts(
     message: Mapping[str, Any], *, counted: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the parts of a message by name, each with the message without it, or with another."""
+    """Yield the parts of a message by name, each with the message without it, or with a changed
+    one."""
     content = message.get("content")
     calls = message.get("tool_calls") or ()
-    # An earlier answer beside calls may be reasoning alone, which some templates leave out there.
+    # An earlier answer beside calls may be only reasoning, which some templates leave out there.
     if isinstance(content, str) and content.strip() and (counted or not calls):
         yield "content", {**message, "content": ""}
-        # Some templates refuse empty content, whatever they make of other.
+        # The content is changed, not removed: some templates refuse empty content.
         yield "content", {**message, "content": f"{content}x"}
     for at in range(len(calls)):
         rest = [*calls[:at], *calls[at + 1 :]]
@@ -92,8 +92,8 @@ def _without_parts(
 def _standing_parts(
     template: ChatTemplate, example: Conversation, whole: Rendered
 ) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
-    """Return the parts of messages, by index and name, whose words stand in the text in front of a
-    mark that is put behind them, and those that do in answers that the template marks."""
+    """Return the parts of messages, by index and name, whose words stand in the text before a mark
+    that was put after them, and those that do so in answers that the template marks."""
     mark = "part"
     while mark in whole.text:
         mark += "t"
@@ -109,12 +109,12 @@ def _standing_parts(
         return set(), set()
 
     def standing(text: str) -> set[tuple[int, str]]:
-        found = set()
+        present = set()
         for match in re.finditer(rf"{mark}\d+ \S+?{mark}", text):
-            part = known.get(match[0])
-            if part is not None and text.endswith(part[2], 0, match.start()):
-                found.add(part[:2])
-        return found
+            entry = known.get(match[0])
+            if entry is not None and text.endswith(entry[2], 0, match.start()):
+                present.add(entry[:2])
+        return present
 
     everywhere = standing(rendered.text)
     answers = "\n".join(rendered.answer_texts())
@@ -122,7 +122,8 @@ def _standing_parts(
 
 
 def _parts(message: Mapping[str, Any]) -> dict[str, str]:
-    """The words of a message's content and reasoning, and of its calls the names, by part."""
+    """Return the words of a message's content and reasoning, and the names of its calls, by
+    part."""
     parts = {
         f"tool_calls[{at}]": name
         for at, call in enumerate(message.get("tool_calls") or ())
@@ -138,7 +139,7 @@ def _parts(message: Mapping[str, Any]) -> dict[str, str]:
 def _with_marks(
     message: Mapping[str, Any], words: Mapping[str, str], marks: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a message with a mark behind the words of each part."""
+    """Return a message with a mark after the words of each part."""
     marked = dict(message)
     # Reasoning is one text under each of its names, and known by the first.
     reasoning = next((name for name in REASONING if name in words), "")
@@ -157,41 +158,40 @@ def _with_marks(
 def _without_fields(
     template: ChatTemplate, example: Conversation
 ) -> Iterator[tuple[str, str, Conversation]]:
-    """Yield what a conversation says beside roles, texts and calls: its name, the place where it
-    stands first, and the conversation without it."""
+    """Yield the fields of a conversation beside roles, texts and calls: name, first place, and the
+    conversation without the field."""
     if example.tools:
         yield "tools", "tools", replace(example, tools=None)
     for name, value in example.variables.items():
-        # What is not there is false, too.
+        # A missing field is false too.
         if value and not template.names_variable(name):
             place = f"chat_template_kwargs.{name}"
             others = {key: given for key, given in example.variables.items() if key != name}
             yield place, place, replace(example, variables=others)
     seen = {"role", "content", "tool_calls"}
     for index, message in enumerate(example.messages):
-        # What a tool says follows the call that asked for it, also in templates without names.
+        # A tool's message follows the call that asked for it, also in templates without names.
         linked = ("name", "tool_call_id") if message["role"] == "tool" else ()
         for name, value in message.items():
             if name in seen or name in linked or is_empty(value) or is_harmless(name):
                 continue
             names = REASONING if name in REASONING else (name,)
             seen.update(names)
-            # What is not there is false, too. That a template leaves out the reasoning of earlier
-            # answers is its own way of rendering them.
+            # A missing field is false too. A template may leave out the reasoning of earlier
+            # answers.
             named = any(map(template.names_field, names))
             if named and (name in REASONING or not value):
                 continue
             messages = tuple(
-                {key: value for key, value in each.items() if key not in names}
-                for each in example.messages
+                {key: value for key, value in turn.items() if key not in names}
+                for turn in example.messages
             )
             part = f"{name} of {_place(example, index)}"
             yield part, _field(example, index, name), replace(example, messages=messages)
 
 
 def _rendered(template: ChatTemplate, example: Conversation) -> Rendered | None:
-    """Render a conversation; None where the template refuses it, and so has looked at what is
-    missing."""
+    """Render a conversation; None if the template refuses it, and so reads the missing part."""
     try:
         return template.render(example.messages, example.tools, variables=example.variables)
     except UnusableError:
@@ -203,7 +203,7 @@ def _place(example: Conversation, index: int) -> str:
 
 
 def _field(example: Conversation, index: int, name: str = "") -> str:
-    """Where a message, or a part of it, stands in the file."""
+    """Return the place of a message, or of a part of it, in the file."""
     message = example.places[index] if example.places else f"messages[{index}]"
     return f"{message}.{name}" if name else message
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from megatron_llama.cli import main
 from megatron_llama.config.json_file import BYTE_ORDER_MARK
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.checkpoint.model_folders.test_hf import written
+from tests.data.tokenizer.byte_level import all_bytes
 
 Capture = pytest.CaptureFixture[str]
 NAMED = {"_name_or_path": "caf\N{LATIN SMALL LETTER E WITH ACUTE}"}
@@ -41,10 +41,7 @@ READERS = {
 def folder(tmp_path: Path) -> Path:
     """A model in shards, with a tokenizer of bytes beside it and all the small files that may lie there."""
     folder = written(tmp_path / "hf", max_shard_size="100KB", vocab_size=256)
-    tokenizer = Tokenizer(models.BPE(vocab={byte: id for id, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    all_bytes().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"}')
     (folder / "special_tokens_map.json").write_text('{"eos_token": "!"}')
     (folder / "added_tokens.json").write_text("{}")

@@ -93,12 +93,14 @@ def through_a_checkpoint(folder: Path, save: Path, *, bf16: bool) -> native.Nati
     return native.open_weights(save_imported(Mesh.single(), config, folder, save))
 
 
-def save_spread(place: Place, parallel: ParallelConfig, folder: Path, save: Path) -> None:
-    config = Config(model=read_hf_config(folder), parallel=parallel)
-    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
-    save_imported(mesh, config, folder, save)
+def save_spread(place: Place, cases: dict[str, ParallelConfig], folder: Path) -> None:
+    for name, parallel in cases.items():
+        config = Config(model=read_hf_config(folder / name), parallel=parallel)
+        mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+        save_imported(mesh, config, folder / name, folder / f"{name}, saved")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
@@ -134,16 +136,19 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("name", SPREAD)
-def test_round_trip_through_many_processes(cluster: Cluster, tmp_path: Path, name: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
+def test_round_trip_through_many_processes(cluster: Cluster, tmp_path: Path, processes: int) -> None:
     """Copies of shared heads, of replicas and of tied weights are written once, and padding never."""
-    processes, parallel, fields = SPREAD[name]
-    original = written(tmp_path / "original", **{"num_hidden_layers": 3, **fields})
-    cluster.run(processes, save_spread, parallel, original, tmp_path / "save")
-    weights = native.open_weights(tmp_path / "save")
-    out = export_hf(tmp_path / "out", weights.model, weights, "float32")
-    assert same(tensors(out), tensors(original))
-    assert read_hf_config(out) == read_hf_config(original)
+    cases = {name: case for name, case in SPREAD.items() if case[0] == processes}
+    for name, (_, _, fields) in cases.items():
+        written(tmp_path / name, **{"num_hidden_layers": 3, **fields})
+    cluster.run(processes, save_spread, {name: parallel for name, (_, parallel, _) in cases.items()}, tmp_path)
+    for name in cases:
+        weights = native.open_weights(tmp_path / f"{name}, saved")
+        out = export_hf(tmp_path / f"{name}, exported", weights.model, weights, "float32")
+        assert same(tensors(out), tensors(tmp_path / name)), name
+        assert read_hf_config(out) == read_hf_config(tmp_path / name), name
 
 
 def test_half_precision_is_read_and_written(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def scores(folder: Path, adapter: Path | None = None) -> torch.Tensor:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.tries("pad_token_id")
 @pytest.mark.parametrize("family", TWINS)
 def test_a_reward_model_of_every_family_goes_to_huggingface_and_back(family: str, tmp_path: Path) -> None:
@@ -155,6 +156,7 @@ def test_a_language_models_checkpoint_begins_a_reward_model_only_anew(tmp_path: 
         compare(options, start, model, start.model())
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_read_under_another_layout(cluster: Cluster, tmp_path: Path) -> None:
     """Weights and moments, those of the score among them, which both tensor-parallel ranks hold."""
     before = cluster.run(2, save_under, RewardLayout(tp=2, sp=True), tmp_path, 0)
@@ -186,6 +188,7 @@ def adapted(place: Place, folder: Path, layout: Layout) -> None:
     native.save(folder, run.optimizer, run.mesh, TrainState(2, 16), layout.config())
 
 
+@pytest.mark.long
 def test_peft_reads_the_additions_with_the_score(cluster: Cluster, tmp_path: Path) -> None:
     """Trained by tensor-parallel ranks on a model without a score: PEFT's model, the merged one and ours score alike."""
     layout = layout_for(Layout(tp=2, sp=True, lora=4), CASES["reward"])

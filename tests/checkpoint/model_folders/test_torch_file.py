@@ -23,6 +23,8 @@ from megatron_llama.converter.tensor_map import MappedTensor, TensorMap
 from megatron_llama.engine.plan.specs import HFSlice, Rectangle
 from megatron_llama.errors import CheckpointError
 
+from tests.flipped import flip
+
 
 def saved(path: Path, content: Any) -> Path:
     torch.save(content, path)
@@ -92,9 +94,7 @@ def test_damaged_files(tmp_path: Path, damage: str) -> None:
 def test_a_flipped_bit_is_found_when_its_tensor_is_read(tmp_path: Path, at: int) -> None:
     values = torch.arange(100_000.0)
     path = saved(tmp_path / "a.pt", {"w": values, "other": torch.ones(7)})
-    content = bytearray(path.read_bytes())
-    content[content.index(values.numpy().tobytes()) + at] ^= 16
-    path.write_bytes(content)
+    flip(path, path.read_bytes().index(values.numpy().tobytes()) + at, 16)
     file = TorchFile(path)
     file.verify(file.content["other"])
     for _ in range(2):

@@ -19,10 +19,12 @@ from megatron_llama.config.model_files import read_model_file
 from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.errors import CheckpointError
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.checkpoint.model_folders.test_hf import written
 from tests.converter.converting import convert, refusal
+from tests.data.tokenizer.byte_level import all_bytes
+from tests.flipped import flip
+from tests.refused import all_refused
 
 Capture = pytest.CaptureFixture[str]
 TEXT = ["--prompt", "a", "--max-new-tokens", "1"]
@@ -32,10 +34,7 @@ TEXT = ["--prompt", "a", "--max-new-tokens", "1"]
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with a tokenizer of bytes and a chat template beside it."""
     folder = written(tmp_path_factory.mktemp("source") / "hf", max_shard_size="100KB", vocab_size=256)
-    tokenizer = Tokenizer(models.BPE(vocab={byte: id for id, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    all_bytes().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"}')
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     return folder
@@ -55,12 +54,6 @@ def generated(folder: Path, capsys: Capture) -> tuple[int, str]:
     capsys.readouterr()
     status = main(["generate", "--init-from-hf", str(folder), *TEXT])
     return status, capsys.readouterr().err
-
-
-def flip(path: Path, at: int = -2) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def test_every_file_of_a_conversion_is_listed(written_export: Path, source: Path, tmp_path: Path) -> None:
@@ -89,7 +82,7 @@ def test_the_files_of_the_weights(written_export: Path, source: Path, tmp_path: 
 @pytest.mark.parametrize("damage", ["flipped", "dropped"])
 def test_a_file_of_an_export_that_is_another_one(name: str, damage: str, export: Path, tmp_path: Path, capsys: Capture) -> None:
     if damage == "flipped":
-        flip(export / name)
+        flip(export / name, -2)
     else:
         (export / name).unlink()
     status, said = generated(export, capsys)
@@ -259,6 +252,8 @@ ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"rank_pattern": [1]}, "rank_pattern: got [1], expected an object"),
     "targets": ({"target_modules": [["q_proj"]]}, "target_modules: got [['q_proj']]"),
     "modules": ({"modules_to_save": 3}, "modules_to_save: got 3, expected a list of names"),
+    "another method": ({"peft_type": "IA3"}, "peft_type: got IA3, expected LORA"),
+    "biases": ({"bias": "all"}, "bias: got all, expected none"),
     "start": ({"init_lora_weights": ["pissa"]}, "init_lora_weights: got ['pissa']"),
 }
 
@@ -290,6 +285,15 @@ def test_fields_of_an_adapter(fields: dict[str, Any], says: str, source: Path, t
     status, said = merged(source, adapter(tmp_path / "adapter", **fields), tmp_path / "out", capsys)
     assert status == 1 and f"adapter_config.json {says}" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_an_adapter_that_are_none(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = adapter(tmp_path / "adapter", lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()}))
+    said = all_refused(merged(source, folder, tmp_path / "out", capsys)[1])
+    assert {(each.key, each.got) for each in said} == {("checkpoint.model_folders.peft.adapter.PeftAdapter._problems:2", "I32")}
+    (folder / "adapter_model.safetensors").write_bytes(b"{}")
+    said = all_refused(merged(source, folder, tmp_path / "out", capsys)[1])
+    assert [each.key for each in said] == ["checkpoint.model_folders.peft.adapter.PeftAdapter.__init__:2"]
 
 
 def test_integers_in_the_place_of_weights(source: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import io
 import json
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 from megatron_llama.data.corpus import python_documentation
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.tokenization_utils_base import generate_merges
+
+from tests.data.tokenizer.byte_level import learnt, split_by
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 LEARNT = 600
@@ -92,8 +94,7 @@ def mistral(folder: Path) -> None:
 
 def llama3(folder: Path) -> None:
     """A byte-level BPE whose post-processor adds the begin token, and beside it the ranks from which Meta's own code reads it."""
-    split = pre_tokenizers.Split(Regex(GPT_SPLIT % "{1,3}"), "isolated")
-    tokenizer = _byte_level(pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]))
+    tokenizer = learnt(texts(), LEARNT, words=split_by(GPT_SPLIT % "{1,3}"))
     spelt = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     byte_of = {character: byte for byte, character in _byte_characters().items()}
     (folder / "original").mkdir()
@@ -120,10 +121,8 @@ def llama3(folder: Path) -> None:
 
 def tekken(folder: Path) -> None:
     """Mistral's byte-level BPE as transformers converted it, its special tokens in front."""
-    split = pre_tokenizers.Split(Regex(TEKKEN_SPLIT), "isolated")
     special = (*_UNK_BOS_EOS.values(), "[INST]", "[/INST]")
-    stages = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer = _byte_level(stages, special)
+    tokenizer = learnt(texts(), LEARNT, words=split_by(TEKKEN_SPLIT), special=special)
     tokenizer.post_processor = _template(tokenizer, "<s> $A", "<s> $A <s>:1 $B:1")
     tokenizer.save(str(folder / "tokenizer.json"))
     more = {"add_bos_token": True, "add_eos_token": False, "model_max_length": 131072, "chat_template": MISTRAL_CHAT}
@@ -162,7 +161,7 @@ def gemma(folder: Path) -> None:
 
 def gpt2(folder: Path) -> None:
     """A byte-level BPE with one special token for everything, which nothing adds."""
-    tokenizer = _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = learnt(texts(), LEARNT)
     tokenizer.add_special_tokens([AddedToken(_END, normalized=True)])
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=True, trim_offsets=False)
     _save_with_vocab(tokenizer, folder)
@@ -175,8 +174,7 @@ def gpt2(folder: Path) -> None:
 
 def qwen(folder: Path) -> None:
     """A byte-level BPE without a begin token, whose documents and messages end differently."""
-    split = pre_tokenizers.Split(Regex(GPT_SPLIT % ""), "isolated")
-    tokenizer = _byte_level(pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]))
+    tokenizer = learnt(texts(), LEARNT, words=split_by(GPT_SPLIT % ""))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (_END, "<|im_start|>", "<|im_end|>")])
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
@@ -201,7 +199,7 @@ def smollm2(folder: Path) -> None:
     special += ["<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>", "<jupyter_code>"]
     special += ["<jupyter_output>", "<jupyter_script>", "<empty_output>"]
     steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    tokenizer = _byte_level(pre_tokenizers.Sequence(steps), special)
+    tokenizer = learnt(texts(), LEARNT, words=pre_tokenizers.Sequence(steps), special=special)
     _save_with_vocab(tokenizer, folder)
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": _END, "pad_token": "<|im_end|>"}
     more = {"add_prefix_space": False, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": CHATML}
@@ -286,16 +284,6 @@ def _sentencepiece(folder: Path, kind: str) -> list[tuple[str, float]]:
 
 def _sentencepiece_decoder() -> decoders.Decoder:
     return decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-
-
-def _byte_level(pre_tokenizer: pre_tokenizers.PreTokenizer, special: Sequence[str] = ()) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=LEARNT, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False)
-    tokenizer.train_from_iterator(texts(), trainer)
-    return tokenizer
 
 
 def _byte_characters() -> dict[int, str]:

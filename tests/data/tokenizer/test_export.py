@@ -29,6 +29,7 @@ def train(texts: list[str], **options: Any) -> bytes:
     return model.getvalue()
 
 
+@pytest.mark.long
 def test_tokenizers_gives_the_same_ids(trained: SentencePieceTokenizer, folder: Path, texts: list[str], chunks: list[str]) -> None:
     twin = Tokenizer.from_file(str(folder / "tokenizer.json"))
     library = [path.read_text("utf-8", errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
@@ -140,6 +141,7 @@ def test_models_without_a_counterpart_are_refused(texts: list[str]) -> None:
         hf_tokenizer(parse_model(data, "other.model"), "other.model", None)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"byte_fallback": False, "character_coverage": 0.98}, {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}],

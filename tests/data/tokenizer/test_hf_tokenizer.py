@@ -15,18 +15,16 @@ from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.data.tokenizer.packed import unpack
 from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.errors import DataError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import AutoTokenizer
+
+from tests.data.tokenizer.byte_level import learnt
 
 
 @pytest.fixture(scope="module")
 def llama3_like(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a byte-level BPE, special tokens behind the vocabulary and a begin token in the post-processor."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False))
+    tokenizer = learnt(texts, 1200)
     tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 1200)])
     tokenizer.enable_truncation(16)

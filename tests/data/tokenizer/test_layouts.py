@@ -26,6 +26,7 @@ def usual(name: str, chunks: list[str]) -> list[str]:
     return [text for text in chunks[::3] if not re.match(REBUILT.get(name, r"(?!)"), text)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ids_of_the_text_alone_are_those_of_transformers(name: str, layouts: Path, chunks: list[str]) -> None:
     ours, auto = load_tokenizer(layouts / name), AutoTokenizer.from_pretrained(layouts / name)
@@ -40,6 +41,7 @@ def test_ranks_of_llama3_have_the_ids_of_its_json(layouts: Path, chunks: list[st
     assert ranks.vocab_size == ours.vocab_size and ranks.bos_id == ours.bos_id
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_prompt_has_the_ids_of_transformers(name: str, layouts: Path, chunks: list[str], tmp_path: Path) -> None:
     """With what the tokenizer adds and what a text spells; from the folder, and from what is saved of it."""

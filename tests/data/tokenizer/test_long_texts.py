@@ -83,6 +83,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
     return map(unpack, tokenizer.encode_long(text))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*LAYOUTS, TIKTOKEN])
 def test_pieces_have_the_ids_of_the_whole(name: str, layouts: Path, long_texts: list[str]) -> None:
     tokenizer = load_tokenizer(layouts / name)
@@ -99,6 +100,7 @@ def test_pieces_have_the_ids_of_the_whole(name: str, layouts: Path, long_texts: 
         )
 
 
+@pytest.mark.long
 def test_a_model_with_spaces_of_its_own_places(layouts: Path, long_texts: list[str], tmp_path: Path) -> None:
     """Every scheme of Metaspace, which escapes spaces without a normalizer."""
     content = json.loads((layouts / "mistral" / "tokenizer.json").read_text())

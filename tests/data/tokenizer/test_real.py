@@ -25,11 +25,12 @@ from tests.data.tokenizer.test_tiktoken import library, random_characters, runs
 
 @pytest.fixture(scope="module")
 def documents(chunks: list[str]) -> list[str]:
-    """Several hundred documents: prose, code, scripts of the world, and characters at random."""
-    sources = [source[:2000] for source in library()[::4]]
-    return [*chunks[::10], *sources, *SCRIPTS, *random_characters(60), *runs(60), "", " ", "\n"]
+    """More than a hundred documents: prose, code, scripts of the world, and characters at random."""
+    sources = [source[:2000] for source in library()[::8]]
+    return [*chunks[::40], *sources, *SCRIPTS, *random_characters(30), *runs(30), "", " ", "\n"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("version", "meta"), [pytest.param(3, Llama3, marks=pytest.mark.long), (4, Llama4)])
 def test_ranks_of_llama(version: int, meta: type[Llama3] | type[Llama4], documents: list[str], tmp_path: Path) -> None:
     own, ours = meta.get_instance(), load_tokenizer(llama_model(version))
@@ -64,6 +65,7 @@ def other_ranks(folder: Path) -> list[Path]:
     return [folder / "qwen", folder / "cut"]
 
 
+@pytest.mark.long
 def test_ranks_that_nothing_is_known_of_are_refused(tmp_path: Path) -> None:
     for folder in other_ranks(tmp_path):
         with pytest.raises(DataError, match=r"ranks that are neither LLaMA 3's nor LLaMA 4's, expected theirs: .* give this model's tokenizer\.json"):
@@ -76,6 +78,7 @@ def test_ranks_that_nothing_is_known_of_are_refused(tmp_path: Path) -> None:
     assert own.token(128_007) == "<|eom|>" and own.vocab_size == 130_048, "LLaMA 4 with fewer ranks"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "maker"),
     [
@@ -98,6 +101,7 @@ def test_a_tokenizer_json(write: Callable[[Path], Path], maker: str | None, docu
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")(texts)["input_ids"] == auto(texts)["input_ids"]
 
 
+@pytest.mark.long
 def test_words_of_qwen_neither_begin_nor_end(tmp_path: Path) -> None:
     """``<s>`` and ``</s>`` are tokens of Qwen 2.5, and text. With its settings and without them documents end with ``<|endoftext|>``, and
     an export names no begin token."""

@@ -18,9 +18,9 @@ from megatron_llama.data.tokenizer.packed import unpack
 from megatron_llama.data.tokenizer.tekken import TekkenTokenizer
 from megatron_llama.errors import DataError
 from megatron_llama.tune.sft.chat import ChatTokenizer
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from tests.data.tokenizer.byte_level import learnt, split_by
 from tests.data.tokenizer.layouts import MISTRAL_CHAT, TEKKEN_SPLIT
 from tests.data.tokenizer.test_tiktoken import odd_rows, random_characters, runs
 
@@ -32,16 +32,12 @@ NAMES = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
 @pytest.fixture(scope="module")
 def tokens(texts: list[str]) -> list[bytes]:
     """The bytes in their order, then what is learnt of Python's documentation."""
-    bpe = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(TEKKEN_SPLIT), "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts[:30], trainers.BpeTrainer(vocab_size=LEARNT, initial_alphabet=alphabet, show_progress=False))
+    bpe = learnt(texts[:30], LEARNT, words=split_by(TEKKEN_SPLIT))
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     byte_of = {chr(byte): byte for byte in printed} | {chr(256 + at): byte for at, byte in enumerate(others)}
-    learnt = sorted(bpe.get_vocab(), key=bpe.get_vocab().__getitem__)[256:]
-    return [*(bytes([byte]) for byte in range(256)), *(bytes(byte_of[character] for character in text) for text in learnt)]
+    longer = sorted(bpe.get_vocab(), key=bpe.get_vocab().__getitem__)[256:]
+    return [*(bytes([byte]) for byte in range(256)), *(bytes(byte_of[character] for character in text) for text in longer)]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +123,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a byte": (drop_byte, "got no token for the byte 0x41"),
     "ranks": (swap_ranks, "got vocab without some of the ranks up to 749, or in another order"),
     "cut": (lambda content: content.update(vocab=content["vocab"][:500]), "got vocab without some of the ranks up to 749"),
+    "a pattern that is none": (lambda content: content["config"].update(pattern="(["), "expected an expression in config pattern"),
     "no pattern": (lambda content: content["config"].pop("pattern"), "config pattern: got no such field"),
     "no specials": (lambda content: content.pop("special_tokens"), "got no special_tokens, in version v13"),
     "no end": (lambda content: content["special_tokens"][2].update(token_str="<end>"), "got no special token '</s>'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ import sentencepiece as spm
 from megatron_llama.data.tokenizer.base import Tokenizer
 from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.data.tokenizer.stream import StopStrings, TextStream
+
+from tests.data.tokenizer.byte_level import all_bytes
 
 TEXTS = (
     "Plain words, and more of them.",
@@ -25,15 +26,7 @@ TEXTS = (
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     if request.param == "bytes":
-        from tokenizers import pre_tokenizers
-
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        content = {
-            "model": {"type": "BPE", "vocab": {letter: number for number, letter in enumerate(letters)}, "merges": []},
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        }
-        (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], **content}))
+        all_bytes().save(str(folder / "tokenizer.json"))
         return load_tokenizer(folder)
     (folder / "text").write_text("Plain words, and more of them.\n" * 20)
     spm.SentencePieceTrainer.train(

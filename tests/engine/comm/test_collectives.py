@@ -72,7 +72,7 @@ def test_who_waits_inside_the_call_is_said_to_wait_there(name: str, operation: s
         seen.append((async_op, [str(wait.what) for wait in recorder.waits.values()]))
         return SimpleNamespace(wait=lambda: None) if async_op else None
 
-    with mock.patch.object(collectives, "carries", return_value=False), mock.patch(f"{collectives.__name__}.{name}", backend):
+    with mock.patch.object(collectives, "carried_by_gloo", return_value=False), mock.patch(f"{collectives.__name__}.{name}", backend):
         call(axis, torch.zeros(4), async_op=False).wait()
         call(axis, torch.zeros(4)).wait()
     assert seen == [(False, [operation]), (True, [])]
@@ -89,7 +89,7 @@ def test_the_pairs_of_tensor_parallelism_wait_at_once() -> None:
 
     names = ("dist.all_reduce", "all_gather_single", "reduce_scatter_single")
     patches = [mock.patch(f"{collectives.__name__}.{name}", backend) for name in names]
-    with mock.patch.object(collectives, "carries", return_value=False), patches[0], patches[1], patches[2]:
+    with mock.patch.object(collectives, "carried_by_gloo", return_value=False), patches[0], patches[1], patches[2]:
         for function in (autograd.copy, autograd.gather_sequence, autograd.scatter_sequence, autograd.reduce):
             function(torch.zeros(4, requires_grad=True).mul(1), axis).sum().backward()
     assert asked == [False] * 6

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm import exchange as exchange_module
-from megatron_llama.engine.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce, gather
-from megatron_llama.engine.comm.host import gloo
+from megatron_llama.engine.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce_exchange, gather
 from megatron_llama.engine.comm.streams import open_stream
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.launch.launcher import Place
@@ -76,6 +75,7 @@ def _seed(turn: int, index: int, rank: int) -> int:
     return 1000 * turn + 10 * index + rank
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(("numel", "chunk"), [(768, 100), (768, 10**6), (76_800, 10_000), (12, 1)])
 def test_scatter_sums_in_rank_order_bit_for_bit(cluster: Cluster, world: int, numel: int, chunk: int) -> None:
@@ -94,7 +94,7 @@ def all_reduce_sums(place: Place, numel: int, wire: torch.dtype | None) -> Tenso
     """Three times; returns the last."""
     axis = mesh_of(place).dp
     tensor = torch.empty(numel)
-    exchange = all_reduce(tensor, axis, index=7, wire=wire, chunk_bytes=500)
+    exchange = all_reduce_exchange(tensor, axis, index=7, wire=wire, chunk_bytes=500)
     for turn in range(3):
         tensor.copy_(rough(_seed(turn, 0, axis.rank), numel))
         exchange.start()
@@ -104,6 +104,7 @@ def all_reduce_sums(place: Place, numel: int, wire: torch.dtype | None) -> Tenso
     return tensor
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("numel", [1, 63, 64, 1000])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_all_reduce_sums_in_rank_order_and_agrees_everywhere(cluster: Cluster, world: int, numel: int) -> None:
@@ -220,7 +221,7 @@ def volume(place: Place) -> tuple[dict[tuple[str, str], tuple[int, int]], list[i
         reductions(mesh.dp, numel, 1000).scatter(torch.zeros(numel), torch.zeros(part), index=0, buffer=0),
         reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(torch.zeros(numel), torch.zeros(part), index=1, buffer=1),
         gather(torch.zeros(numel), torch.zeros(part), mesh.dp_gather, index=2, chunk_bytes=1000),
-        all_reduce(torch.zeros(numel), mesh.dp, index=3, wire=None, chunk_bytes=1000),
+        all_reduce_exchange(torch.zeros(numel), mesh.dp, index=3, wire=None, chunk_bytes=1000),
     ]
     for exchange in exchanges:
         meter.messages.clear()
@@ -262,8 +263,8 @@ def allocated(place: Place) -> tuple[list[str], list[str]]:
         reductions(mesh.dp, numel, 1000).scatter(full, full[part], index=0, buffer=0),
         reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(full, torch.zeros(6400), index=1, buffer=1),
         gather(weights, torch.zeros(6400), mesh.dp_gather, index=0, chunk_bytes=1000),
-        all_reduce(repeated, mesh.dp, index=2, wire=torch.bfloat16, chunk_bytes=1000),
-        all_reduce(repeated, mesh.dp, index=3, wire=None, chunk_bytes=1000),
+        all_reduce_exchange(repeated, mesh.dp, index=2, wire=torch.bfloat16, chunk_bytes=1000),
+        all_reduce_exchange(repeated, mesh.dp, index=3, wire=None, chunk_bytes=1000),
     ]
 
     def step() -> None:
@@ -285,7 +286,7 @@ def dead_peer(place: Place) -> list[str]:
     mesh = mesh_of(place)
     shared = reductions(mesh.dp, 128, 1000)
     scatters = [shared.scatter(torch.zeros(128), torch.zeros(64), index=i, buffer=i) for i in range(2)]
-    exchanges = [*scatters, all_reduce(torch.zeros(128), mesh.dp, index=2, wire=None)]
+    exchanges = [*scatters, all_reduce_exchange(torch.zeros(128), mesh.dp, index=2, wire=None)]
     dist.barrier()  # both have all connections by now
     if place.rank == 1:
         dist.destroy_process_group()
@@ -311,7 +312,7 @@ def test_alone_nothing_is_sent_and_nothing_rounded() -> None:
     for exchange in (
         reductions(mesh.dp, 128, 1000, torch.bfloat16).scatter(full, shard, index=0, buffer=0),
         gather(weights, full, mesh.dp_gather, index=0),
-        all_reduce(full, mesh.dp, index=0, wire=torch.bfloat16),
+        all_reduce_exchange(full, mesh.dp, index=0, wire=torch.bfloat16),
     ):
         exchange.start()
         exchange.wait()
@@ -323,7 +324,7 @@ def sums_of_a_backend(place: Place) -> None:
     """What a device does, with gloo's own collectives for those of its backend: three buckets that take turns in two buffers, twice."""
     axis = mesh_of(place).dp
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo, "carries", lambda axis, device: False)
+        patch.setattr(exchange_module, "carried_by_gloo", lambda axis, device: False)
         shared = Reductions(axis, largest=256, dtype=torch.float32, wire=torch.bfloat16, device=CPU, in_flight=2)
         whole = StagingBuffer(256, torch.bfloat16, CPU)
         full = [torch.empty(256) for _ in range(3)]
@@ -332,7 +333,7 @@ def sums_of_a_backend(place: Place) -> None:
         shards = [torch.empty(128), full[1][own], full[2][own]]
         scatters = [shared.scatter(f, s, index=i, buffer=i % 2) for i, (f, s) in enumerate(zip(full, shards, strict=True))]
         summed = [torch.empty(256), torch.empty(192)]
-        sums = [all_reduce(one, axis, index=i, wire=torch.bfloat16, staging=whole) for i, one in enumerate(summed)]
+        sums = [all_reduce_exchange(one, axis, index=i, wire=torch.bfloat16, staging=whole) for i, one in enumerate(summed)]
     assert [buffer.nbytes for buffer in shared.staging] == [256 * 2] * 2
     original = exchange_module.reduce_scatter_single
 
@@ -402,7 +403,7 @@ def test_a_device_fills_a_buffer_after_its_last_sum_was_read(
 
     monkeypatch.setattr(dist, "all_reduce", sums)
     monkeypatch.setattr(exchange_module, "reduce_scatter_single", sums)
-    monkeypatch.setattr(gloo, "carries", lambda axis, device: False)
+    monkeypatch.setattr(exchange_module, "carried_by_gloo", lambda axis, device: False)
     axis = replace(Mesh.single().dp, ranks=(0, 1), group=object())  # type: ignore[arg-type]
     buffers = [StagingBuffer(64, torch.bfloat16, CPU) for _ in range(2)]
     shared = Reductions(axis, largest=64, dtype=torch.float32, wire=wire, device=CPU, in_flight=2)
@@ -412,7 +413,7 @@ def test_a_device_fills_a_buffer_after_its_last_sum_was_read(
         exchange = (
             shared.scatter(full, full[: numel // 2], index=index, buffer=index % 2)
             if scatters
-            else all_reduce(full, axis, index=index, wire=wire, staging=buffers[index % 2])
+            else all_reduce_exchange(full, axis, index=index, wire=wire, staging=buffers[index % 2])
         )
         current.append(issuing)
         exchange.start()

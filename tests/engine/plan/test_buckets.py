@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from megatron_llama.pipeline.plan.run_engine import parameter_slots
 from torch import Tensor
 
 from tests.model.test_params import even
+from tests.over_cases import over_cases
 
 
 class Case:
@@ -74,7 +76,11 @@ class Case:
 
 CASES = [Case(seed) for seed in range(60)]
 IDS = [str(seed) for seed in range(60)]
-cases = pytest.mark.parametrize("case", CASES, ids=IDS)
+
+
+def over_all(test: Callable[[Case], None]) -> Callable[[], None]:
+    """One test over all cases."""
+    return over_cases(pytest.mark.parametrize("case", CASES, ids=IDS)(test))
 
 
 def test_the_cases_cover_what_they_should() -> None:
@@ -89,7 +95,7 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {len(case.plan(0, 0).buckets) > 5 for case in CASES} == {True, False}
 
 
-@cases
+@over_all
 def test_every_element_is_in_exactly_one_shard(case: Case) -> None:
     for units, plan in case.all():
         seen = {spec.name: torch.zeros(spec.numel, dtype=torch.int64) for unit in units for spec in unit.params}
@@ -105,7 +111,7 @@ def test_every_element_is_in_exactly_one_shard(case: Case) -> None:
         assert all(bool((count == 1).all()) for count in seen.values())
 
 
-@cases
+@over_all
 def test_starts_are_aligned_and_padding_is_small(case: Case) -> None:
     for _, plan in case.all():
         for bucket in plan.buckets:
@@ -118,7 +124,7 @@ def test_starts_are_aligned_and_padding_is_small(case: Case) -> None:
             assert bucket.numel - used < ALIGN * (len(bucket.placements) + plan.shards)
 
 
-@cases
+@over_all
 def test_buckets_are_homogeneous_and_capped(case: Case) -> None:
     for _, plan in case.all():
         for bucket in plan.buckets:
@@ -130,7 +136,7 @@ def test_buckets_are_homogeneous_and_capped(case: Case) -> None:
         assert len(norms) == len(set(norms)), "one message serves all norms of a stage"
 
 
-@cases
+@over_all
 def test_caps_are_used(case: Case) -> None:
     """Two neighbours of one kind would not have fitted into one bucket."""
     for _, plan in case.all() if not case.by_unit else ():
@@ -146,7 +152,7 @@ def backward_writes(units: tuple[UnitSpec, ...]) -> list[str]:
     return shared + order
 
 
-@cases
+@over_all
 def test_backward_completes_buckets_in_order_and_never_overwrites_a_slot(case: Case) -> None:
     for units, plan in case.all():
         bucket_of = {placed.spec.name: bucket.index for bucket in plan.buckets for placed in bucket.placements}
@@ -164,7 +170,7 @@ def test_backward_completes_buckets_in_order_and_never_overwrites_a_slot(case: C
         assert completed == [bucket.index for bucket in plan.buckets]
 
 
-@cases
+@over_all
 def test_forward_order_and_unit_buckets(case: Case) -> None:
     for units, plan in case.all():
         bucket_of = {placed.spec.name: bucket.index for bucket in plan.buckets for placed in bucket.placements}
@@ -175,7 +181,7 @@ def test_forward_order_and_unit_buckets(case: Case) -> None:
         assert sorted(plan.forward_order) == [bucket.index for bucket in plan.buckets]
 
 
-@cases
+@over_all
 def test_slots_hold_their_largest_bucket(case: Case) -> None:
     for _, plan in case.all():
         accesses = [
@@ -191,7 +197,7 @@ def test_slots_hold_their_largest_bucket(case: Case) -> None:
                 assert len(users) == len(plan.buckets)
 
 
-@cases
+@over_all
 def test_by_unit_every_block_has_a_bucket_and_its_neighbour_another_slot(case: Case) -> None:
     for units, plan in case.all() if case.by_unit else ():
         shared = [[b for b in buckets if not plan.has_own_slot(b)] for buckets in plan.unit_buckets]
@@ -219,7 +225,7 @@ def test_embedding_and_head_share_a_pool_of_their_own() -> None:
     assert len([slot for slot in sizes if slot[0] != OWN_SLOT_POOL]) == 3, "two for blocks, one for the ends"
 
 
-@cases
+@over_all
 def test_rectangles_of_all_ranks_cover_every_huggingface_element_once(case: Case) -> None:
     seen: dict[str, Tensor] = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in hf_shapes(case.model).items()}
     for tp_rank, pp_rank in itertools.product(range(case.tp), range(case.pp)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,7 @@ from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.param_handle import ParamHandle
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
+from megatron_llama.engine.shard.holders import Holders
 from megatron_llama.engine.shard.initial import first_values
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.names import parameter_names
@@ -165,7 +167,8 @@ def sharded(
         handles[handle.placement.spec.name] = handle  # type: ignore[attr-defined]
 
     engine = build_engine(options, plan, mesh, attach=attach)
-    values = first_values(engine, module, parameter_names(module))
+    all_names = parameter_names(module)
+    values = first_values(engine, module, all_names, Holders(module, all_names, nullcontext))
     # What hooks would do: nobody reads old values.
     with torch.no_grad():
         forgotten = {name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p, name in names.items()}

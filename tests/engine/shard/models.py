@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,9 @@ from megatron_llama.engine.shard.shard import shard
 from megatron_llama.launch.launcher import Place
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from tests import torch_twin
+from tests.torch_twin import by_decay
 
 WIDTH = 12
 WORDS = 17
@@ -126,33 +129,22 @@ def net(way: str = "plain") -> Net:
     return Net(way).double()
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for two or more dims."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": DECAY},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """torch's, as ``sharded`` has it."""
+    return torch.optim.AdamW(by_decay(model.parameters(), DECAY), lr=LR)
 
 
 def plain(model: nn.Module, *, world: int, microbatches: int, steps: int, loss: Loss = loss_of) -> Trained:
     """Train with torch alone, in one process, on the batches of all ranks."""
-    optimizer = torch.optim.AdamW(groups(model), lr=LR)
-    found = Trained()
-    for step in range(steps):
-        total = 0.0
+
+    def losses_of(step: int) -> Iterator[Tensor]:
         for rank in range(world):
             for microbatch in range(microbatches):
-                value = loss(model, part(step, microbatch, rank)) / microbatches / world
-                value.backward()
-                total += value.item()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        found.norms.append(nn.utils.clip_grad_norm_(trained, CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        found.losses.append(total)
-    found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return found
+                yield loss(model, part(step, microbatch, rank)) / microbatches / world
+
+    losses, norms = torch_twin.train(model, adamw(model), losses_of, steps, CLIP)
+    together = torch.tensor(losses, dtype=torch.float64).view(steps, -1).sum(1).tolist()
+    return Trained(together, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def train(place: Place, engine: ModuleEngine, *, microbatches: int, steps: int, loss: Loss = loss_of, first: int = 0) -> Trained:

@@ -282,6 +282,16 @@ class Carried(Tower):
         return torch.stack([carried["x"], *carried["old"]]).mean(0)
 
 
+class Twice(Tower):
+    """Each unit is called on what it has just returned."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        """All blocks, each two times."""
+        for block in self.blocks:
+            x = block(block(x))
+        return x
+
+
 class InPlace(Tower):
     """What a unit returns is changed in place."""
 
@@ -345,11 +355,13 @@ SHAPES = {
     "other order": tower(InOtherOrder),
     "any rank": tower(AnyRank, Block, Scales),
     "containers": tower(Carried, Containers),
+    "twice": tower(Twice),
     "in place": tower(InPlace),
     "read elsewhere": tower(ReadElsewhere),
     "nested": tower(Towers, Chain, Block),
     "nested linears": tower(Tower, Block, nn.Linear),
     "every leaf": tower(Tower, nn.Linear, nn.LayerNorm),
+    "one unit": tower(Tower, Tower),
     "no units": Twin(Tower, vectors, ()),
     "compiled": tower(compiled),
     **{f"recomputed {kind}": tower(partial(Recomputed, kind == "reentrant", dropout=0.3)) for kind in ("reentrant", "saved")},

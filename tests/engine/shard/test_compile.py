@@ -4,17 +4,27 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from megatron_llama.engine.shard.passes import COMPILE_HINT
 from megatron_llama.launch.launcher import Place
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.engine.shard.models import Net, difference, net, part, plain, sharded, train
 
+if TYPE_CHECKING:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
 SINGLE = Place(0, 1, 0)
-Compile = Callable[[Net, CompileCounterWithBackend], None]
+Compile = Callable[[Net, "CompileCounterWithBackend"], None]
+
+
+def counting(backend: str) -> CompileCounterWithBackend:
+    """A backend that counts graphs. Its module imports much of the compiler, for these tests alone."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(backend)
 
 
 def in_place(model: Net, backend: CompileCounterWithBackend) -> None:
@@ -41,13 +51,14 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("compile_units", "after", "graphs"),
     [(in_place, False, 1), (in_place, True, 1), (wrapped, False, 1), (inside, True, 1), (outside, True, None)],
 )
 def test_compiled_units_are_one_graph(compile_units: Compile, after: bool, graphs: int | None, backend: str) -> None:
-    counter = CompileCounterWithBackend(backend)
+    counter = counting(backend)
     model = net()
     if not after:
         compile_units(model, counter)
@@ -65,7 +76,7 @@ def test_compiled_units_are_one_graph(compile_units: Compile, after: bool, graph
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
 def test_compiled_units_under_checkpoint(way: str) -> None:
     model = net(way)
-    in_place(model, CompileCounterWithBackend("aot_eager"))
+    in_place(model, counting("aot_eager"))
     with sharded(model, microbatches=2) as engine:
         found = train(SINGLE, engine, microbatches=2, steps=3)
     assert difference(found, plain(net(way), world=1, microbatches=2, steps=3)) < 1e-7
@@ -73,6 +84,6 @@ def test_compiled_units_under_checkpoint(way: str) -> None:
 
 def test_a_whole_graph_around_a_unit_is_refused_with_a_remedy() -> None:
     with sharded(net()) as engine:
-        wrapped(engine.model, CompileCounterWithBackend("eager"))
+        wrapped(engine.model, counting("eager"))
         with pytest.raises(torch._dynamo.exc.Unsupported, match=COMPILE_HINT.partition("(")[0]):
             engine.model(part(0, 0, 0))

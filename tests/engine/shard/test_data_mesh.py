@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from megatron_llama.engine.comm.exchange import gather
 from megatron_llama.engine.mesh import Axis, Mesh
-from megatron_llama.engine.shard.data_mesh import close_data_mesh, data_mesh
+from megatron_llama.engine.shard.data_mesh import close_data_mesh
 from megatron_llama.engine.shard.state import state_layout
 from megatron_llama.errors import ClusterError
 from megatron_llama.launch.launcher import Place
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.engine.shard.meshes import sharded_mesh
 from tests.harness import Cluster
 
 CPU = torch.device("cpu")
@@ -63,9 +64,9 @@ def check_meshes(place: Place) -> None:
     two_dims = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
     turned = DeviceMesh("cpu", torch.tensor([[3, 2], [0, 1]]))
     made = {
-        "all": [data_mesh(device=CPU), data_mesh(dist.group.WORLD, device=CPU), data_mesh(DeviceMesh("cpu", torch.arange(4)), device=CPU)],
-        "hybrid": [data_mesh(None, 2, CPU), data_mesh(two_dims, device=CPU), data_mesh(two_dims, 2, CPU), data_mesh(turned, 0, CPU)],
-        "no shard": [data_mesh(None, 1, CPU), data_mesh(two_dims, 1, CPU)],
+        "all": [sharded_mesh(device=CPU), sharded_mesh(dist.group.WORLD, device=CPU), sharded_mesh(DeviceMesh("cpu", torch.arange(4)), device=CPU)],
+        "hybrid": [sharded_mesh(None, 2, CPU), sharded_mesh(two_dims, device=CPU), sharded_mesh(two_dims, 2, CPU), sharded_mesh(turned, 0, CPU)],
+        "no shard": [sharded_mesh(None, 1, CPU), sharded_mesh(two_dims, 1, CPU)],
     }
     ours = {group for meshes in made.values() for mesh in meshes for group in mesh.made}
     users = dist.distributed_c10d._world.pg_map.keys() - ours
@@ -87,10 +88,11 @@ def check_meshes(place: Place) -> None:
         assert not set(closed.made) & dist.distributed_c10d._world.pg_map.keys()
         assert all(total(mesh.dp) == 6.0 for mesh in left), "the communicators of another mesh ended too"
         assert total(Axis("user", rank, everybody, dist.group.WORLD, closed.recorder)) == 6.0
-        closed = data_mesh(device=CPU)
+        closed = sharded_mesh(device=CPU)
         assert total(closed.world) == 6.0, f"made again, time {round + 1}"
 
 
+@pytest.mark.long
 def test_meshes_of_four_processes(cluster: Cluster) -> None:
     cluster.run(4, check_meshes)
 
@@ -100,13 +102,13 @@ def check_part(place: Place) -> tuple[tuple[int, ...], str]:
     group = dist.new_group([1, 3])
     if place.rank not in (1, 3):
         with pytest.raises(ClusterError) as error:
-            data_mesh(group, device=CPU)
-        mesh = data_mesh(dist.new_group([place.rank], use_local_synchronization=True), device=CPU)
+            sharded_mesh(group, device=CPU)
+        mesh = sharded_mesh(dist.new_group([place.rank], use_local_synchronization=True), device=CPU)
         assert (mesh.world.size, mesh.dp_shard.group) == (1, None)
         return (), str(error.value)
     found = []
     for _ in range(2):  # a second one while the first is there
-        mesh = data_mesh(group, device=CPU)
+        mesh = sharded_mesh(group, device=CPU)
         assert total(mesh.dp) == total(mesh.world) == 4.0
         for user, ours in ((dist.group.WORLD, mesh.world.group), (dist.group.WORLD, mesh.dp.group)):
             assert patience(user) == patience(ours) != timedelta(minutes=30), "as long as the user waits, not torch's default"
@@ -117,6 +119,7 @@ def check_part(place: Place) -> tuple[tuple[int, ...], str]:
     return found[0].world.ranks, ""
 
 
+@pytest.mark.long
 def test_a_group_of_some_processes(cluster: Cluster) -> None:
     outside = "mesh: got a group of other ranks on rank {}, expected a group that this process is in; shard"
     for rank, (ranks, error) in enumerate(cluster.run(4, check_part)):
@@ -135,11 +138,11 @@ def check_bound_device(place: Place) -> int:
             group = dist.new_group([1, 3])
             asked = split.call_count
             if place.rank in (1, 3):
-                mesh = data_mesh(group, device=CPU)
+                mesh = sharded_mesh(group, device=CPU)
                 assert total(mesh.dp) == 4.0
                 close_data_mesh(mesh)
             # Ranks 1 and 3 have made more groups than the others by now, which count for the names that torch gives.
-            hybrid = data_mesh(None, 2, CPU)
+            hybrid = sharded_mesh(None, 2, CPU)
             state_layout(hybrid, None)
             close_data_mesh(hybrid)
             assert split.call_count == asked == 1, "ranks 0 and 2 would have to take part in a split"
@@ -149,6 +152,7 @@ def check_bound_device(place: Place) -> int:
     return asked
 
 
+@pytest.mark.long
 def test_nothing_is_split_off_the_group_of_the_user(cluster: Cluster) -> None:
     cluster.run(4, check_bound_device)
 
@@ -160,14 +164,15 @@ def check_refusals(place: Place) -> list[str]:
     errors = []
     for arguments in ((cube, 0), (None, 3), (None, -1), (rows, 4), (others, 0)):
         if arguments[0] is others and place.rank in (1, 2):
-            close_data_mesh(data_mesh(others, device=CPU))
+            close_data_mesh(sharded_mesh(others, device=CPU))
             continue
         with pytest.raises(ClusterError) as error:
-            data_mesh(*arguments, CPU)
+            sharded_mesh(*arguments, CPU)
         errors.append(str(error.value))
     return errors
 
 
+@pytest.mark.long
 def test_what_is_no_mesh_is_refused_by_name(cluster: Cluster) -> None:
     errors = cluster.run(4, check_refusals)
     assert errors[0][:4] == errors[1]
@@ -184,12 +189,12 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for shard_size in (0, 1):
-        mesh = data_mesh(None, shard_size, CPU)
+        mesh = sharded_mesh(None, shard_size, CPU)
         assert not dist.is_initialized()
         assert {axis.size for axis in (mesh.world, mesh.dp, mesh.dp_shard, mesh.dp_replica, mesh.dp_gather)} == {1}
         close_data_mesh(mesh)
     with pytest.raises(ClusterError, match="shard_size: got 2, expected a divisor of the 1 processes"):
-        data_mesh(None, 2, CPU)
+        sharded_mesh(None, 2, CPU)
 
 
 def check_joining(place: Place) -> None:
@@ -203,7 +208,7 @@ def check_joining(place: Place) -> None:
     variables = ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": ports[0]}
     os.environ |= {name: str(value) for name, value in variables.items()}
     try:
-        mesh = data_mesh(device=CPU)
+        mesh = sharded_mesh(device=CPU)
         assert dist.is_initialized() and total(mesh.dp) == 1.0
         close_data_mesh(mesh)
         assert not dist.is_initialized(), "what it has joined it leaves"
@@ -212,13 +217,14 @@ def check_joining(place: Place) -> None:
             del os.environ[name]
 
 
+@pytest.mark.long
 def test_processes_of_torchrun_are_joined(cluster: Cluster) -> None:
     cluster.run(2, check_joining)
 
 
 def check_abort(place: Place) -> str:
     """Rank 0 waits for a message that will never come, because rank 1 has left."""
-    mesh = data_mesh(device=CPU)
+    mesh = sharded_mesh(device=CPU)
     if place.rank == 1:
         close_data_mesh(mesh, abort=True)
         return ""
@@ -235,7 +241,7 @@ def test_aborting_ends_the_waits_of_the_others(cluster: Cluster) -> None:
 def check_leaving_while_a_thread_waits(place: Place, abort: bool) -> str:
     """Rank 1 leaves with two gathers under way. A thread waits for the second one's message, so that its receive stays; the first one's is
     dropped. Rank 0 sends both only then, and waits for what rank 1 has not sent."""
-    mesh = data_mesh(device=CPU)
+    mesh = sharded_mesh(device=CPU)
     store = dist.distributed_c10d._get_default_store()
     gathers = [gather(torch.zeros(8), torch.ones(4), mesh.dp_gather, index=index) for index in range(2)]
     if place.rank == 1:
@@ -259,6 +265,7 @@ def check_leaving_while_a_thread_waits(place: Place, abort: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("abort", [True, False])
 def test_a_thread_that_waits_keeps_no_connection(cluster: Cluster, abort: bool) -> None:
     assert cluster.run(2, check_leaving_while_a_thread_waits, abort, timeout=30.0)[0]

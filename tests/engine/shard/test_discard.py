@@ -120,6 +120,7 @@ def differences(place: Place, wastes: tuple[Waste, ...], when: tuple[int, ...], 
     return [difference(expected, trained_beside(place, waste, when, options)) for waste in wastes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_no_trace_is_left(cluster: Cluster, way: str) -> None:
     """Before the recorded step, and before planned ones."""
@@ -127,11 +128,13 @@ def test_no_trace_is_left(cluster: Cluster, way: str) -> None:
         assert found == [0.0] * len(WASTES)
 
 
+@pytest.mark.long
 def test_no_trace_is_left_in_hybrid_shards(cluster: Cluster) -> None:
     for found in cluster.run(4, differences, WASTES, (0, 2), {"strategy": PARAMS, "shard_size": 2}):
         assert found == [0.0] * len(WASTES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_one_rank_alone_may_have_had_the_error_where_parameters_are_whole(cluster: Cluster, strategy: str) -> None:
     assert cluster.run(2, differences, (error_on_rank_1,), (1, 2), {"strategy": strategy}) == [[0.0]] * 2
@@ -143,6 +146,7 @@ def discard_alone(place: Place) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_discards_alone_is_named_by_all(cluster: Cluster) -> None:
     for said in cluster.run(2, discard_alone):
         assert "rank 0: forward of" in said and "rank 1: engine.discard()" in said

@@ -103,6 +103,7 @@ WAYS = {
 """What is called, and what was expected."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("strategy", ["optim", PARAMS])
 @pytest.mark.parametrize("fault", WAYS)
 def test_another_way_than_in_the_first_step_is_an_error(fault: Fault, strategy: str, cluster: Cluster) -> None:
@@ -140,6 +141,7 @@ def test_a_rank_that_takes_another_way_is_named_by_all(fault: Fault, good_steps:
         assert "rank 1" in message and RANKS[fault] in message, message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_of_four_ranks_skips_a_unit(strategy: str, cluster: Cluster) -> None:
     for message in messages(cluster, rank_1_skips, world=4, strategy=strategy):
@@ -231,6 +233,7 @@ def after_a_bad_sample(place: Place, caught: bool, options: dict[str, Any]) -> t
             return digest(model.parameters()), losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim", PARAMS])
 def test_training_goes_on_after_an_exception_that_was_caught(strategy: str, cluster: Cluster) -> None:
     """To the bit as if the bad sample had not been there."""
@@ -257,6 +260,7 @@ def after_a_nan(place: Place, options: dict[str, Any]) -> tuple[list[bool], list
     return skipped, norms, digests
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_nan_on_one_rank_skips_the_step_on_all(strategy: str, clip: float, cluster: Cluster) -> None:
@@ -372,6 +376,7 @@ def saves_it(model: Steered, engine: Any, rank: int) -> None:
 READS = (reads_a_weight, changes_a_weight, changes_data, copies_a_weight, reads_it_in_another_unit, calls_a_part, saves_it)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("strategy", ["no_shard", PARAMS])
 @pytest.mark.parametrize("fault", READS)
 def test_weights_are_read_inside_of_gathered(fault: Fault, strategy: str, cluster: Cluster) -> None:

@@ -56,6 +56,7 @@ def rank0_counts(place: Place, strategy: str, kind: str, shard_size: int) -> boo
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["other values", "meta"])
 @pytest.mark.parametrize(("strategy", "world", "shard_size"), [*((one, 2, 0) for one in STRATEGIES), ("optim_grads_params", 4, 2)])
 def test_values_of_rank_0_count(cluster: Cluster, strategy: str, world: int, shard_size: int, kind: str) -> None:
@@ -133,6 +134,7 @@ def initialized(place: Place, strategy: str) -> tuple[bool, bool]:
     return found, not any(buffer.is_meta for buffer in module.buffers())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_initialize_is_apply_unit_by_unit_with_the_values_of_rank_0(cluster: Cluster, strategy: str) -> None:
     assert cluster.run(2, initialized, strategy) == [(True, True)] * 2
@@ -224,6 +226,7 @@ def gathered_and_changed(place: Place, strategy: str) -> list[bool]:
     return [same(after, expected), same(rounded, {n: v.bfloat16() if n in run.values.aliases else v for n, v in expected.items()})]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_changes_of_rank_0_are_kept_to_the_bit(cluster: Cluster, strategy: str) -> None:
     assert cluster.run(2, gathered_and_changed, strategy) == [[True, True]] * 2
@@ -257,8 +260,8 @@ def changed_by_one_rank(place: Place, change: Callable[[Tensor], None], bf16: bo
     return ""
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("change", [add_one, add_one_to_data, put_data])
+@pytest.mark.long
+@pytest.mark.parametrize(("change", "bf16"), [(add_one, False), (add_one_to_data, False), (add_one_to_data, True), (put_data, False)])
 def test_a_change_without_modify_is_an_error_of_all(change: Callable[[Tensor], None], bf16: bool, cluster: Cluster) -> None:
     errors = cluster.run(2, changed_by_one_rank, change, bf16)
     assert errors[0] == errors[1]
@@ -279,10 +282,10 @@ def test_another_shape_is_refused_and_an_exception_changes_nothing() -> None:
     assert same(whole(run), state(model()))
 
 
-def filled_by_hand(place: Place) -> bool:
+def filled_by_hand(place: Place, rank0: bool) -> bool:
     module = on_meta()
     run = sharded(place, module, units=blocks(module))
-    with gathered(run.values, modify=True):
+    with gathered(run.values, modify=True, rank0=rank0, to="cpu"):
         if place.rank == 0:
             module.load_state_dict(model().state_dict())
     assert run.values.uninitialized == {"ramp"}
@@ -293,5 +296,7 @@ def filled_by_hand(place: Place) -> bool:
     return found
 
 
-def test_parameters_on_meta_may_be_filled_by_hand(cluster: Cluster) -> None:
-    assert cluster.run(2, filled_by_hand) == [True, True]
+@pytest.mark.long
+@pytest.mark.parametrize("rank0", [False, True])
+def test_parameters_on_meta_may_be_filled_by_hand(cluster: Cluster, rank0: bool) -> None:
+    assert cluster.run(2, filled_by_hand, rank0) == [True, True]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from tests.engine.shard.training import (
     deviation,
     differences,
     farthest,
-    layouts,
     sharded,
     train,
     train_alone,
@@ -35,11 +34,6 @@ VALUE_BOUND = 0.05
 """Learning rates. AdamW divides a gradient by its own size, so where terms cancel it moves an element by the rounding of their sum: torch in
 fp32 is up to 0.02 from torch in fp64 after 20 steps of these models."""
 References = Callable[[Run], Sequence[Trained]]
-
-
-def long_but(some: Iterable[str], *short: str) -> list[Any]:
-    """Parameters of a test, of which all but ``short`` are for the long run."""
-    return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in sorted(some)]
 
 
 def compare(cluster: Cluster, references: References, run: Run, **options: Any) -> None:
@@ -58,30 +52,21 @@ def compare(cluster: Cluster, references: References, run: Run, **options: Any) 
         assert values <= max(VALUE_BOUND, 2 * farthest(expected[0].values, exact[0].values, run.twin.idle))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_llama_trains_as_with_ddp(strategy: str, cluster: Cluster, references: References) -> None:
     compare(cluster, references, TWICE, strategy=strategy)
 
 
-@pytest.mark.parametrize("model", long_but(TWINS.keys() - {"llama"}, "mlp", "qwen3", "resnet"))
+@pytest.mark.long
+@pytest.mark.parametrize("model", sorted(TWINS.keys() - {"llama"}))
 def test_any_model_trains_as_with_ddp(model: str, cluster: Cluster, references: References) -> None:
     compare(cluster, references, replace(TWICE, model=model), strategy=PARAMS)
 
 
+@pytest.mark.long
 def test_shards_of_two_of_four_ranks(cluster: Cluster, references: References) -> None:
     compare(cluster, references, replace(TWICE, dp=4), strategy=PARAMS, shard_size=2)
-
-
-def _named(case: tuple[Run, Mapping[str, Any]]) -> str:
-    return " ".join([case[0].name, *map(str, case[1].values())])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", layouts()[::3], ids=_named)
-def test_a_layout_trains_as_with_ddp(case: tuple[Run, Mapping[str, Any]], cluster: Cluster, references: References) -> None:
-    """Every third, which for each model and kind of step are others. All of them: ``tools/parity.py --modules``."""
-    run, options = case
-    compare(cluster, references, run, **options)
 
 
 THREE_READERS = {"t5", "bart"}
@@ -89,7 +74,8 @@ THREE_READERS = {"t5", "bart"}
 order in which backward meets them, and ``shard`` with the head's first, because its product is written into the slot. Sums of two commute."""
 
 
-@pytest.mark.parametrize("model", long_but(TWINS.keys() - THREE_READERS, "llama", "resnet"))
+@pytest.mark.long
+@pytest.mark.parametrize("model", sorted(TWINS.keys() - THREE_READERS))
 def test_two_replicas_are_ddp_to_the_bit(model: str, cluster: Cluster, references: References) -> None:
     """Parameters and buffers, losses and every step's gradients, of which the parameters are made. The norm is a sum of other blocks."""
     run = Run(model)
@@ -129,7 +115,7 @@ def test_four_replicas_are_ddp_to_the_bit_if_it_adds_them_in_their_order(cluster
     assert references(run)[0].digest != ordered[0].digest, "gloo adds in rank order now: leave the hook out"
 
 
-@pytest.mark.parametrize("model", long_but(["llama", "resnet"], "llama"))
+@pytest.mark.parametrize("model", ["llama", pytest.param("resnet", marks=pytest.mark.long)])
 def test_one_microbatch_has_the_same_bits_whatever_is_sharded(model: str, cluster: Cluster) -> None:
     """Strategies, slots and sizes of buckets, clipped: the norm too."""
     run = Run(model, clip=CLIP, steps=5)
@@ -143,10 +129,9 @@ def test_one_microbatch_has_the_same_bits_whatever_is_sharded(model: str, cluste
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, PARAMS))
-def test_the_same_layout_has_the_same_bits_again(strategy: str, cluster: Cluster) -> None:
+def test_the_same_layout_has_the_same_bits_again(cluster: Cluster) -> None:
     run = replace(TWICE, dp=4, steps=5)
-    first, second = (cluster.run(4, sharded, run, {"strategy": strategy}) for _ in range(2))
+    first, second = (cluster.run(4, sharded, run, {"strategy": PARAMS}) for _ in range(2))
     assert [(each.losses, each.norms, each.digest) for each in first] == [(each.losses, each.norms, each.digest) for each in second]
 
 
@@ -157,15 +142,3 @@ def test_one_process_without_torchrun_is_torch_to_the_bit() -> None:
         found, expected = train(run, 0, strategy=strategy), train_alone(run)
         assert found.losses == expected.losses and found.digest == expected.digest
         assert deviation(found.norms, expected.norms) <= NORM_BOUND
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", long_but(TWINS.keys() - {"resnet"}, "mlp"))
-def test_ranks_together_compute_what_one_process_does(model: str, cluster: Cluster) -> None:
-    """DDP is left out. Batch norm takes its statistics from the samples of a rank, so a ResNet has no single process to compare with."""
-    run = Run(model, microbatches=2, clip=CLIP)
-    expected = train_alone(run)
-    found = cluster.run(2, sharded, run, {"strategy": "optim_grads"})
-    assert deviation([loss for each in found for loss in each.losses], expected.losses) <= LOSS_BOUND
-    assert deviation(found[0].norms, expected.norms) <= NORM_BOUND
-    assert farthest(found[0].values, expected.values, run.twin.idle) <= VALUE_BOUND

@@ -99,6 +99,7 @@ CASES: list[tuple[Run, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"dp{case[0].dp} {case[0].microbatches} microbatches {list(case[1].values())}")
 def test_no_strategy_sends_more_than_it_must(case: tuple[Run, dict[str, Any]], cluster: Cluster) -> None:
     """At least the minimum, and not a hundredth more: each message has a header, and buckets are filled up."""
@@ -163,6 +164,7 @@ def memory_of_steps(place: Place, strategy: str | None) -> tuple[list[tuple[int,
     return allocated, after
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_step_after_the_second_allocates(strategy: str, cluster: Cluster) -> None:
     """Steps end with what they began with, and their peaks are equal to the byte, and no higher than those of a plain model that has its

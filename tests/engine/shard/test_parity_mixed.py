@@ -51,6 +51,7 @@ def fsdp2(place: Place, run: Run, reduce_dtype: torch.dtype, error: float) -> Tr
     return Trained(tuple(losses), tuple(norms))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_bf16_with_fp32_masters_trains_as_with_fsdp2(reduce_dtype: torch.dtype, cluster: Cluster) -> None:
     """In the first step weights are equal, so losses are, to the bit, and the norm is off by the rounding of gradients at most: a gradient

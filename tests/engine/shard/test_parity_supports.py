@@ -9,9 +9,11 @@ from typing import Any
 import megatron_llama as ml
 import pytest
 import torch
+import torch.distributed as dist
+from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.launch.launcher import Place
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.engine.shard.shapes import SHAPES, Block, Branches, Tower
 from tests.engine.shard.training import (
@@ -56,28 +58,75 @@ def assert_as_alone(ranks: Sequence[Trained], run: Run, expected: Trained) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_shape_trains_as_alone(shape: str, cluster: Cluster) -> None:
-    """With two slots, where weights come and go, and with all weights in their places."""
-    run = replace(RUN, model=shape)
-    expected = train_alone(run)
-    found = cluster.run(2, each_trained, run, [FEW_SLOTS, {"strategy": "optim"}])
-    for ranks in zip(*found, strict=True):
-        assert_as_alone(ranks, run, expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_shape_trains_as_alone_in_several_layouts(shape: str, cluster: Cluster) -> None:
-    """A third of them, which for each shape are others."""
-    run = replace(RUN, model=shape, dp=4, microbatches=1)
-    options: list[dict[str, Any]] = [{"strategy": strategy} for strategy in STRATEGIES]
+    """With two slots, where weights come and go, and in a third of all ways, which for each shape are others."""
+    run = replace(RUN, model=shape, dp=4)
+    options: list[dict[str, Any]] = [{"strategy": strategy} for strategy in STRATEGIES[:3]]
     options += [FEW_SLOTS | {"param_slots": slots, "grad_slots": grads} for slots, grads in ((1, 1), (3, 1), (3, 3), ("all", 2))]
     options += [{"strategy": strategy, "shard_size": 2, "bucket_size": 1000} for strategy in STRATEGIES[1:]]
     options += [FEW_SLOTS | {"static_order": False}]
-    options = options[list(SHAPES).index(shape) % 3 :: 3]
     expected = train_alone(run)
-    found = cluster.run(4, each_trained, run, options)
+    found = cluster.run(4, each_trained, run, [FEW_SLOTS, *options[list(SHAPES).index(shape) % 3 :: 3]])
     for ranks in zip(*found, strict=True):
         assert_as_alone(ranks, run, expected)
+
+
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "exact": {"optimizer_offload": "exact"},
+    "half": {"optimizer_offload": "exact", "optimizer_offload_fraction": 0.5, "strategy": "optim"},
+    "all hot": {"optimizer_offload": "zenflow", "zenflow_topk_ratio": 1.0},
+    "cold every step": {
+        **{"optimizer_offload": "zenflow", "zenflow_update_interval": "1", "strategy": "optim_grads"},
+        **{"zenflow_select_interval": "1000000", "zenflow_select_strategy": "step"},
+    },
+}
+
+
+def test_an_optimizer_on_the_host_trains_parameters_of_any_rank(cluster: Cluster) -> None:
+    run = replace(RUN, model="any rank")
+    expected = train_alone(run)
+    for ranks in zip(*cluster.run(2, each_trained, run, list(OFFLOADED.values())), strict=True):
+        assert_as_alone(ranks, run, expected)
+
+
+def right_guesses(place: Place) -> int:
+    """Of updates that are announced as the trainer announces its own, with a clip that never binds. No guess is overtaken by its step."""
+    clip, options = 1e9, {"optimizer_offload": "exact", "offload_speculative": True}
+    with ml.shard(built(Tower, place.rank), units=[Block], clip=clip, optimizer=ml.AdamW(lr=LR), **options) as engine:
+        [rule] = [rule for rule in engine._engine.rules.distinct if isinstance(rule, ExactOffload)]
+        for step in range(3):
+            engine._engine.announce_step([group["lr"] for group in engine.param_groups], clip=clip)
+            own_loss(engine.model, replace(RUN, microbatches=1).parts(place.rank, step)[0]).backward()  # type: ignore[no-untyped-call]
+            for shard in rule._shards.values():
+                if shard.attempt is not None:
+                    shard.attempt.wait()
+            engine.step()
+        return rule.speculation.kept
+
+
+@pytest.mark.long
+def test_updates_are_guessed_as_unclipped_whatever_the_mean_divides_by(cluster: Cluster) -> None:
+    assert min(cluster.run(2, right_guesses)) > 0
+
+
+def train_on_a_mesh(place: Place) -> Trained:
+    """Replicas and shards whose ranks are no neighbours."""
+    mesh = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]))
+    return train(replace(RUN, dp=4), place.rank, mesh=mesh, **FEW_SLOTS)
+
+
+def train_in_pairs(place: Place) -> Trained:
+    """A group of some of the processes, while the others are another one."""
+    groups = [dist.new_group(ranks) for ranks in ((1, 3), (0, 2))]
+    return train(RUN, place.rank // 2, mesh=groups[place.rank % 2 == 0], **FEW_SLOTS)
+
+
+@pytest.mark.long
+def test_groups_of_the_user(cluster: Cluster) -> None:
+    run = replace(RUN, dp=4)
+    assert_as_alone(cluster.run(4, train_on_a_mesh), run, train_alone(run))
+    ranks, expected = cluster.run(4, train_in_pairs), train_alone(RUN)
+    for pair in (ranks[::2], ranks[1::2]):
+        assert_as_alone(pair, RUN, expected)
 
 
 @pytest.mark.long
@@ -124,25 +173,6 @@ def steps(
             return account_for(rank, model, losses, norms)
 
 
-def alone(
-    run: Run, optimizer: torch.optim.Optimizer, model: nn.Module, before_step: Callable[[int], object] = lambda step: None
-) -> Trained:
-    """The same loop in one process, with any optimizer of torch's."""
-    losses: list[list[float]] = [[] for _ in range(run.dp)]
-    norms = []
-    for step in range(run.steps):
-        for rank in range(run.dp):
-            for part in run.parts(rank, step):
-                loss = own_loss(model, part) / run.microbatches
-                (loss / run.dp).backward()  # type: ignore[no-untyped-call]
-                losses[rank].append(loss.item())
-        norms.append(clip_grad_norm_(model.parameters(), run.clip or torch.inf).item())
-        before_step(step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return account_for(0, model, [loss for each in losses for loss in each], norms)
-
-
 def is_a_block(module: nn.Module) -> bool:
     return isinstance(module, Block)
 
@@ -171,20 +201,11 @@ class Partly(Tower):
         return x
 
 
-def unused(place: Place, options: dict[str, Any]) -> Trained | str:
-    try:
-        return steps(place.rank, RUN, build=Partly, **options)
-    except Exception as error:
-        return str(error)
+def train_partly(place: Place, options: dict[str, Any]) -> Trained:
+    return steps(place.rank, RUN, build=Partly, find_unused=True, **options)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unused_parameters_are_named(strategy: str, cluster: Cluster) -> None:
-    for message in cluster.run(2, unused, {"strategy": strategy}):
-        assert "blocks.2.up.weight" in message and "spare.weight" in message and "find_unused=True" in message
-        assert "blocks.1" not in message and "blocks.3" not in message
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim", PARAMS])
 def test_unused_parameters_are_found(strategy: str, cluster: Cluster) -> None:
     """They have a gradient of zero: weight decay and moments go on, which torch's AdamW leaves out for parameters whose ``grad`` is None."""
@@ -195,8 +216,8 @@ def test_unused_parameters_are_found(strategy: str, cluster: Cluster) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    expected = alone(RUN, adamw(model), model, fill)
-    assert_as_alone(cluster.run(2, unused, {"strategy": strategy, "find_unused": True}), RUN, expected)
+    expected = train_alone(RUN, model, before_update=fill)
+    assert_as_alone(cluster.run(2, train_partly, {"strategy": strategy}), RUN, expected)
 
 
 class Changing(Tower):
@@ -225,21 +246,9 @@ def train_in_changing_order(place: Place) -> Trained:
     return steps(place.rank, RUN, build=Changing, loss_of=in_changing_order, static_order=False, **FEW_SLOTS)
 
 
+@pytest.mark.long
 def test_an_order_that_changes(cluster: Cluster) -> None:
-    model = built(Changing)
-    losses: list[list[float]] = [[], []]
-    optimizer = adamw(model)
-    norms = []
-    for step in range(RUN.steps):
-        for rank in range(2):
-            for part in RUN.parts(rank, step):
-                loss = in_changing_order(model, part, step) / 2
-                (loss / 2).backward()  # type: ignore[no-untyped-call]
-                losses[rank].append(loss.item())
-        norms.append(clip_grad_norm_(model.parameters(), CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = account_for(0, model, [loss for each in losses for loss in each], norms)
+    expected = train_alone(RUN, built(Changing), loss_of=in_changing_order)
     assert_as_alone(cluster.run(2, train_in_changing_order), RUN, expected)
 
 
@@ -259,6 +268,7 @@ def evaluated(place: Place, evaluating: bool) -> tuple[Trained, list[float]]:
     return steps(place.rank, RUN, loss_of=loss_of, **FEW_SLOTS), seen
 
 
+@pytest.mark.long
 def test_evaluation_changes_no_bit(cluster: Cluster) -> None:
     """It is of the current weights: the loss that training sees next."""
     for (plain, _), (found, seen) in zip(cluster.run(2, evaluated, False), cluster.run(2, evaluated, True), strict=True):
@@ -305,13 +315,15 @@ def from_meta(rank: int, fill: Callable[[Any], object]) -> Trained:
             return account_for(rank, model, losses, norms)
 
 
+@pytest.mark.long
 def test_a_model_from_meta(cluster: Cluster) -> None:
     model = built(Tower)
     for module in model.modules():
         initialize(module)
-    assert_as_alone(cluster.run(2, train_from_meta), RUN, alone(RUN, adamw(model), model))
+    assert_as_alone(cluster.run(2, train_from_meta), RUN, train_alone(RUN, model))
 
 
+@pytest.mark.long
 def test_a_model_from_meta_that_is_loaded(cluster: Cluster) -> None:
     assert_as_alone(cluster.run(2, train_loaded), RUN, train_alone(RUN))
 
@@ -351,10 +363,11 @@ def train_in_groups(place: Place, kind: str) -> list[Trained]:
     return [steps(place.rank, RUN, optimizer=GROUPS[kind], **options) for options in (FEW_SLOTS, {"strategy": "optim"})]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", GROUPS)
 def test_groups_of_parameters(kind: str, cluster: Cluster) -> None:
     model = built(Tower)
-    expected = alone(RUN, torch_optimizer(model), model)
+    expected = train_alone(RUN, model, torch_optimizer(model))
     for ranks in zip(*cluster.run(2, train_in_groups, kind), strict=True):
         assert_as_alone(ranks, RUN, expected)
 
@@ -389,6 +402,7 @@ def train_with_param_groups(place: Place) -> Trained:
     return steps(place.rank, RUN, before_step=before_step, **FEW_SLOTS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [train_at_rates, train_with_a_scheduler, train_with_param_groups])
 def test_learning_rates_that_change(how: Callable[[Place], Trained], cluster: Cluster) -> None:
     model = built(Tower)
@@ -398,7 +412,7 @@ def test_learning_rates_that_change(how: Callable[[Place], Trained], cluster: Cl
         for group in optimizer.param_groups:
             group["lr"] = RATES[step]
 
-    assert_as_alone(cluster.run(2, how), RUN, alone(RUN, optimizer, model, before_step))
+    assert_as_alone(cluster.run(2, how), RUN, train_alone(RUN, model, optimizer, before_step))
 
 
 def train_summed(place: Place) -> Trained:
@@ -433,17 +447,9 @@ def train_by_settings(place: Place, sizes: Sequence[int]) -> Trained:
 def test_microbatches_that_change(cluster: Cluster) -> None:
     sizes = (1, 2, 4, 1)
     found = cluster.run(2, train_by_settings, sizes)
-    model = built(Tower)
-    optimizer = adamw(model)
-    norms = []
-    for step in range(len(sizes)):
-        for rank in range(2):
-            (own_loss(model, replace(RUN, microbatches=1).parts(rank, step)[0]) / 2).backward()  # type: ignore[no-untyped-call]
-        norms.append(clip_grad_norm_(model.parameters(), CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(deviation(each.norms, norms) <= NORM_BOUND for each in found)
-    assert farthest(found[0].values, account_for(0, model, [], []).values) <= VALUE_BOUND
+    expected = train_alone(replace(RUN, microbatches=1, steps=len(sizes)))
+    assert all(deviation(each.norms, expected.norms) <= NORM_BOUND for each in found)
+    assert farthest(found[0].values, expected.values) <= VALUE_BOUND
 
 
 def train_two(place: Place) -> list[str]:
@@ -469,6 +475,7 @@ def train_one(place: Place, shape: str) -> str:
     return train(run, place.rank, optimizer=ml.AdamW(lr=LR)).digest
 
 
+@pytest.mark.long
 def test_two_engines_do_not_meet(cluster: Cluster) -> None:
     found = cluster.run(2, train_two)
     assert found[0] == found[1] == [cluster.run(2, train_one, shape)[0] for shape in ("plain", "branches")]

@@ -15,11 +15,22 @@ import torch.nn.functional as F
 from megatron_llama.engine.pieces import column_state, shard_pieces
 from megatron_llama.engine.shard.engine import ModuleEngine
 from megatron_llama.engine.shard.optimizer import AdamW, group
+from megatron_llama.engine.shard.order import MODEL_STATE, AccessOrder
+from megatron_llama.engine.shard.placeholders import ShardedParameterError
 from megatron_llama.engine.shard.shard import shard
-from megatron_llama.errors import CheckpointError, ConfigError
+from megatron_llama.errors import CheckpointError
 from megatron_llama.launch.launcher import Place
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -185,6 +196,7 @@ def run_on(cluster: Cluster, world: int, function: Any, *args: Any) -> Any:
     return function(SINGLE, *args) if world == 1 else cluster.run(world, function, *args)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("saver", "saving", "loader", "loading"),
     [
@@ -248,8 +260,9 @@ def shapes(place: Place, strategy: str, shard_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategy", "world", "shard_size"), [("no_shard", 2, 0), ("optim_grads_params", 4, 0), ("optim_grads_params", 4, 2)]
+    ("strategy", "world", "shard_size"), [("optim", 2, 0), ("optim_grads_params", 4, 0), ("optim_grads_params", 4, 2)]
 )
 def test_the_form_is_that_of_fsdp2(cluster: Cluster, strategy: str, world: int, shard_size: int) -> None:
     ranks = cluster.run(world, shapes, strategy, shard_size)
@@ -262,6 +275,51 @@ def test_the_form_is_that_of_fsdp2(cluster: Cluster, strategy: str, world: int, 
         assert found["local"]["blocks.0.up.weight"] == (rows, 10) and found["local"]["blocks.0.up.bias"] == (rows,)
         assert found["flags"] == [True] * 4
         assert found["steps"] == {1.0}
+
+
+def saved_by_rank_0_alone(place: Place, folder: str, options: dict[str, Any]) -> list[float]:
+    """The habit of users of DDP: no other rank takes part. The losses of the steps afterwards."""
+    run = Ours(place, strategy="no_shard", **options)
+    losses(run, 0, 2)
+    if place.rank == 0:
+        state = run.model.state_dict()
+        torch.save(state, f"{folder}/model.pt")
+        save_file({name: value for name, value in state.items() if name not in ("head.weight", *SHARED)}, f"{folder}/model.safetensors")
+        torch.save(run.engine.state_dict(), f"{folder}/all.pt")
+    after = losses(run, 2, 2)
+    run.close()
+    return after
+
+
+SHARED = ("blocks.1.up.weight", "blocks.1.up.bias")
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer_offload": "exact"}])
+def test_without_shards_rank_0_saves_the_whole_model_alone(cluster: Cluster, tmp_path: Path, options: dict[str, Any]) -> None:
+    after, other = cluster.run(2, saved_by_rank_0_alone, str(tmp_path), options)
+    assert after == other
+    plain = model(seed=8)
+    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert len(stored) == len(plain.state_dict()) - 3 and all(torch.equal(value, plain.state_dict()[name]) for name, value in stored.items())
+    again = Ours(SINGLE, **options)
+    again.take(torch.load(tmp_path / "all.pt"))
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in again.state()["model"].items())
+    assert losses(again, 2, 2) == pytest.approx(after, abs=2e-6)
+
+
+@pytest.mark.parametrize(("options", "meetings"), [({"optimizer_offload": "exact"}, 0), ({"optimizer_offload": "zenflow"}, 1)])
+def test_ranks_meet_where_a_state_makes_updates_that_were_put_off(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], meetings: int
+) -> None:
+    """On rank 0 alone they would come earlier than on the others, and the replicas would go apart in silence."""
+    met: list[int] = []
+    monkeypatch.setattr(AccessOrder, "agree", lambda order, code: met.append(code))
+    run = Ours(SINGLE, **options)
+    losses(run, 0, 1)
+    run.model.state_dict()
+    run.close()
+    assert met.count(MODEL_STATE) == meetings
 
 
 def whole(value: Tensor) -> Tensor:
@@ -300,7 +358,7 @@ def refused(place: Place) -> tuple[str, bool]:
         optimizer["state"]["blocks.0.norm.bias"]["exp_avg"] = torch.zeros(4)
         optimizer["state"]["blocks.0.norm.weight"]["max_exp_avg_sq"] = torch.zeros(10)
         optimizer["state"]["blocks.1.norm.weight"]["step"] = torch.tensor(5.0)
-        optimizer["param_groups"][0]["eps"] = 1.0
+        optimizer["param_groups"][0]["eps"] = -1.0
     try:
         run.take(state)
     except CheckpointError as error:
@@ -319,7 +377,7 @@ def test_all_that_is_wrong_is_listed_before_anything_is_changed(cluster: Cluster
     assert other == (error, unchanged) and unchanged
     found = [line.strip(" -").split(", expected")[0] for line in error.splitlines()]
     assert found[0] == "rank 1: engine.load_state_dict:"
-    assert sorted(line for line in found[1:] if not line.startswith("eps of")) == sorted(
+    assert sorted(line for line in found[1:] if not line.startswith("an option of")) == sorted(
         [
             "blocks.0.conv.weight: got nothing",
             "optimizer state of blocks.1.down.bias: got nothing",
@@ -331,7 +389,7 @@ def test_all_that_is_wrong_is_listed_before_anything_is_changed(cluster: Cluster
             "optimizer: got other step counts in one bucket: 1 of blocks.0.norm.weight, 5 of blocks.1.norm.weight",
         ]
     )
-    assert "eps of blocks.0.norm.weight: got 1.0" in found
+    assert "an option of blocks.0.norm.weight is none: blocks.0.norm.weight: got eps=-1.0" in found
 
 
 def test_what_is_missing_may_stay() -> None:
@@ -365,7 +423,7 @@ def test_a_group_gets_one_rate() -> None:
     run = Ours(SINGLE)
     state = run.state()
     state["optimizer"]["param_groups"] = [{"params": [name], "lr": 0.5 if "norm" in name else 0.25} for name in state["optimizer"]["state"]]
-    with pytest.raises(CheckpointError, match=r"lr: got other rates in one group: 0.5 of .*, 0.25 of"):
+    with pytest.raises(CheckpointError, match=r"lr: got other values in one group: 0.5 of .*, 0.25 of"):
         run.take(state)
     del state["optimizer"]["param_groups"]
     run.take(state)
@@ -388,9 +446,161 @@ def test_one_whole_bucket_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(values, "gather", watched)
     run.state()
+    # Master and moments of each bucket once.
+    assert len(alive) == sum(len(values.tensors(bucket.index)) for bucket in values.plan.buckets) > 9
     with run.engine.gathered():
         pass
-    assert len(alive) > 9
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def through_torch(
+    place: Place, saver: str, loader: str, getting: StateDictOptions | None, setting: StateDictOptions | None
+) -> tuple[list[float], list[float], list[float]]:
+    """The losses of two steps after two others, and those of another run that has got the state by torch's functions; its rates."""
+    first, second = build(place, saver), build(place, loader, lr=7.0, seed=3)
+    losses(first, 0, 2)
+    losses(second, 20, 1)
+    optimizers = [run.optimizer if isinstance(run, Plain) else run.engine.optimizer for run in (first, second)]
+    weights = get_model_state_dict(first.model, options=getting)
+    state = get_optimizer_state_dict(first.model, optimizers[0], options=getting)
+    if getting is FULL and place.rank:
+        assert weights == {}
+    # Before the first run goes on: torch hands out what it trains.
+    assert not set_model_state_dict(second.model, weights, options=setting).missing_keys
+    set_optimizer_state_dict(second.model, optimizers[1], state, options=setting)
+    expected, found = losses(first, 2, 2), losses(second, 2, 2)
+    rates = [group["lr"] for group in optimizers[1].param_groups]
+    for run in (first, second):
+        run.close()
+    return expected, found, rates
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("saver", "loader", "world", "getting", "setting"),
+    [
+        ("optim_grads_params", "optim_grads_params", 2, None, None),
+        ("optim", "optim_grads_params", 2, FULL, BROADCAST),
+        ("no_shard", "optim_grads", 2, StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True)),
+        ("torch", "optim_grads_params", 2, None, None),
+        ("optim_grads_params", "torch", 2, None, None),
+        ("torch", "optim", 2, FULL, BROADCAST),
+        ("optim_grads_params hybrid", "no_shard", 4, FULL, BROADCAST),
+        ("optim exact", "optim_grads_params exact", 2, FLAT, FLAT),
+    ],
+)
+def test_torchs_own_functions_get_and_set_the_state(
+    cluster: Cluster, saver: str, loader: str, world: int, getting: StateDictOptions | None, setting: StateDictOptions | None
+) -> None:
+    for expected, found, rates in cluster.run(world, through_torch, saver, loader, getting, setting):
+        assert found == pytest.approx(expected, abs=2e-6) and rates == [1e-2, 2e-2]
+
+
+def test_the_optimizer_has_numbers_as_torch_has() -> None:
+    run, plain = Ours(SINGLE), Plain(SINGLE)
+    losses(run, 0, 2)
+    losses(plain, 0, 2)
+    state, reference = run.engine.optimizer.state_dict(), plain.optimizer.state_dict()
+    assert [group["params"] for group in state["param_groups"]] == [group["params"] for group in reference["param_groups"]]
+    for number, own in reference["state"].items():
+        assert own.keys() == state["state"][number].keys()
+        assert all(torch.allclose(value, state["state"][number][what], atol=1e-6) for what, value in own.items())
+    # Those of torch, names, and numbers in another order, of which the names say what they mean.
+    again = Ours(SINGLE, lr=3.0, seed=4)
+    again.engine.optimizer.load_state_dict(reference)
+    by_name = again.state()["optimizer"]
+    assert torch.allclose(by_name["state"]["embed.weight"]["exp_avg"], run.state()["optimizer"]["state"]["embed.weight"]["exp_avg"], atol=1e-6)
+    other = {
+        "state": {100 - number: value for number, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [100 - number for number in reversed(group["params"])], "param_names": list(reversed(group["param_names"]))}
+            for group in reversed(state["param_groups"])
+        ],
+    }
+    for given in (other, run.state()["optimizer"]):
+        third = Ours(SINGLE, lr=3.0, seed=4)
+        third.engine.optimizer.load_state_dict(given)
+        found, expected = third.engine.optimizer.state_dict(), run.engine.optimizer.state_dict()
+        assert [group["lr"] for group in found["param_groups"]] == [1e-2, 2e-2]
+        for number, own in expected["state"].items():
+            assert all(torch.equal(value, found["state"][number][what]) for what, value in own.items())
+    del reference["param_groups"][0]["params"][-1]
+    with pytest.raises(CheckpointError, match="optimizer state of 0: got a value, expected nothing"):
+        again.engine.optimizer.load_state_dict(reference)
+
+
+def test_the_model_loads_a_state_as_the_engine_does() -> None:
+    run = Ours(SINGLE)
+    given = model(5).state_dict()
+    assert tuple(run.model.load_state_dict(given)) == ([], [])
+    assert all(torch.equal(value, given[name]) for name, value in run.state()["model"].items())
+    del given["head.weight"], given["blocks.0.passes"], given["blocks.0.up.bias"], given["frozen.bias"]
+    given["other"] = torch.zeros(1)
+    loaded = run.model.load_state_dict(given, strict=False)
+    assert sorted(loaded.missing_keys) == ["blocks.0.passes", "frozen.bias"] and loaded.unexpected_keys == ["other"]
+    with pytest.raises(CheckpointError, match="other: got a value"):
+        run.model.load_state_dict(given)
+    around = nn.Sequential(run.model)
+    with pytest.raises(ShardedParameterError, match=r"got a module around a model .* call load_state_dict of the model that shard"):
+        around.load_state_dict(around.state_dict())
+    with run.engine.gathered(modify=True):
+        run.model.load_state_dict(model(6).state_dict())
+    assert torch.equal(run.state()["model"]["head.weight"], model(6).head.weight)
+
+
+def saved_pretrained(place: Place, strategy: str, folder: str) -> list[str]:
+    """What a rank says of a folder that it tries to write in several ways, and what is then in it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    module = transformers.LlamaForCausalLM(config)
+    engine = shard(module, units=[type(module.model.layers[0])], strategy=strategy)
+    said = []
+
+    def attempt(**keywords: Any) -> None:
+        own = Path(folder) / f"{place.rank} {len(said)}"
+        try:
+            module.save_pretrained(own, **keywords)
+            if place.rank:  # rank 0 writes
+                said.append("right")
+                return
+            weights = load_file(own / "model.safetensors")
+            said.append("right" if all(torch.equal(weights[name], value) for name, value in expected.items() if name in weights) else "wrong")
+        except ShardedParameterError as error:
+            assert not own.exists()
+            said.append(str(error))
+
+    expected = {name: whole(value) for name, value in module.state_dict().items()}
+    attempt()
+    attempt(state_dict=module.state_dict())
+    attempt(state_dict=expected)
+    with engine.gathered():
+        attempt()
+    with engine.gathered(only="lm_head.weight"):
+        attempt()
+    with engine.gathered(rank0=True, to="cpu"):
+        attempt()
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_part_of_a_model_is_not_saved_as_the_whole(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
+    do = "with engine.gathered(): model.save_pretrained(...)"
+    for rank, (plainly, parts, given, inside, part_inside, rank0) in enumerate(
+        cluster.run(2, saved_pretrained, strategy, str(tmp_path))
+    ):
+        assert given == inside == "right"
+        assert do in part_inside
+        assert rank0 == "right" if rank == 0 else do in rank0
+        for said in (plainly, parts):
+            assert said == "right" if strategy == "no_shard" else do in said
 
 
 class Counting(nn.Module):
@@ -427,9 +637,11 @@ def test_groups_of_the_engine_are_saved_by_name() -> None:
     groups = engine.state_dict()["optimizer"]["param_groups"]
     assert [(one["lr"], one["weight_decay"]) for one in groups] == [(0.5, 0.01), (0.5, 0.0), (1e-3, 0.01)]
     assert groups[2]["params"] == ["embed.weight"]
-    with pytest.raises(ConfigError, match="only lr may change"):
-        engine.param_groups[0]["weight_decay"] = 0.7
-        engine.optimizer.learning_rates()
+    engine.param_groups[0]["weight_decay"] = 0.7
+    saved = engine.state_dict()
+    other = shard(model(), units=[Block], optimizer=AdamW(groups=[group("blocks.*", lr=0.5)]))
+    other.load_state_dict(saved)
+    assert [one["weight_decay"] for one in other.param_groups] == [0.7, 0.0, 0.01], "as torch.optim takes them"
 
 
 def zenflow_moments(place: Place) -> bool:

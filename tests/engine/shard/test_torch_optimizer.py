@@ -135,12 +135,51 @@ def test_what_cannot_change_is_refused() -> None:
     ours, engine, _, _ = both()
     with pytest.raises(ConfigError, match=r"add_param_group: got another group"):
         engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match="beta1"):  # torch's own word, when the scheduler is made
-        OneCycleLR(engine.optimizer, max_lr=0.1, total_steps=9)
-    engine.param_groups[1]["betas"] = (0.95, 0.999)
     loss_of(ours, 0).backward()
-    with pytest.raises(ConfigError, match=r"param_groups\[1\]: got betas=\(0.95, 0.999\), expected \(0.9, 0.999\)"):
-        engine.optimizer.step()
+    for name, value in (("betas", (1.0, 0.999)), ("eps", -1.0), ("weight_decay", float("nan"))):
+        before = engine.param_groups[1][name]
+        engine.param_groups[1][name] = value
+        with pytest.raises(ConfigError, match=rf"param_groups\[1\]: got {name}="):
+            engine.optimizer.step()
+        engine.param_groups[1][name] = before
+    engine.optimizer.step()
+
+
+class Decaying(LRScheduler):
+    """As DINO and timm schedule weight decay: one that begins at 0 in a group, and eps beside it."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["weight_decay"] = 0.2 * number + 0.1 * self.last_epoch
+            group["eps"] = 1e-8 * 10**self.last_epoch
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("offload", ["none", "exact"])
+@pytest.mark.parametrize(
+    "scheduler", [Decaying, lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1)], ids=["weight decay", "betas"]
+)
+def test_all_options_may_follow_a_schedule(scheduler: Scheduler, offload: str) -> None:
+    ours, engine, theirs, optimizer = both(optimizer_offload=offload, microbatches=1)
+    found = train(ours, engine.optimizer, scheduler(engine.optimizer))
+    options = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in engine.param_groups]
+    expected = train(theirs, optimizer, scheduler(optimizer))
+    assert options == [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in optimizer.param_groups]
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    with engine.gathered():
+        for own, exact in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(own, exact, rtol=1e-10, atol=1e-12)
+    engine.close()
+
+
+def test_zenflow_keeps_what_its_windows_have_begun_with() -> None:
+    ours = net().float()
+    engine = shard(ours, optimizer_offload="zenflow", zenflow_topk_ratio=0.5, zenflow_update_interval="2")
+    ours(torch.ones(2, 6)).sum().backward()
+    engine.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(ConfigError, match=r"param_groups: got other betas, eps or weight decay than in shard\(\), where ZenFlow updates"):
+        engine.step()
+    engine.close()
 
 
 def test_groups_have_the_names_and_sizes_of_their_parameters() -> None:
@@ -162,7 +201,7 @@ def test_groups_of_torch_without_trained_parameters_stay() -> None:
     loss_of(module, 0).backward()
     engine.step()
     state = engine.optimizer.state_dict()
-    assert [group["params"] for group in state["param_groups"]] == [[], ["2.weight", "2.bias"]]
+    assert [group["param_names"] for group in state["param_groups"]] == [[], ["2.weight", "2.bias"]]
     engine.optimizer.load_state_dict(state)
 
 
@@ -200,3 +239,27 @@ def test_a_scheduler_of_the_optimizer_that_was_given_is_refused() -> None:
             ConfigError, match=r"shard\(\) was given: got learning rates \[0\.005, 0\.015\].*schedulers of engine\.optimizer"
         ):
             engine.step()
+
+
+@pytest.mark.parametrize(
+    ("use", "instead"),
+    [
+        (lambda given: given.step(), "engine.step"),
+        (lambda given: given.zero_grad(), "nothing, since each step starts with gradients of zero"),
+        (lambda given: given.state_dict(), "engine.state_dict"),
+        (lambda given: given.load_state_dict({}), "engine.load_state_dict"),
+        (lambda given: given.add_param_group({"params": []}), "it before shard"),
+    ],
+    ids=["step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"],
+)
+def test_the_optimizer_that_was_given_says_what_to_call(use: Callable[[torch.optim.Optimizer], object], instead: str) -> None:
+    """It would train, clear or save nothing, in silence."""
+    ours = net()
+    given = adamw(ours)
+    engine = shard(ours, optimizer=given)
+    assert isinstance(given, torch.optim.AdamW) and [len(group["params"]) for group in given.param_groups] == [2, 2]
+    loss_of(ours, 0).backward()
+    with pytest.raises(ConfigError, match=rf"the optimizer that shard\(\) was given: .*{instead}"):
+        use(given)
+    engine.step()
+    engine.close()

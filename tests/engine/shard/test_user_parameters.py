@@ -8,7 +8,7 @@ import megatron_llama as ml
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.engine.shard.placeholders import ShardedParameterError
+from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from torch import Tensor, nn
@@ -126,17 +126,17 @@ def test_attributes_are_on_what_modules_and_groups_see() -> None:
                 assert seen == set(marked)
 
 
-def test_load_state_dict_of_the_model_names_that_of_the_engine() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_of_the_model_is_that_of_the_engine(assign: bool) -> None:
+    """``assign`` would put the user's tensors into the module in place of the engine's."""
+    torch.manual_seed(1)
+    state = {name: torch.randn_like(value) for name, value in net().state_dict().items()}
     model = net()
-    state = net().state_dict()
     with ml.shard(model, units=[Block]) as engine:
-        for assign in (False, True):
-            with pytest.raises(
-                ShardedParameterError, match=r'^model.load_state_dict: got .* call engine.load_state_dict\(\{"model": state\}\)'
-            ):
-                model.load_state_dict(state, assign=assign)
-        with engine.gathered(modify=True):
-            model.load_state_dict(state)
+        model.load_state_dict(state, assign=assign)
+        assert all(isinstance(parameter, Placeholder) for parameter in model.parameters())
+        found = engine.state_dict()["model"]
+        assert found.keys() == state.keys() and all(torch.equal(value, state[name]) for name, value in found.items())
 
 
 def leave_on_the_cpu(place: Place) -> str:

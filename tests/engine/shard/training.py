@@ -3,7 +3,7 @@ package does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch.distributed as dist
 from megatron_llama.launch.launcher import Place
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
+from tests import torch_twin
 from tests.engine.shard.shapes import SHAPES
 from tests.engine.shard.twins import TWINS, Inputs, Twin
 from tests.parallel.cases import STRATEGIES, digest
+from tests.torch_twin import by_decay
 
 STEPS, GLOBAL_BATCH_SIZE = 20, 8
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
@@ -85,16 +86,9 @@ def built(build: Callable[[], nn.Module], rank: int = 0) -> nn.Module:
     return build().train()
 
 
-def decayed(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Groups for torch's AdamW: weight decay for what has two or more dims."""
-    both = [p for p in parameters if p.requires_grad]
-    groups = [[p for p in both if (p.dim() > 1) is decay] for decay in (True, False)]
-    return [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (WEIGHT_DECAY, 0.0), strict=True) if group]
-
-
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     """Torch's, fused: the kernel that the package calls too."""
-    return torch.optim.AdamW(decayed(model.parameters()), lr=LR, betas=BETAS, eps=EPS, fused=True)
+    return torch.optim.AdamW(by_decay(model.parameters(), WEIGHT_DECAY), lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
 def trained(rank: int, model: nn.Module, losses: Sequence[float], norms: Sequence[float]) -> Trained:
@@ -130,40 +124,39 @@ def train_with_ddp(run: Run, rank: int, hook: Callable[[object, dist.GradBucket]
     ddp = DistributedDataParallel(model)
     if hook is not None:
         ddp.register_comm_hook(None, hook)
-    optimizer = adamw(model)
-    losses, norms = [], []
-    for step in range(run.steps):
+
+    def losses_of(step: int) -> Iterator[Tensor]:
         parts = run.parts(rank, step)
         for number, part in enumerate(parts):
             torch.manual_seed(run.seed(step, rank, number))
             ddp.require_backward_grad_sync = number == len(parts) - 1
-            loss = run.twin.loss(ddp, part) / run.microbatches
-            loss.backward()
-            losses.append(loss.item())
-        # With no bound the gradients are multiplied by one.
-        norms.append(clip_grad_norm_(model.parameters(), run.clip or torch.inf).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return trained(rank, model, losses, norms)
+            yield run.twin.loss(ddp, part) / run.microbatches
+
+    return trained(rank, model, *torch_twin.train(model, adamw(model), losses_of, run.steps, run.clip))
 
 
-def train_alone(run: Run) -> Trained:
-    """One process that computes what all ranks of ``run`` do, a microbatch at a time: losses are those of rank 0, then those of rank 1."""
-    model = run.built()
-    optimizer = adamw(model)
-    losses: list[list[float]] = [[] for _ in range(run.dp)]
-    norms = []
-    for step in range(run.steps):
+def train_alone(
+    run: Run,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    before_update: Callable[[int], object] = lambda step: None,
+    loss_of: Callable[[nn.Module, Inputs, int], Tensor] | None = None,
+) -> Trained:
+    """One process that computes what all ranks of ``run`` do, a microbatch at a time: losses are those of rank 0, then those of rank 1.
+    ``before_update``: called behind the backward passes of a step."""
+    model = model or run.built()
+
+    def losses_of(step: int) -> Iterator[Tensor]:
         for rank in range(run.dp):
             for number, part in enumerate(run.parts(rank, step)):
                 torch.manual_seed(run.seed(step, rank, number))
-                loss = run.twin.loss(model, part) / run.microbatches
-                (loss / run.dp).backward()
-                losses[rank].append(loss.item())
-        norms.append(clip_grad_norm_(model.parameters(), run.clip or torch.inf).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return trained(0, model, [loss for each in losses for loss in each], norms)
+                loss = loss_of(model, part, step) if loss_of else run.twin.loss(model, part)
+                yield loss / run.microbatches / run.dp
+        before_update(step)
+
+    losses, norms = torch_twin.train(model, optimizer or adamw(model), losses_of, run.steps, run.clip)
+    by_rank = torch.tensor(losses, dtype=torch.float64).view(run.steps, run.dp, run.microbatches).transpose(0, 1)
+    return trained(0, model, (by_rank * run.dp).flatten().tolist(), norms)
 
 
 def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -201,7 +194,7 @@ TWICE = Run(microbatches=2, clip=CLIP)
 
 
 def layouts() -> list[tuple[Run, Mapping[str, Any]]]:
-    """Every model over two and four ranks by every strategy, hybrid ones too; LLaMA with each kind of step."""
+    """For ``tools/parity.py --modules``: every model over two and four ranks by every strategy, hybrid ones too; LLaMA with each kind of step."""
     kinds = [Run(), TWICE, Run(microbatches=2), Run(clip=CLIP), Run(microbatches=4, clip=CLIP)]
     found: list[tuple[Run, Mapping[str, Any]]] = []
     for model in TWINS:

@@ -17,6 +17,7 @@ PROMPT, TOKENS = 17, 200
 """The prompt is longer than windows and shorter than phi3's original context, which the text crosses."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", TWINS)
 def test_greedy_text_is_that_of_transformers(family: str) -> None:
     """Step by step the same logits, too: greedy text of small models repeats itself."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ParallelConfig
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
@@ -22,7 +20,6 @@ from tests.model.families.twins import FIXED, SIZES, TWINS, DrawnWeights, Family
 from tests.parallel.cases import (
     LOSS_BOUND,
     NORM_BOUND,
-    STEPS,
     STRATEGIES,
     Record,
     Reference,
@@ -35,12 +32,13 @@ from tests.parallel.cases import (
 )
 from tests.parallel.test_head import with_chunks
 from tests.parallel.test_lora import train_peft
+from tests.torch_twin import drawn
 
 References = Callable[[FamilyLayout], Reference]
 FAMILIES = pytest.mark.parametrize("family", TWINS)
 LENGTH, BATCH = 160, 2
-FEWER_STEPS = 6
-"""With --all every layout makes twenty steps."""
+STEPS = 6
+"""Twenty: ``tools/parity.py --families``."""
 CHUNK = 300
 """Logits at once, far fewer than those of a microbatch."""
 
@@ -61,6 +59,7 @@ def prompt() -> Tensor:
     return token_ids(LENGTH * BATCH).view(BATCH, LENGTH)
 
 
+@pytest.mark.few(2)
 @FAMILIES
 def test_logits_are_those_of_transformers(cluster: Cluster, family: str) -> None:
     with torch.no_grad():
@@ -94,28 +93,20 @@ def references(cluster: Cluster) -> References:
     return look_up
 
 
-SHORT = [FIXED[3].name, FIXED[5].name]
-
-
-def some_layouts() -> list[Any]:
-    """Of each family two short ones and every fourth of all, each family beginning at another one. All 18 by 8:
-    ``tools/parity.py --families``."""
+def some_layouts() -> list[FamilyLayout]:
+    """Of each family tensor, sequence and data parallelism with all that is sharded, virtual stages that go there and back, and one more,
+    which for each family is another one. All 18 by 8: ``tools/parity.py --families``."""
     chosen = []
     for number, family in enumerate(TWINS):
-        for index, layout in enumerate(family_layouts(family)):
-            if layout.name.removeprefix(f"{family} ") in SHORT:
-                chosen.append(pytest.param(layout, id=layout.name))
-            elif (index + number) % 4 == 0:
-                chosen.append(pytest.param(layout, id=layout.name, marks=pytest.mark.long))
+        own = family_layouts(family)
+        chosen += [own[3], own[5], own[len(FIXED) + number]]
     return chosen
 
 
-@pytest.mark.parametrize("layout", some_layouts())
-def test_training_is_that_of_transformers(
-    references: References, cluster: Cluster, layout: FamilyLayout, request: pytest.FixtureRequest
-) -> None:
-    layout = replace(layout, steps=STEPS if request.config.getoption("--all") else FEWER_STEPS)
-    compare(references, cluster, layout)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", some_layouts(), ids=lambda layout: layout.name)
+def test_training_is_that_of_transformers(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
+    compare(references, cluster, replace(layout, steps=STEPS))
 
 
 def compare(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
@@ -138,6 +129,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 """Phi-3's projections: each has one addition, whatever it stacks."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [
@@ -151,14 +143,12 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 )
 def test_biases_next_to_low_rank_additions_and_alone(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
     """Additions leave them frozen; and they may be all that is trained."""
-    layout = replace(layout, steps=FEWER_STEPS)
+    layout = replace(layout, steps=STEPS)
     compare(references, cluster, layout)
     start = layout.weights()
     changed = set()
     for name, weight in merged([references(layout).single]).items():
-        initial = torch.empty_like(weight)
-        start(Rectangle(name, tuple(weight.shape), (0,) * weight.dim(), tuple(weight.shape), 0), initial)
-        changed |= set() if torch.equal(initial, weight) else {name}
+        changed |= set() if torch.equal(drawn(start, name, tuple(weight.shape)), weight) else {name}
     assert {name for name in changed if ("lora_" if layout.lora else ".bias") not in name} == set() != changed
 
 
@@ -173,13 +163,13 @@ def test_biases_next_to_low_rank_additions_and_alone(references: References, clu
 )
 def test_documents_in_windows(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
     """With positions of their own."""
-    compare(references, cluster, replace(layout, steps=FEWER_STEPS))
+    compare(references, cluster, replace(layout, steps=STEPS))
 
 
 @pytest.mark.parametrize(("family", "targets"), [("phi3", FUSED), ("olmo2", ("q_proj", "v_proj", "up_proj"))])
 def test_additions_train_as_with_peft(references: References, family: str, targets: tuple[str, ...]) -> None:
     """Also to projections that stack several of ours, and in front of a norm of queries."""
-    layout = FamilyLayout(family=family, lora=4, targets=targets, steps=FEWER_STEPS)
+    layout = FamilyLayout(family=family, lora=4, targets=targets, steps=STEPS)
     theirs = train_peft(layout, TWINS[family].hf_model())
     ours = references(layout).single
     assert deviation(ours.losses, theirs.losses) < LOSS_BOUND and deviation(ours.norms, theirs.norms) < NORM_BOUND
@@ -193,11 +183,12 @@ def in_chunks(place: Place, layout: FamilyLayout) -> Record:
     return record(run, [run.step(index) for index in range(layout.steps)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [FamilyLayout(family="gemma3"), FamilyLayout(family="gemma3", tp=2, sp=True)], ids=lambda layout: layout.name
 )
 def test_capped_logits_in_chunks_are_those_at_once(cluster: Cluster, layout: FamilyLayout, references: References) -> None:
-    layout = replace(layout, steps=FEWER_STEPS)
+    layout = replace(layout, steps=STEPS)
     [chunked, *_] = cluster.run(layout.world_size, in_chunks, layout)
     row = references(layout).row(layout.name, chunked)
     assert row.holds, row

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import transformers
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.hf import model_config_from_hf
-from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.prove.materials import DrawnWeights
 
 from tests.harness import Cluster
 from tests.parallel.cases import STEPS, STRATEGIES, Layout, Record, Reference, train, train_twin
 from tests.parallel.draw import draw
+from tests.torch_twin import filled
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -61,18 +60,7 @@ class Twin:
     def hf_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> torch.nn.Module:
         """transformers' model with the weights of ``DrawnWeights``."""
         config = self.hf_config(attn_implementation="eager" if self.ours.attn_logit_softcapping else "sdpa", **options)
-        twin: torch.nn.Module = getattr(transformers, self.architecture)(config).to(dtype)
-        weights = {}
-        for tensor, shape in hf_shapes(self.ours).items():
-            values = torch.empty(shape, dtype=dtype)
-            DrawnWeights(self.ours)(Rectangle(tensor, shape, (0,) * len(shape), shape, 0), values)
-            weights[tensor] = values
-        missing, unexpected = twin.load_state_dict(weights, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"} and self.ours.tie_word_embeddings >= bool(missing), (
-            missing,
-            unexpected,
-        )
-        return twin
+        return filled(getattr(transformers, self.architecture)(config), self.ours, DrawnWeights(self.ours), dtype)
 
 
 def _rotary(rope_type: str = "default", theta: float = 10000.0, **numbers: Any) -> dict[str, Any]:

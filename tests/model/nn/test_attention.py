@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.over_cases import over_cases
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 HEADS = pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=lambda heads: f"{heads} kv heads")
@@ -76,6 +78,7 @@ def whole(leaves: list[Tensor], mask: Tensor | None, upstream: Tensor) -> tuple[
     return (out.detach(), *torch.autograd.grad(out, wide, upstream.double()))
 
 
+@over_cases
 @DTYPES
 @HEADS
 @pytest.mark.parametrize("masked", [False, True], ids=["all keys", "mask"])
@@ -89,6 +92,7 @@ def test_attend_is_the_textbook(shape: tuple[int, int], masked: bool, kv_heads: 
     assert deviation(lse, expected_lse) < TOLERANCE[dtype]
 
 
+@over_cases
 @DTYPES
 @HEADS
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "causal and mask"])
@@ -105,6 +109,7 @@ def test_causal_and_mask_hold_together(masked: bool, kv_heads: int, dtype: torch
     assert max(map(deviation, (out, *grads), expected)) < TOLERANCE[dtype]
 
 
+@over_cases
 @DTYPES
 @HEADS
 @pytest.mark.parametrize("masked", [False, True], ids=["all keys", "mask"])

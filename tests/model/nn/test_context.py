@@ -220,6 +220,7 @@ def check_exchange(place: Place) -> None:
     assert cp.recorder.traffic == {("cp", "send"): Traffic(steps, 12 * steps), ("cp", "receive"): Traffic(steps, 12 * steps)}
 
 
+@pytest.mark.few(3)
 @SIZES
 @COMMS
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -243,6 +244,7 @@ def check_long_documents(place: Place, comm: Any, dtype: torch.dtype) -> int:
     return mask.elements
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "comm", "dtype"), [(2, "ring", torch.float64), (4, "all_gather", torch.bfloat16), (4, "ring", torch.float32)], ids=str
 )
@@ -268,6 +270,7 @@ def test_one_rank_is_plain_attention_and_sends_nothing() -> None:
     assert axis.recorder.traffic == {}
 
 
+@pytest.mark.long
 @SIZES
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
@@ -309,6 +312,7 @@ def seen_of_others(rank: int, size: int, window: int) -> dict[int, set[int]]:
     return seen
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("size", "window"), [(2, 4), (4, 1), (4, 4), (4, CHUNK + 4), (4, 3 * CHUNK)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_only_what_windows_reach_is_sent(cluster: Cluster, size: int, window: int, dtype: torch.dtype) -> None:
@@ -336,6 +340,7 @@ def test_only_what_windows_reach_is_sent(cluster: Cluster, size: int, window: in
         }
 
 
+@pytest.mark.long
 def test_chunks_beyond_the_window_are_not_computed(cluster: Cluster) -> None:
     """A rank's chunks with themselves, and at most as much again as the window reaches."""
     for found in cluster.run(4, window_scores, 3):
@@ -343,6 +348,7 @@ def test_chunks_beyond_the_window_are_not_computed(cluster: Cluster) -> None:
         assert own <= found // (B * N) <= own + 2 * 2 * 2
 
 
+@pytest.mark.few(1)
 @COMMS
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_gradients_by_finite_differences(cluster: Cluster, comm: str, with_documents: bool) -> None:
@@ -354,6 +360,7 @@ def test_gradient_of_a_sum(cluster: Cluster, comm: str) -> None:
     cluster.run(2, check_strided_gradient, comm)
 
 
+@pytest.mark.few(3)
 @SIZES
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_all_gather_sends_three_messages(cluster: Cluster, size: int, dtype: torch.dtype) -> None:
@@ -368,6 +375,7 @@ def test_all_gather_sends_three_messages(cluster: Cluster, size: int, dtype: tor
         }
 
 
+@pytest.mark.few(4)
 @SIZES
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_ring_sends_a_message_per_other_rank(cluster: Cluster, size: int, dtype: torch.dtype) -> None:
@@ -381,6 +389,7 @@ def test_ring_sends_a_message_per_other_rank(cluster: Cluster, size: int, dtype:
         assert forward == both == {}
 
 
+@pytest.mark.few(4)
 @SIZES
 @COMMS
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])

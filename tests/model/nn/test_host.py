@@ -13,6 +13,7 @@ from megatron_llama.engine import host_gemm as gemm
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.param_handle import accumulate_product
 from megatron_llama.launch.launcher import Place
+from megatron_llama.model.nn.attention import attend, attend_backward
 from megatron_llama.model.nn.host.attention import rotated_attention
 from megatron_llama.model.nn.host.ops import HOST
 from megatron_llama.model.nn.ops import PLAIN
@@ -49,6 +50,46 @@ def test_large_products(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = (x.double() @ weight.double().t(), grad.double() @ weight.double(), 2 * left.double() @ right.double())
     for own, exact in zip(found, wide, strict=True):
         assert (own - exact).abs().max() <= 3e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("side", [1024, 40], ids=["at once", "in blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 gradient", "bf16 gradient"])
+def test_products_without_instructions_for_bf16(side: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, and rounded once; a product that is added to a gradient, as that is."""
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr("megatron_llama.engine.host_gemm.WIDE_SIDE", side)
+    x, weight, bias, grad = (
+        random(*shape, seed=seed).bfloat16() for seed, shape in enumerate([(150, 2, 70), (370, 70), (370,), (150, 2, 370)])
+    )
+    left, right = grad.flatten(0, 1).t(), x.flatten(0, 1)
+    view = torch.full((370, 70), float("nan"), dtype=dtype)
+    accumulate_product(view, 0.0, left, right)
+    accumulate_product(view, 1.0, left, right)
+    written = torch.empty(300, 70, dtype=torch.bfloat16)
+    gemm.mm(grad.flatten(0, 1), weight, out=written)
+    exact = (x.double() @ weight.double().t(), grad.double() @ weight.double(), left.double() @ right.double())
+    for own, true, roundings in (
+        (gemm.linear(x, weight), exact[0], 1),
+        (gemm.linear(x, weight, bias), exact[0] + bias.double(), 1),
+        (gemm.linear_backward(grad, weight), exact[1], 1),
+        (written.view_as(x), exact[1], 1),
+        (gemm.matmul(left, right), exact[2], 1),
+        (view, 2 * exact[2], 2),
+    ):
+        unit = torch.finfo(own.dtype).eps
+        assert ((own - true).abs() <= roundings * unit / 2 * true.abs().clamp(min=1.0) + 1e-5 * true.abs().max()).all()
+
+
+def test_of_few_rows_and_of_no_tokens_torch_computes_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widening the weight would take longer than its product with a generated token."""
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: False)
+    x, weight, grad = (random(*shape, seed=1).bfloat16() for shape in ((4, 1, 70), (370, 70), (0, 2, 370)))
+    assert gemm.multiplies_in_fp32(x[:, 0]) and not gemm.multiplies_in_fp32(x[:3, 0])
+    assert torch.equal(gemm.linear(x[:3], weight), torch.nn.functional.linear(x[:3], weight))
+    assert gemm.linear(x[:0], weight).shape == (0, 1, 370) and gemm.linear_backward(grad, weight).shape == (0, 2, 70)
+    view = torch.full((370, 70), float("nan"))
+    accumulate_product(view, 0.0, grad.flatten(0, 1).t(), x[:0, 0])
+    assert not view.any()
 
 
 def test_products_of_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +207,23 @@ def test_attention_by_products(length: int, heads: tuple[int, int], monkeypatch:
         for body in (attention, attention_by_operators)
     )
     assert own[0] == pytest.approx(eager[0], rel=0.01) and own[1] <= 1.1 * eager[1] < 0.01, (own, eager)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+def test_gradients_of_attention_without_instructions_for_bf16(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32: no further from fp64 than torch's kernel for bf16 comes; for grouped heads and several samples."""
+    query, key, value, upstream = (random(2, 40, heads, 16, seed=heads).bfloat16().transpose(1, 2) for heads in (4, 2, 2, 4))
+    mask = torch.ones(40, 40, dtype=torch.bool).tril().expand(2, 1, 40, 40) if masked else None
+    given = {"causal": not masked, "mask": mask}
+    wide = [part.double() for part in (query, key, value)]
+    exact = attend_backward(upstream.double(), *wide, *attend(*wide, **given), **given)
+    errors = []
+    for multiplies in (False, True):
+        monkeypatch.setattr(devices, "multiplies_bf16", lambda multiplies=multiplies: multiplies)
+        found = attend_backward(upstream, query, key, value, *attend(query, key, value, **given), **given)
+        assert all(own.dtype is torch.bfloat16 and own.shape == true.shape for own, true in zip(found, exact, strict=True))
+        errors.append([float((own - true).norm() / true.norm()) for own, true in zip(found, exact, strict=True)])
+    assert all(own <= 1.05 * torchs < 0.02 for own, torchs in zip(*errors, strict=True)), errors
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int, z_weight: 
         torch.testing.assert_close(leaf.grad, full, rtol=exact, atol=exact)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("check", [check_column, check_row, check_embedding])
@@ -151,11 +152,13 @@ def test_layer_gradients(cluster: Cluster, check: object, world_size: int, seque
     cluster.run(world_size, check, sequence_parallel)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_conjugate_pairs(cluster: Cluster, world_size: int) -> None:
     cluster.run(world_size, check_pairs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [24, 21, 7], ids=["no padding", "padding", "ranks of padding only"])

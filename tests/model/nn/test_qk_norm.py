@@ -62,6 +62,7 @@ def check_projections(place: Place, keys: int, one_plus: bool) -> None:
     torch.testing.assert_close(output(*inputs), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize(("ranks", "keys"), [(1, 2), (2, 2), (2, 1), (4, 2)])
 def test_projections_are_normalized_over_all_ranks(cluster: Cluster, ranks: int, keys: int, one_plus: bool) -> None:

@@ -50,7 +50,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_training_is_the_same_to_the_bit(cluster: Cluster, layout: Layout) -> None:
     layout = replace(layout, steps=3)
@@ -170,6 +170,7 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     return found, BLOCKS * Activations.from_config(config).postponed_block(layout.recompute)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS.keys())
 def test_a_split_pass_of_other_families_keeps_what_the_formula_says(
@@ -243,6 +244,7 @@ def above_frozen(place: Place, layout: Run, frozen: str) -> tuple[list[int], lis
     return sizes, [torch.equal(o, outputs[0]) and all(torch.equal(g[n], v) for n, v in gradients[0].items()) for o, g in pairs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("frozen", ["nothing", r"0\.", r"[01]\.", r"(0\.|1\.self_attn|1\.input)", r"\d\.mlp"])
 @pytest.mark.parametrize("layout", [Run(), Run(tp=2), Run(tp=2, sp=True)], ids=lambda layout: layout.name)
 def test_above_frozen_layers_recomputing_saves_memory_and_changes_nothing(cluster: Cluster, layout: Run, frozen: str) -> None:

@@ -17,6 +17,8 @@ from megatron_llama.model.nn.rotary import Rotary, rope_frequencies
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tests.over_cases import over_cases
+
 CPU = torch.device("cpu")
 HEAD_DIM, CONTEXT, LONGEST = 16, 64, 96
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT}
@@ -79,6 +81,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@over_cases
 @scalings
 @shares
 @pytest.mark.parametrize("theta", [1e4, 5e5])

@@ -64,6 +64,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [pytest.param(one, id=one.name, marks=[] if one in (WHOLE[0], WHOLE[4]) else [pytest.mark.long]) for one in WHOLE]
 )
@@ -77,6 +78,7 @@ def test_what_is_left_out_repeats_what_was_traced(layout: Layout) -> None:
     assert sum(len(stage.traced) for stage in short.stages) < sum(len(stage.traced) for stage in full.stages)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout",
     [Layout(microbatches=2), Layout(microbatches=2, recompute="selective", tied=True), Layout(microbatches=2, recompute="full")],
@@ -120,6 +122,7 @@ PLANNED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", PLANNED, ids=lambda layout: layout.name)
 def test_plans_are_what_is_traced(layout: Layout) -> None:
     """Messages, state and FLOPs exactly; what is kept between actions within a hundredth."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tools.stream_check import recording as recordings
 
 WAITS = frozenset({"wait_event", "wait_stream", "record_event", "record", "synchronize", "host_event", "copy_to_host", "wait_for_copies"})
-ELSEWHERE = frozenset({"host", "planner", "commands"})
+ELSEWHERE = frozenset({"host", "planner", "commands", "doctor"})
 """Folders of the package that no run on a device enters while it trains."""
 IDLE = frozenset({"megatron_llama/train/run/profiling.py", "megatron_llama/train/run/timeline_recorder.py:TimelineRecorder"})
 """They wait so that a profile and a timeline begin and end with an idle device, and order nothing."""
@@ -68,6 +68,7 @@ def test_layouts_reach_every_wait_of_the_package() -> None:
     assert missed == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOME)
 def test_layouts_use_several_streams(name: str) -> None:
     streams = {event.line.name for event in recorded(name) if isinstance(event, Access) and not event.line.is_thread}
@@ -75,7 +76,7 @@ def test_layouts_use_several_streams(name: str) -> None:
     assert {"computing stream", "Upload stream"} < streams
 
 
-@pytest.mark.long
+@pytest.mark.few(1, all=24)
 @pytest.mark.parametrize("name", sorted(layouts())[::3])
 def test_a_layout_can_be_recorded(name: str) -> None:
     """And every access is to memory that exists. A part of what ``python -m tools.stream_check --all`` records."""
@@ -119,6 +120,7 @@ WHERE_THE_HOST_WAITS = frozenset(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     (
@@ -143,6 +145,7 @@ def test_the_computing_thread_waits_for_the_device_where_it_is_meant_to(name: st
     assert any(wait.site.file == "megatron_llama/metrics/readback.py" for wait in main)
 
 
+@pytest.mark.long
 def test_a_recording_can_be_repeated() -> None:
     """Without threads of the host, whose events may come in another order."""
     recorded("optim")  # in the first one of a process torch holds its first tensor for longer
@@ -163,6 +166,7 @@ def test_buffers_have_names() -> None:
     assert all(word in named for word in expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["exact offload, ends when reduced", "zenflow overlapped, ends when updated", "optim"])
 def test_everything_ends_within_the_recording(name: str) -> None:
     """Memory that ends after it could end under a copy, and nobody would know."""
@@ -218,6 +222,7 @@ class Comparing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield self.recording._storages[key].number, ctypes.string_at(alive[0].data_ptr(), alive[0].nbytes())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["optim_grads_params, 2 gradient slots", "sp", "cp in a ring", "lora", "recompute full", "fp16"])
 def test_nothing_is_written_unseen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     found: list[Comparing] = []

@@ -90,6 +90,7 @@ def test_the_last_line_and_the_exit_status() -> None:
     assert (status([clean], [found, clock]), status([raced], [found]), status([clean], [missed])) == (0, 1, 1)
 
 
+@pytest.mark.long
 def test_every_wait_in_the_text_of_the_package_is_a_call() -> None:
     """Found here by text, there by syntax. A line of ``device.py`` counts where its function is called."""
     words = r"\.(wait_event|wait_stream|record_event|record_stream|synchronize)\(|(work|message)\.wait\(|event\.record\(|devices\.(copy_to_host|wait_for_copies|host_event)\("
@@ -109,6 +110,7 @@ def test_every_wait_in_the_text_of_the_package_is_a_call() -> None:
 LAYOUTS = ("optim_grads, shards of one rank", "optim_grads_params, shards of one rank", "exact offload, no_shard, no clipping")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_have_no_race(name: str) -> None:
     result = measured(name, run_of(name))

@@ -17,12 +17,14 @@ def result_of(name: str) -> Result:
     return measured(name, user_layouts()[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SOME else [pytest.mark.long]) for name in user_layouts()])
 def test_a_users_module_has_no_race(name: str) -> None:
     found = result_of(name)
     assert found.accesses > 1000 and found.races == ()
 
 
+@pytest.mark.long
 def test_waits_that_are_left_out_in_sharding_are_found() -> None:
     waits = [call for call in calls() if call.file.startswith("megatron_llama/engine/shard/")]
     found = {}

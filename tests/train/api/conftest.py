@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
+import megatron_llama as ml
 import pytest
 from megatron_llama.data.corpus import python_documentation
 from megatron_llama.data.preprocess import preprocess
@@ -52,3 +54,9 @@ def options(data: Path) -> dict[str, object]:
         "lr": 1e-3,
         "log_interval": 2,
     }
+
+
+@pytest.fixture(scope="session")
+def losses(options: dict[str, object]) -> Mapping[int, float]:
+    """Those of this run, if nothing interrupts it."""
+    return ml.train(options).losses

@@ -46,6 +46,7 @@ def tuning(options: dict[str, object], data: Path, pairs: Path) -> dict[str, obj
     }
 
 
+@pytest.mark.long
 def test_its_numbers(options: dict[str, object], data: Path, pairs: Path) -> None:
     """In callbacks, each step, and in the result: the same, and as the model learns they rise."""
     watch = Watch()
@@ -57,6 +58,7 @@ def test_its_numbers(options: dict[str, object], data: Path, pairs: Path) -> Non
     assert watch.evaluated[-1] > watch.evaluated[0] and set(result.validation_losses) == {0, 3, 6}
 
 
+@pytest.mark.long
 def test_scores_alone(options: dict[str, object], data: Path, pairs: Path) -> None:
     given = {**tuning(options, data, pairs), "split": "100,0,0"}
     result = ml.align(given, method="ipo", only_reference_scores=True)

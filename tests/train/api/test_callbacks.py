@@ -36,9 +36,15 @@ def meta(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_callback_does_what_the_saver_does(options: Options, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def straight(options: Options) -> ml.TrainResult:
+    """A run that nothing interrupts, with the loss of each step."""
+    return ml.train(options, log_interval=1)
+
+
+@pytest.mark.long
+def test_a_callback_does_what_the_saver_does(options: Options, straight: ml.TrainResult, tmp_path: Path) -> None:
     """The same checkpoints to the bit, from which a run goes on as if nothing had ended it."""
-    straight = ml.train(options, log_interval=1)
     mine = Saves(tmp_path / "mine")
     ml.train(options, [mine], save=tmp_path / "own", save_interval=2, exit_interval=3)
     names = ["iter_0000002", "iter_0000003"]
@@ -46,7 +52,7 @@ def test_a_callback_does_what_the_saver_does(options: Options, tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "own").glob("iter_*")) == names
     for path in mine.paths:
         own = tmp_path / "own" / path.name
-        assert meta(path) == meta(own)
+        assert meta(path) == meta(own) and "callbacks" not in meta(own)
         expected = ml.load(own)
         assert all(torch.equal(weight, expected[name]) for name, weight in ml.load(path).items())
     again = ml.train(options, load=mine.folder, log_interval=1)
@@ -54,6 +60,7 @@ def test_a_callback_does_what_the_saver_does(options: Options, tmp_path: Path) -
     assert again.grad_norm == straight.grad_norm
 
 
+@pytest.mark.long
 def test_a_callback_saves_where_a_run_ends_early(options: Options, tmp_path: Path) -> None:
     mine = Saves(tmp_path / "mine")
     early = {"eval_interval": 1, "eval_iters": 1, "early_stop_patience": 1, "lr": 0.5}
@@ -68,14 +75,15 @@ def saves_in_a_group(place: Place, options: Options, folder: Path) -> list[str]:
     return [path.name for path in mine.paths]
 
 
-def test_all_ranks_write_the_checkpoint_of_a_callback(cluster: Cluster, options: Options, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_all_ranks_write_the_checkpoint_of_a_callback(cluster: Cluster, options: Options, straight: ml.TrainResult, tmp_path: Path) -> None:
     found = cluster.run(2, saves_in_a_group, options, tmp_path)
     assert found == [["iter_0000002", "iter_0000004"]] * 2
     again = ml.train(options, load=tmp_path, log_interval=1)
-    straight = ml.train(options, log_interval=1).losses
-    assert again.losses == pytest.approx({at: straight[at] for at in (5, 6)}, rel=1e-5)
+    assert again.losses == pytest.approx({at: straight.losses[at] for at in (5, 6)}, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_that_is_over_writes_nothing(options: Options, tmp_path: Path) -> None:
     """Who keeps it does not keep the engine. And the folder of --save is the run's own."""
 
@@ -117,22 +125,22 @@ class Counts(ml.Callback):
         self.steps = state["steps"]
 
 
+@pytest.mark.long
 def test_the_state_of_a_callback_is_in_the_checkpoint(options: Options, tmp_path: Path) -> None:
-    """Two of one class have one each; one without state leaves nothing there."""
+    """Two of one class have one each."""
     ml.train(options, [Counts(), Counts(100), Saves(tmp_path / "mine")], save=tmp_path / "own", exit_interval=3)
     for folder in ("own", "mine"):
         assert meta(tmp_path / folder / "iter_0000003")["callbacks"] == {"Counts 1": {"steps": 3}, "Counts 2": {"steps": 103}}
-        resumed = [Counts(), Counts()]
-        ml.train(options, resumed, load=tmp_path / folder)
-        assert [each.started_with for each in resumed] == [[3], [103]]
-        assert [each.steps for each in resumed] == [6, 106]
-        begun = Counts()
-        ml.train(options, [begun], load=tmp_path / folder, finetune=True)
-        assert begun.started_with == [0], "a run that begins anew"
-    ml.train(options, [Saves(tmp_path / "plain")])
-    assert "callbacks" not in meta(tmp_path / "plain" / "iter_0000006")
+    resumed = [Counts(), Counts()]
+    ml.train(options, resumed, load=tmp_path / "own")
+    assert [each.started_with for each in resumed] == [[3], [103]]
+    assert [each.steps for each in resumed] == [6, 106]
+    begun = Counts()
+    ml.train(options, [begun], load=tmp_path / "own", finetune=True)
+    assert begun.started_with == [0], "a run that begins anew"
 
 
+@pytest.mark.long
 def test_what_json_does_not_have_is_no_state(options: Options, tmp_path: Path) -> None:
     class Odd(ml.Callback):
         def save_state(self) -> dict[str, float]:
@@ -143,6 +151,7 @@ def test_what_json_does_not_have_is_no_state(options: Options, tmp_path: Path) -
     assert not list(tmp_path.glob("iter_*"))
 
 
+@pytest.mark.long
 def test_a_callback_goes_back_with_the_run(options: Options, tmp_path: Path) -> None:
     """To the state that it had at the checkpoint, and every step is counted once."""
     counts = Counts()
@@ -191,12 +200,13 @@ class Moments(ml.Callback):
         self.moments.append("end")
 
 
+@pytest.mark.long
 def test_the_moments_of_a_run_come_in_their_order(options: Options, tmp_path: Path) -> None:
     told = Moments()
-    ml.train(options, [told], save=tmp_path, train_iters=3, eval_interval=2, eval_iters=1)
+    ml.train(options, [told], save=tmp_path, save_interval=2, train_iters=3, eval_interval=2, eval_iters=1)
     assert told.moments == [
         *("start", "evaluation 0", "before 0", "step 1 scale 1", "after 1 False"),
-        *("before 1", "step 2 scale 1", "evaluation 2", "due False False True", "after 2 True"),
+        *("before 1", "step 2 scale 1", "evaluation 2", "due False False True", "after 2 True", "save iter_0000002"),
         *("before 2", "step 3 scale 1", "evaluation 3", "after 3 True", "save iter_0000003"),
         *("before end True True", "end"),
     ]

@@ -12,7 +12,7 @@ import megatron_llama as ml
 import pytest
 from tools.api_docs import SECTIONS, examples
 
-from tests.launcher import ROOT, free_port
+from tests.launcher import ROOT, Launcher, free_port
 
 DOCUMENT = ROOT / "docs" / "api.md"
 
@@ -22,27 +22,26 @@ def test_it_has_every_name() -> None:
 
 
 @pytest.mark.long
-def test_every_example_runs(data: Path, tmp_path: Path) -> None:
+def test_every_example_runs(fresh: Launcher, data: Path, tmp_path: Path) -> None:
     """One after the other, in one folder: what the first ones write the others read. Those that torchrun starts say so in their first line."""
     folder = tmp_path / "data"
     folder.mkdir()
     for file in data.parent.glob("docs*"):
         (shutil.copytree if file.is_dir() else shutil.copy)(file, folder / file.name)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    alone = f"import os\nos.chdir({str(tmp_path)!r})\n"
     launched = 0
     readme = [code for code in examples((ROOT / "README.md").read_text()) if "ml.train(" in code]
     assert readme
     for number, code in enumerate([*examples(DOCUMENT.read_text()), *readme]):
+        first = code.partition("\n")[0]
+        if not first.startswith("# torchrun"):
+            alone = fresh.run([], code=code, cwd=tmp_path)
+            assert alone.codes == (0,), f"{code}\n{alone}"
+            continue
         path = tmp_path / f"example{number}.py"
         path.write_text(code)
-        first = code.partition("\n")[0]
-        if first.startswith("# torchrun"):
-            processes = int(first.split()[3])
-            words = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()), str(path)]
-            launched += 1
-        else:
-            words = ["-c", f"{alone}exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'), {{'__name__': '__main__'}})"]
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", first.split()[3], "--master-port", str(free_port()), str(path)]
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+        launched += 1
     assert number >= 8 and launched >= 1

@@ -15,26 +15,38 @@ import pytest
 from tests.launcher import ROOT, free_port
 
 PROGRAM = """
-import json, sys
+import gc, json, os, sys
+from pathlib import Path
 import megatron_llama as ml
 from megatron_llama.pipeline.runtime import PipelineRuntime
 
 def loaded():
     return {name for name in sys.modules if name.startswith("megatron_llama.")}
 
-before_steps = []
-step = PipelineRuntime.step
+def train(options, folder):
+    before_steps = []
+    step = PipelineRuntime.step
 
-def noted_step(self, *given, **named):
-    before_steps.append(loaded())
-    return step(self, *given, **named)
+    def noted_step(self, *given, **named):
+        before_steps.append(loaded())
+        return step(self, *given, **named)
 
-PipelineRuntime.step = noted_step
-result = ml.train(json.loads(sys.argv[1]))
-assert result.iteration == 3, result
-print("AFTER", *sorted(loaded() - before_steps[0]))
-print("BEFORE", *sorted(before_steps[0]))
+    PipelineRuntime.step = noted_step
+    folder.mkdir()
+    os.chdir(folder)
+    result = ml.train(options)
+    assert result.iteration == 3, result
+    (folder / "loaded.json").write_text(json.dumps([sorted(before_steps[0]), sorted(loaded() - before_steps[0])]))
+
+gc.freeze()  # or each run looks at all of it when it begins and when it ends
+for name, options in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if child == 0:
+        train(options, Path.cwd() / name)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, name
 """
+"""Runs, each in a copy of a process that has loaded no more than what all of them begin with."""
 AFTER_THE_FIRST_STEP: Mapping[str, str] = {}
 """Modules that a run may load later, and why."""
 CHOICES: Mapping[str, tuple[dict[str, object], tuple[str, ...]]] = {
@@ -71,19 +83,19 @@ CHOICES: Mapping[str, tuple[dict[str, object], tuple[str, ...]]] = {
 """Options that choose what is loaded, and modules that they choose."""
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_what_options_choose_is_loaded_before_the_first_step(name: str, options: Mapping[str, object], data: Path, tmp_path: Path) -> None:
-    changes, chosen = CHOICES[name]
+@pytest.mark.long
+def test_what_options_choose_is_loaded_before_the_first_step(options: Mapping[str, object], data: Path, tmp_path: Path) -> None:
     [tokenizer] = data.parent.glob("**/tokenizer.model")
     places = {"data": data, "text": data.with_suffix(".jsonl"), "tokenizer": tokenizer, "port": free_port()}
-    given = {**options, "train_iters": 3, **{key: value.format(**places) if isinstance(value, str) else value for key, value in changes.items()}}
-    words = json.dumps({key: str(value) if isinstance(value, Path) else value for key, value in given.items() if value is not None})
-    program = [sys.executable, "-c", PROGRAM, words]
+    runs = {}
+    for name, (changes, _) in CHOICES.items():
+        given = {**options, "train_iters": 3, **{key: value.format(**places) if isinstance(value, str) else value for key, value in changes.items()}}
+        runs[name] = {key: str(value) if isinstance(value, Path) else value for key, value in given.items() if value is not None}
+    program = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
     done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
     assert done.returncode == 0, done.stderr
-    after, before = (line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("AFTER", "BEFORE")))
-    assert {*after} <= {*AFTER_THE_FIRST_STEP}
-    assert {f"megatron_llama.{module}" for module in chosen} <= {*before}
-    if name == "nothing":
-        others = {f"megatron_llama.{module}" for _, modules in CHOICES.values() for module in modules}
-        assert others & {*before} == set(), "a run loads what its own options choose"
+    loaded = {name: json.loads((tmp_path / name / "loaded.json").read_text()) for name in CHOICES}
+    assert [(name, module) for name, (_, after) in loaded.items() for module in after if module not in AFTER_THE_FIRST_STEP] == []
+    chosen = [(name, f"megatron_llama.{module}") for name, (_, modules) in CHOICES.items() for module in modules]
+    assert [(name, module) for name, module in chosen if module not in loaded[name][0]] == []
+    assert [module for _, module in chosen if module in loaded["nothing"][0]] == [], "a run loads what its own options choose"

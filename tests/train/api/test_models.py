@@ -86,6 +86,7 @@ def test_tensors_of_another_model_are_refused_and_nothing_is_written(run: Path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_convert_and_verify_return_what_the_commands_print(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = ml.convert(hf, tmp_path / "meta", to="meta")
     assert (done.source, done.source_format, done.target, done.dtype) == (hf, "hf", tmp_path / "meta", "float32")
@@ -130,6 +131,7 @@ def test_generate_is_the_text_of_the_command(hf: Path, capsys: pytest.CaptureFix
         ml.generate(model, ["a", "word " * 40])
 
 
+@pytest.mark.long
 def test_plan_finds_what_the_command_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = ml.plan(model="llama2-7b", gpus=8, global_batch_size=64, top=2, tensor_model_parallel_size=2)
     best, second = found.layouts

@@ -9,7 +9,7 @@ import sys
 import megatron_llama as ml
 import pytest
 
-from tests.launcher import ROOT
+from tests.launcher import ROOT, Launcher
 
 PACKAGE = ROOT / "megatron_llama"
 
@@ -42,10 +42,13 @@ def test_three_lists_of_names_are_one() -> None:
         _ = ml.trian  # type: ignore[attr-defined]
 
 
-def test_no_module_hides_an_exported_name() -> None:
+@pytest.mark.long
+def test_no_module_hides_an_exported_name(fresh: Launcher) -> None:
     """The import of a module sets it as an attribute of its package, where a function may be called like a room."""
     assert (PACKAGE / "train").is_dir(), "nothing is called like a function"
     imports = "import megatron_llama.train.run.loop, megatron_llama.checkpoint.model_folders, megatron_llama.train.api.train, megatron_llama as ml"
     code = f"{imports}; from megatron_llama.train.run import result; from megatron_llama import train; "
-    assert run(code + "print([callable(ml.train), train is ml.train, result.TrainResult is ml.TrainResult])") == "[True, True, True]"
-    assert run("import megatron_llama as ml; train = ml.train; import megatron_llama.train.run.loop; print(train is ml.train)") == "True"
+    code += "print(callable(ml.train), train is ml.train, result.TrainResult is ml.TrainResult)"
+    assert fresh.run([], code=code).ok().out == "True True True\n"
+    code = "import megatron_llama as ml; train = ml.train; import megatron_llama.train.run.loop; print(train is ml.train)"
+    assert fresh.run([], code=code).ok().out == "True\n"

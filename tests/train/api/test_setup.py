@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 from unittest.mock import patch
 
 import megatron_llama as ml
@@ -18,6 +14,7 @@ import pytest
 from megatron_llama.config.schema import CheckpointConfig
 from megatron_llama.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron_llama.prove.pool import Place
+from megatron_llama.train.api import train
 from megatron_llama.train.api.common.options import read_options
 from megatron_llama.train.api.train import SECTIONS
 from megatron_llama.train.setup import start
@@ -27,7 +24,7 @@ from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.processes import imagined_processes
 
 from tests.harness import Cluster
-from tests.launcher import ROOT, free_port
+from tests.launcher import free_port, torchrun
 
 Options = Mapping[str, Any]
 RUN = (*CONFIGURATION, *TEXT, *SAMPLES, *OUTPUTS)
@@ -53,6 +50,7 @@ def looks_for_its_start(place: Place, options: Options, folder: Path) -> tuple[l
     return looked_for, result.iteration
 
 
+@pytest.mark.long
 def test_the_start_is_looked_up_once_by_rank_0(cluster: Cluster, options: Options, tmp_path: Path) -> None:
     """In a run that finds nothing, and in one that goes on."""
     for steps in (2, 4):
@@ -60,6 +58,7 @@ def test_the_start_is_looked_up_once_by_rank_0(cluster: Cluster, options: Option
         assert found == [(["auto"], steps), ([], steps)]
 
 
+@pytest.mark.long
 def test_a_dry_run_looks_it_up_once(options: Options, tmp_path: Path) -> None:
     ml.train(options, save=tmp_path / "run", train_iters=1)
     with counted_look_ups() as looked_for:
@@ -79,6 +78,7 @@ def refused_on_each(place: Place, options: Options, hidden: Path | None) -> tupl
     return str(caught.value), caught.value.everywhere
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_one_rank_does_not_see(cluster: Cluster, options: Options, tmp_path: Path) -> None:
     checkpoint = ml.train(options, save=tmp_path / "run", train_iters=1).checkpoint
     assert checkpoint is not None
@@ -105,6 +105,7 @@ def refused_with_own_weights(place: Place, options: Options, folders: Sequence[P
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_first_weights_of_another_model_on_one_rank(cluster: Cluster, options: Options, tmp_path: Path) -> None:
     """Their tensors would be taken for parts of those of rank 0's model."""
     folders = [tmp_path / f"of_{layers}" for layers in (2, 3)]
@@ -118,6 +119,7 @@ def test_first_weights_of_another_model_on_one_rank(cluster: Cluster, options: O
     assert cluster.run(2, refused_with_own_weights, rest, folders) == [said] * 2
 
 
+@pytest.mark.long
 def test_another_checkpoint_on_one_rank(options: Options, tmp_path: Path) -> None:
     """What a rank reads of a checkpoint is held against what rank 0 has read."""
     ml.train(options, save=tmp_path / "run", train_iters=1)
@@ -127,14 +129,18 @@ def test_another_checkpoint_on_one_rank(options: Options, tmp_path: Path) -> Non
         start.refuse_other_words("--load there", draft.source, draft.source.replace(b"1", b"2"))
 
 
-def test_wrong_words_are_refused_before_the_processes_meet(options: Options, tmp_path: Path) -> None:
+def met(*given: object) -> Never:
+    raise AssertionError("it waits for the other process")
+
+
+def test_wrong_words_are_refused_before_the_processes_meet(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is alone says what is wrong, and does not wait for the others."""
-    (tmp_path / "run.yaml").write_text(json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in options.items()}))
-    for more, says in (([], "--tensor-model-parallel-size: got 3"), (["--load", "somewhere", "--lr", "-1"], "--lr: got -1.0")):
-        command = [sys.executable, "-m", "megatron_llama", "pretrain", "--config", tmp_path / "run.yaml", "--tensor-model-parallel-size", "3", *more]
-        launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **launched}, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 2 and says in done.stderr, done.stderr
+    for name, value in torchrun(2, free_port())(0).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "join", met)
+    for more, says in (({}, "--tensor-model-parallel-size: got 3"), ({"load": "somewhere", "lr": -1.0}, "--lr: got -1.0")):
+        with pytest.raises(ConfigError, match=says):
+            ml.train({**options, **more}, tensor_model_parallel_size=3)
 
 
 def drafted(options: Options, **more: Any) -> Draft:

@@ -30,6 +30,7 @@ def tuning(options: dict[str, object], data: Path, talks: Path) -> dict[str, obj
     return {**rest, "split": "100,0,0", "chat_template": "plain", "tokenizer_model": str(data.parent / "docs-tokenizer")}
 
 
+@pytest.mark.long
 def test_a_model_learns_its_answers(options: dict[str, object], data: Path, talks: Path, tmp_path: Path) -> None:
     """As those of the command do, to the bit; and its low-rank additions become plain weights, the same by function and command."""
     given = tuning(options, data, talks) | {"lora_rank": 2}
@@ -59,6 +60,7 @@ def test_what_it_refuses(options: dict[str, object], data: Path, talks: Path, tm
         ml.merge(tmp_path, tmp_path / "out", dtype="int8")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_used_folder_is_refused_before_tokens_are_made(options: dict[str, object], data: Path, talks: Path, tmp_path: Path) -> None:
     given = tuning(options, data, talks)
     ml.sft(given, save=tmp_path / "run", train_iters=1)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, M
 from megatron_llama.launch.launcher import Place
 
 from tests.harness import Cluster, WorkerError
-from tests.launcher import ROOT, free_port, torchrun
+from tests.launcher import Launcher
 from tests.parallel.test_waiting import Asked
 
 Options = Mapping[str, Any]
@@ -34,6 +33,7 @@ def curve(folder: Path) -> dict[int, float]:
     return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
 
 
+@pytest.mark.long
 def test_it_is_the_run_of_the_command(options: Options, tmp_path: Path) -> None:
     result = ml.train(options, save=tmp_path / "api", eval_interval=3, eval_iters=1)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -47,6 +47,7 @@ def test_it_is_the_run_of_the_command(options: Options, tmp_path: Path) -> None:
     assert result.grad_norm == next(line["grad_norm"] for line in lines if line["iteration"] == 6 and "grad_norm" in line)
 
 
+@pytest.mark.long
 def test_options_in_every_form_are_the_same_run(options: Options, data: Path, tmp_path: Path) -> None:
     expected = ml.train(options).losses
     config = Config(
@@ -102,6 +103,7 @@ class Notes(ml.Callback):
         self.notes.append(("end", run.iteration))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("async_save", [False, True])
 def test_callbacks_are_told_of_every_moment(async_save: bool, options: Options, tmp_path: Path) -> None:
     told = Notes()
@@ -119,6 +121,7 @@ def test_callbacks_are_told_of_every_moment(async_save: bool, options: Options, 
         assert kinds.index("step 4") + 1 == kinds.index("save iter_0000004") and kinds.index("step 3") + 1 == kinds.index("evaluation 3")
 
 
+@pytest.mark.long
 def test_the_lease_outlives_the_process_that_writes(options: Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """That one may be publishing a checkpoint until it has ended."""
     close, held = BackgroundSaver.close, []
@@ -145,14 +148,15 @@ class Keeps(ml.Callback):
             float(step.loss)
 
 
+@pytest.mark.long
 def test_a_callback_that_reads_nothing_makes_nobody_wait(options: Options) -> None:
     """Of the operators whose result the host must know there are as many as without it."""
     asked = []
     for callbacks in ([], [Keeps(reads=False)], [Keeps(reads=True)]):
         with Asked() as found:
-            result = ml.train(options, callbacks)
+            ml.train(options, callbacks, train_iters=3)
         asked.append(len(found.found))
-    assert asked[0] == asked[1] == asked[2] - 6
+    assert asked[0] == asked[1] == asked[2] - 3
     kept = Keeps(reads=False)
     result = ml.train(options, [kept], log_interval=1)
     assert [float(loss) for loss in kept.losses] == list(result.losses.values()), "they stay as they were"
@@ -171,6 +175,7 @@ class Asks(ml.Callback):
             run.stop()
 
 
+@pytest.mark.long
 def test_a_callback_asks_for_a_checkpoint_and_for_the_end(options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = Notes()
     result = ml.train(options, [Asks(save=1, stop=3), told], save=tmp_path)
@@ -193,6 +198,7 @@ def test_a_signal_stops_the_run_and_handlers_are_those_of_before(options: Option
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
+@pytest.mark.long
 def test_it_works_in_another_thread(options: Options) -> None:
     found = list[ml.TrainResult]()
     thread = threading.Thread(target=lambda: found.append(ml.train(options)))
@@ -212,6 +218,7 @@ class Raises(ml.Callback):
             raise self.error
 
 
+@pytest.mark.long
 def test_what_a_callback_raises_comes_out(options: Options) -> None:
     with pytest.raises(KeyError, match="moon"):
         ml.train(options, [Raises(KeyError("moon"), 0)])
@@ -232,6 +239,7 @@ def in_a_group_of_the_program(place: Place, options: Options, folder: Path, erro
     return dict(result.losses), saved, float(total)
 
 
+@pytest.mark.long
 def test_a_group_of_the_program_is_used_and_left(cluster: Cluster, options: Options, tmp_path: Path) -> None:
     found = cluster.run(2, in_a_group_of_the_program, options, tmp_path, None)
     alone = ml.train(options).losses
@@ -239,6 +247,7 @@ def test_a_group_of_the_program_is_used_and_left(cluster: Cluster, options: Opti
         assert losses == pytest.approx(alone, rel=1e-6) and saved == 1 and total == 2.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [RuntimeError("moon"), ml.UserError("moon")], ids=lambda error: type(error).__name__)
 def test_an_error_of_a_callback_ends_all_ranks_of_the_group(error: Exception, cluster: Cluster, options: Options, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:
@@ -252,8 +261,8 @@ def _by_rank(said: str) -> tuple[str, str]:
     return one.partition("--- rank 0:")[0], zero.partition("--- rank 1:")[0]
 
 
-SCRIPT = """
-import json, sys
+AGAIN = """
+import gc, json, sys
 import torch.distributed as dist
 import megatron_llama as ml
 from megatron_llama.errors import TrainingError
@@ -261,6 +270,7 @@ from megatron_llama.errors import TrainingError
 from tests.harness import be_patient
 
 be_patient()
+gc.unfreeze()  # as in a program that nobody has forked
 
 class Raises(ml.Callback):
     def __init__(self, error):
@@ -279,29 +289,26 @@ for error in (LookupError("moon"), TrainingError("sun")):  # of the second one a
         ml.train(options, [Raises(error)])
     except BaseException as error:
         print("raised", type(error).__name__, str(error).partition(";")[0], dist.is_initialized())
+assert gc.get_freeze_count() == 0
 """
 
 
-def test_two_launched_processes_call_it_again_and_again(options: Options, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_two_launched_processes_call_it_again_and_again(launcher: Launcher, options: Options, tmp_path: Path) -> None:
     """Where one rank raises, both leave the group and can go on."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    place = torchrun(2, free_port())
-    words = json.dumps({**options, "data_path": str(options["data_path"])})
-    command = [sys.executable, str(tmp_path / "script.py"), words, str(tmp_path / "run")]
-    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
-    ranks = [
-        subprocess.Popen(command, env={**environ, **place(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    outs, errs = zip(*(rank.communicate(timeout=300) for rank in ranks), strict=True)
-    assert [rank.returncode for rank in ranks] == [0, 0], errs
+    done = launcher.run([words_of(options), tmp_path / "run"], 2, code=AGAIN)
+    assert done.codes == (0, 0), done.errs
     alone = ml.train(options).losses
     for rank in range(2):
-        losses = json.loads(outs[rank].partition("losses ")[2].partition("\n")[0])
+        losses = json.loads(done.outs[rank].partition("losses ")[2].partition("\n")[0])
         assert {int(iteration): loss for iteration, loss in losses.items()} == pytest.approx(alone, rel=1e-6)
-    raised = [[line for line in out.splitlines() if line.startswith("raised")] for out in outs]
+    raised = [[line for line in out.splitlines() if line.startswith("raised")] for out in done.outs]
     assert raised[0] == ["raised ClusterError rank 1: got an error, expected all ranks at work False"] * 2
     assert raised[1] == ["raised LookupError moon False", "raised TrainingError sun False"]
+
+
+def words_of(options: Options) -> str:
+    return json.dumps({**options, "data_path": str(options["data_path"])})
 
 
 HANGS = """
@@ -318,18 +325,18 @@ ml.train(json.loads(sys.argv[1]), [Hangs()], distributed_timeout_minutes=0.05)
 """
 
 
-def test_a_callback_in_which_a_rank_hangs_is_named(options: Options, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_callback_in_which_a_rank_hangs_is_named(launcher: Launcher, options: Options) -> None:
     """Not the part of the step that came before it."""
-    (tmp_path / "script.py").write_text(HANGS)
-    place = torchrun(2, free_port())
-    words = json.dumps({**options, "data_path": str(options["data_path"]), "train_iters": 20})
-    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py"), words], env={**environ, **place(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    errs = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], errs
-    assert all("rank 1 stopped in a callback (iteration 3)" in err for err in errs), errs
+    done = launcher.run([words_of({**options, "train_iters": 20})], 2, code=HANGS)
+    assert done.codes == (1, 1)
+    assert all("rank 1 stopped in a callback (iteration 3)" in err for err in done.errs), done.errs
+
+
+def test_what_a_program_has_frozen_stays_so(options: Options) -> None:
+    """A run keeps the garbage collector from its own objects, too, and gives them back."""
+    mine = [object()]
+    gc.collect()
+    gc.freeze()
+    ml.train(options, train_iters=1)
+    assert not any(each is mine for each in gc.get_objects())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Mapping
@@ -14,13 +15,23 @@ import pytest
 from megatron_llama.checkpoint import listed_files
 from megatron_llama.train.setup import weight_check
 
+from tests.flipped import flip
+
 SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
+@pytest.fixture(scope="module")
+def exported(options: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of a run."""
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    ml.train(options, train_iters=1, export_hf=folder)
+    return folder
+
+
 @pytest.fixture
-def begun(options: Mapping[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """Options of a run that begins with an export."""
-    ml.train(options, train_iters=1, export_hf=tmp_path / "hf")
+def begun(options: Mapping[str, Any], exported: Path, tmp_path: Path) -> dict[str, Any]:
+    """Options of a run that begins with it, in a folder of its own."""
+    shutil.copytree(exported, tmp_path / "hf")
     rest = {name: value for name, value in options.items() if name not in SHAPE}
     return {**rest, "init_from_hf": tmp_path / "hf", "save": tmp_path / "run", "export_hf": tmp_path / "exported"}
 
@@ -56,6 +67,7 @@ class Calls(ml.Callback):
             self.save()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["SIGTERM", "exit_interval"])
 def test_a_run_that_is_stopped_saves_before_all_is_compared(
     how: str, begun: dict[str, Any], reads: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -73,13 +85,12 @@ def test_a_run_that_is_stopped_saves_before_all_is_compared(
     assert ml.train(begun, load=tmp_path / "run").export == tmp_path / "exported", "it goes on"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("async_save", [False, True])
 def test_damage_that_comes_out_after_a_save(async_save: bool, begun: dict[str, Any], reads: threading.Event, tmp_path: Path) -> None:
     """It ends the run, which says what was saved meanwhile."""
     file = tmp_path / "hf" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-4] ^= 1
-    file.write_bytes(content)
+    flip(file, -4)
     with pytest.raises(ml.UserError) as error:
         ml.train(begun, [Calls(save=reads.set)], save_interval=2, async_save=async_save)
     assert f"{file}: got sha256 " in str(error.value) and f"remove it: {tmp_path}/run/iter_0000002" in str(error.value)

@@ -66,6 +66,7 @@ def folder(dataset: IndexedDataset, tmp_path: Path) -> Path:  # noqa: F811
     return tmp_path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("part", [TRAINING, VALIDATION])
 @pytest.mark.parametrize("store", ["http", "file"])
 def test_a_remote_file_that_is_replaced_between_two_ranks(store: str, part: int, folder: Path, cluster: Cluster) -> None:

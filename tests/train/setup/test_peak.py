@@ -63,9 +63,10 @@ def most_allocated(work: Callable[[], object]) -> tuple[int, int]:
 
 def of_a_step(place: Place, layout: Wide) -> tuple[int, int, int]:
     """The most that a step allocates, what it leaves, and the most of an evaluation."""
-    # oneDNN would copy parts of a gradient, large for so narrow a model, and on processors without bf16 whole products in fp32.
+    # oneDNN would copy parts of a gradient, large for so narrow a model, and on processors without bf16 products are made in fp32.
     with pytest.MonkeyPatch.context() as patch, torch.backends.mkldnn.flags(enabled=False):
         patch.setattr(devices, "prefers_onednn", lambda: False)
+        patch.setattr(devices, "multiplies_bf16", lambda: True)
         run = built(place, layout)
 
         def step() -> None:
@@ -77,6 +78,7 @@ def of_a_step(place: Place, layout: Wide) -> tuple[int, int, int]:
     return most, left, evaluated
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("layout", "in_chunks"),
     [
@@ -98,6 +100,7 @@ def test_one_process(layout: Wide, in_chunks: bool) -> None:
     assert evaluated < most and (evaluated < plan.shape.logits) is (layout.chunk == CHUNK and layout.vocabulary == VOCABULARY)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "in_chunks"),
     [(Wide(pp=2, microbatches=2, tied=True), True), (Wide(pp=2, microbatches=4, schedule="gpipe"), False)],

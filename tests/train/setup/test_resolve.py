@@ -14,6 +14,8 @@ from megatron_llama.model.hf import hf_config_from_model
 from megatron_llama.model.presets import PRESETS
 from megatron_llama.train.setup.resolve import assemble, check, problems, resolve
 
+from tests.over_cases import over_cases
+
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100}
 
 
@@ -165,6 +167,7 @@ def test_a_stage_without_blocks_is_refused(layers: int, stages: int) -> None:
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+@over_cases
 @pytest.mark.parametrize(
     ("given", "world_size", "message"),
     [
@@ -256,6 +259,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "processes: got 3, expected a multiple of tp 2 x cp 1 x pp 1 = 2; start 2 or 4 processes, or change",
         ),
         ({}, 0, "processes: got 0"),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "virtual_pipeline_model_parallel_size": 3},
+            2,
+            "--virtual-pipeline-model-parallel-size: got 3, expected 2 chunks per rank with --pipeline-schedule zb-v; leave it out",
+        ),
+        ({"recompute_granularity": "full", "recompute_num_layers": "some"}, 1, "--recompute-num-layers: got some, expected all, auto, or a "),
+        ({"recompute_granularity": "full", "recompute_num_layers": "5"}, 1, "--recompute-num-layers: got 5, expected all, auto, or a "),
         (
             {"global_batch_size": 10, "micro_batch_size": 2},
             2,
@@ -534,6 +544,7 @@ def test_an_interval_without_a_folder_is_a_warning() -> None:
     assert check(config_of(save_interval=5), 1).warnings == ("--save-interval 5 without --save: nothing will be saved",)
 
 
+@over_cases
 @pytest.mark.parametrize("name", [name for name, option in options_of(config_sections()).items() if option.kind in (int, float)])
 def test_a_negative_number_is_named_once_where_it_is_wrong(name: str) -> None:
     named = [line for line in problems(config_of(**{name: -1}), 1) if line.startswith(f"{flag(name)}: ")]

@@ -16,8 +16,9 @@ from megatron_llama.train.setup import scoring
 from megatron_llama.train.setup.scoring import Ask, Request, Score, Scorer, serve
 
 from tests.harness import Cluster
-from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, hf_model, token_ids
+from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, token_ids
 from tests.pipeline.test_runtime import fixed
+from tests.torch_twin import hf_model
 
 TEXTS = 23
 
@@ -49,6 +50,7 @@ def expected(model: ModelConfig, request: Request) -> Score:
     return Score(logits.log_softmax(-1)[range(len(labels)), labels].sum().item(), bool((logits.argmax(-1) == labels).all()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -68,6 +70,7 @@ def test_every_layout_scores_each_text_as_if_it_were_alone(cluster: Cluster, lay
         assert score == (pytest.approx(right.logprob, rel=1e-6, abs=1e-5), right.greedy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_rotary_scaling_sees_the_length_of_each_text(cluster: Cluster, kind: str) -> None:
     """And not that of its neighbours, or of the padding."""
@@ -114,6 +117,7 @@ def test_an_error_is_that_of_all_ranks(cluster: Cluster, case: str, says: str) -
     assert found[0] == found[1] and found[0].startswith(says)
 
 
+@pytest.mark.long
 def test_ranks_meet_while_a_program_takes_its_time(cluster: Cluster) -> None:
     """As often as it takes, and it is told nothing that it has not asked for."""
     assert cluster.run(2, slow)[0] == ("done", True)

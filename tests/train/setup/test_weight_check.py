@@ -232,6 +232,7 @@ def test_a_stop_waits_for_nothing(reading: tuple[WeightCheck, threading.Event], 
     assert len(log.said) == 1 and "it ends without comparing the rest, and exports nothing: compare the files" in log.said[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", ["save", "end"])
 def test_a_signal_ends_the_wait(at: str, reading: tuple[WeightCheck, threading.Event], monkeypatch: pytest.MonkeyPatch) -> None:
     check, _ = reading

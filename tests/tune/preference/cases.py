@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.objective import Preferences
 from torch import Tensor
 
-from tests.parallel.cases import GLOBAL_BATCH_SIZE, OPTIMIZER, SEQ_LENGTH, Layout, Record, Trainer, hf_model, record, token_ids, trainer
+from tests import torch_twin
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, OPTIMIZER, SEQ_LENGTH, Layout, Record, Trainer, record, token_ids, trainer
+from tests.torch_twin import adamw, hf_model
 
 PAIRS_OF_A_SAMPLE = 2
 CASES = {
@@ -163,13 +165,9 @@ def align_twin(layout: Layout, options: AlignConfig) -> tuple[Record, dict[str, 
     """The same steps with transformers and torch.optim.AdamW, each half a row of its own."""
     layout = layout_for(layout, options)
     model = hf_model(layout.config().model, torch.float64 if layout.fp64 else torch.float32)
-    o = OPTIMIZER
-    groups = [[p for p in model.parameters() if (p.dim() > 1) is decay] for decay in (True, False)]
-    decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (o.weight_decay, 0.0), strict=True)]
-    optimizer = torch.optim.AdamW(decays, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    losses, norms = [], []
     numbers: dict[str, list[float]] = {}
-    for index in range(layout.steps):
+
+    def losses_of(index: int) -> Iterator[Tensor]:
         places = range(index * GLOBAL_BATCH_SIZE, (index + 1) * GLOBAL_BATCH_SIZE)
         parts = [half for sample in places for half in halves(sample)]
         kl = 0.0
@@ -178,13 +176,11 @@ def align_twin(layout: Layout, options: AlignConfig) -> tuple[Record, dict[str, 
             with torch.no_grad():
                 kl = max(0.0, sum(float(sum_of_tokens(model, half)) - half.reference for half in others) / len(others))
         loss, found = plain_loss(model, parts, options, kl)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), layout.clip).item())
-        optimizer.step()
-        losses.append(loss.item())
         for name, value in found.items():
             numbers.setdefault(name, []).append(float(value))
+        yield loss
+
+    losses, norms = torch_twin.train(model, adamw(model.parameters(), OPTIMIZER), losses_of, layout.steps, layout.clip)
     return Record(tuple(losses), tuple(norms)), numbers
 
 

@@ -13,7 +13,6 @@ from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.dataset import Pairs, PairSamples, read_pairs
 from megatron_llama.tune.preference.pairs import is_preference
 from megatron_llama.tune.sft.chat import ChatTokenizer
-from megatron_llama.tune.sft.dataset import refuse_problems
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
 SEQ_LENGTH = 96
@@ -125,11 +124,6 @@ def read(
     return path, read_pairs([path], tokenizer, SFTConfig(**options), align, SEQ_LENGTH)
 
 
-def test_there_are_forty() -> None:
-    assert len(CASES) >= 60
-    assert len({words for *_, words in CASES.values()}) == len(CASES)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_each_has_its_message(name: str, tmp_path: Path, chat: ChatTokenizer) -> None:
     kind, bad, reason, words = CASES[name]
@@ -191,17 +185,6 @@ def test_templates_that_change_the_prompt(tmp_path: Path, llama3: Path) -> None:
         path, pairs = read(tmp_path, json.dumps(GIVEN["trl"]), tokenizer)
         [problem] = pairs.problems
         assert (problem.reason, problem.where) == (reason, f"{path}:1") and words in str(problem), str(problem)
-
-
-def test_stop_or_drop(tmp_path: Path, chat: ChatTokenizer) -> None:
-    path, pairs = read(tmp_path, "\n".join([json.dumps(GIVEN["trl"]), "[1]", "{}"]), chat)
-    with pytest.raises(DataError, match="2 examples cannot be used"):
-        refuse_problems(pairs, [path], SFTConfig())
-    refuse_problems(pairs, [path], SFTConfig(on_bad_sample="drop"))
-    assert list(pairs.report())[2] == "unusable: 2 examples"
-    _, none = read(tmp_path, "[1]", chat)
-    with pytest.raises(DataError, match="got no example that can be used"):
-        refuse_problems(none, [path], SFTConfig(on_bad_sample="drop"))
 
 
 def test_one_prompt_has_no_mismatched_completions(tmp_path: Path, chat: ChatTokenizer) -> None:

@@ -280,6 +280,7 @@ def test_marks_that_cannot_be_obeyed(tmp_path: Path, chat: ChatTokenizer) -> Non
     assert not read(tmp_path / "a.jsonl", chat, [{**pair, "chosen": [yes]}]).problems
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_fields_that_would_be_ignored_are_refused(name: str, tmp_path: Path, chat: ChatTokenizer, llama3: Path) -> None:
     record = FORMATS[name][1]

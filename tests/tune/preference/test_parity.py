@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.harness import Cluster
-from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STEPS, STRATEGIES, Layout, bounds, deviation
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES, Layout, bounds, deviation
 from tests.tune.preference.cases import CASES, align, align_twin
 
-SHORT = 4
+STEPS = 4
 EVERYTHING = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, strategy="optim_grads_params")
 LAYOUTS = (
     Layout(tp=2, sp=True),
@@ -40,25 +40,18 @@ def assert_equal(cluster: Cluster, layout: Layout, name: str, *, chunked: bool =
             assert numbers[key] == pytest.approx(values, rel=2e-6, abs=1e-5), key
 
 
-@pytest.mark.parametrize("chunked", [False, True], ids=["at once", "in chunks"])
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_one_process_equals_plain_torch(cluster: Cluster, name: str, chunked: bool) -> None:
-    assert_equal(cluster, Layout(steps=SHORT), name, chunked=chunked)
+def test_one_process_equals_plain_torch(cluster: Cluster, name: str) -> None:
+    """The head in chunks. The layouts below have the logits at once."""
+    assert_equal(cluster, Layout(steps=STEPS), name, chunked=True)
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"), [(Layout(tp=2, sp=True), "orpo"), (Layout(pp=2, microbatches=4), "kto"), (Layout(cp=2), "dpo")]
-)
-def test_an_axis_equals_plain_torch(cluster: Cluster, layout: Layout, name: str) -> None:
-    assert_equal(cluster, Layout(**{**vars(layout), "steps": SHORT}), name, chunked=name == "orpo")
+METHODS = [*CASES, "orpo", "kto", "reward"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("number", range(2))
-def test_layout_equals_plain_torch_over_twenty_steps(cluster: Cluster, layout: Layout, number: int) -> None:
-    """Each layout with two methods, each method with three layouts or more."""
-    names = list(CASES)
-    name = names[(2 * LAYOUTS.index(layout) + number) % len(names)]
-    assert layout.steps == STEPS
-    assert_equal(cluster, layout, name, chunked=bool(number) and layout.schedule == "1f1b")
+@pytest.mark.parametrize(("layout", "name"), list(zip(LAYOUTS, METHODS, strict=True)), ids=lambda value: getattr(value, "name", value))
+def test_layout_equals_plain_torch(cluster: Cluster, layout: Layout, name: str) -> None:
+    """Each layout with a method. Every one with each: ``tools/parity.py --preferences``, over twenty steps."""
+    assert_equal(cluster, replace(layout, steps=STEPS), name)

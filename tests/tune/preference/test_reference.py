@@ -43,7 +43,8 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import SEQ_LENGTH, Layout, hf_model, initial_weights, token_ids, trainer
+from tests.parallel.cases import SEQ_LENGTH, Layout, initial_weights, token_ids, trainer
+from tests.torch_twin import hf_model
 
 SINGLE = Place(0, 1, 0)
 SAMPLES, COMPLETIONS = 7, 4
@@ -165,6 +166,7 @@ def test_scores_are_those_of_transformers() -> None:
         assert np.isnan(np.delete(found, numbers_of(texts))).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout",
     [

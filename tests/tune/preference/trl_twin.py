@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.data.corpus import docstring_pairs, python_documentation
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.plan.lora import adapter_shapes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -30,6 +30,7 @@ from torch import Tensor
 from tests.launcher import ROOT
 from tests.parallel.cases import OPTIMIZER as USUAL
 from tests.parallel.cases import AdaptedWeights
+from tests.torch_twin import adamw, drawn
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
 TEMPLATE = (
@@ -127,17 +128,20 @@ def write_models(folder: Path, model: ModelConfig = MODEL, *, lora: int = 0) -> 
         own = replace(model_of(method, model), bos_token_id=pad + 1, eos_token_id=pad + 2)
         export_hf(target, own, weights_of(own), "float32")
         write_tokenizer(target, own.vocab_size)
-        drawn = {}
-        for name, shape in adapter_shapes(own, LoraConfig(lora_rank=lora)).items() if lora else ():
-            drawn[name] = torch.empty(shape)
-            AdaptedWeights()(Rectangle(name, shape, (0,) * len(shape), shape, 0), drawn[name])
-        torch.save(drawn, target / "adapters.pt")
+        shapes = adapter_shapes(own, LoraConfig(lora_rank=lora)) if lora else {}
+        torch.save({name: drawn(AdaptedWeights(), name, shape) for name, shape in shapes.items()}, target / "adapters.pt")
+
+
+@cache
+def signatures() -> tuple[tuple[str, list[str]], ...]:
+    """All of the standard library takes seconds to read."""
+    return tuple((question, answer.split()) for question, answer in docstring_pairs() if len(question) < 40)
 
 
 def talks(count: int) -> Iterator[tuple[str, str, str]]:
     """Signatures of the standard library, each with the first words of its documentation and of another function's: TRL has sums over
     the tokens of an answer in fp32, whose rounding grows with their number."""
-    found = [(question, answer.split()) for question, answer in docstring_pairs() if len(question) < 40]
+    found = signatures()
     stride = len(found) // (2 * count)
     made = 0
     for number in range(len(found)):
@@ -246,15 +250,7 @@ def _trainer(case: Case, model: str, file: str, folder: str) -> Any:
             return self.accelerator.prepare(loader)
 
         def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            groups = [[p for p in trained if (p.dim() > 1) is decay] for decay in (True, False)]
-            decays = (OPTIMIZER.weight_decay, 0.0)
-            self.optimizer = torch.optim.AdamW(
-                [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
-                lr=OPTIMIZER.lr,
-                betas=(OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2),
-                eps=OPTIMIZER.adam_eps,
-            )
+            self.optimizer = adamw(self.model.parameters(), OPTIMIZER)
             return self.optimizer
 
         def _clip_grad_norm(self, model: Any) -> Tensor:

@@ -73,6 +73,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds of steps and time are lowered, so that the test is quick; the error names the template and not a conversation's loss."""
@@ -105,6 +106,7 @@ def test_each_conversation_has_a_budget_of_its_own() -> None:
     assert [len(template.render(MESSAGES).text) for _ in range(6)] == [60 << 20] * 6
 
 
+@pytest.mark.long
 def test_threads_have_budgets_of_their_own() -> None:
     template = ChatTemplate("{% for i in range(99999) %}{% for j in range(2) %}{% endfor %}{% endfor %}x", "t", {})
     texts: list[str] = []

@@ -102,6 +102,7 @@ def test_mistrals_format() -> None:
     assert rendered.answer_texts() == ["Dry.</s>", "Wet.</s>"]
 
 
+@pytest.mark.long
 def test_a_family_is_told_by_what_its_template_renders() -> None:
     expected = {own: name for name, own in PAIRS}
     others = dict.fromkeys(("llama3_1", "gemma4", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_5_think", "deepseekv3"))
@@ -111,6 +112,7 @@ def test_a_family_is_told_by_what_its_template_renders() -> None:
     assert {family_of(ChatTemplate(source, "own", TOKENS), TOKENS) for name, source in OWN.items() if name != "llama3_chat"} == {None}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("own", "family"), [("qwen3", "qwen3"), ("phi3", "phi3"), ("phi3_5", "phi3"), ("deepseekv3", None)])
 def test_the_template_of_the_family_is_what_a_refusal_names(
     own: str, family: str | None, llama3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

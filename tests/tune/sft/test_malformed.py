@@ -165,12 +165,6 @@ def read(folder: Path, content: bytes, tokenizer: ChatTokenizer, name: str = "da
     return path, read_examples([path], tokenizer, SFTConfig(**options), SEQ_LENGTH)
 
 
-def test_there_are_forty() -> None:
-    assert len(CASES) + len(OTHER_FORMATS) >= 50
-    messages = [case[-1] for case in (*CASES.values(), *OTHER_FORMATS.values())]
-    assert len(set(messages)) == len(messages)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_each_has_its_message(name: str, tmp_path: Path, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, reason, words = CASES[name]

@@ -17,7 +17,6 @@ from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.formats import detect, read_example
 from transformers import AutoTokenizer
-from trl.data_utils import apply_chat_template
 
 from tests.converter.converting import hf_folder
 
@@ -66,6 +65,8 @@ def text(folder: Path, record: Mapping[str, Any], wanted: str | None = None) -> 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_with_tools_the_template_of_that_name_is_taken(form: str, layouts: Path, tmp_path: Path) -> None:
+    from trl.data_utils import apply_chat_template
+
     FORMS[form](copied(layouts, tmp_path / "own"))
     auto = AutoTokenizer.from_pretrained(tmp_path / "own")
     for tools in (None, TOOLS):
@@ -123,6 +124,7 @@ def words(**options: object) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["in_list", "in_files"])
 def test_all_of_them_come_out_as_they_went_in(form: str, layouts: Path, tmp_path: Path) -> None:
     """Out of sft, export, copies, and conversions there and back."""

@@ -60,6 +60,14 @@ def test_best_fit_by_definition() -> None:
     assert best_fit([], 5) == []
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_example_that_fills_its_sample_is_learned(packing: bool) -> None:
+    """What is longer is cut to that length."""
+    made = examples([SEQ_LENGTH + 1, 12])
+    mask = ExampleSamples(made, range(2), SEQ_LENGTH, packing=packing).batch([0]).loss_mask
+    assert mask is not None and mask.any() and mask[:, 0].tolist() == made.loss_mask[0][1:].tolist()
+
+
 def test_a_packed_sample_by_its_parts() -> None:
     made = examples([39, 21, 41, 6])
     samples = ExampleSamples(made, range(4), SEQ_LENGTH, packing=True)

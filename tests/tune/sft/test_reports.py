@@ -30,7 +30,6 @@ from megatron_llama.tune.sft.records import records
 from megatron_llama.tune.sft.sft_config import SFTConfig
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
-from trl.data_utils import apply_chat_template
 
 from tests.tune.sft.trl_rows import Group, Labelled, rows_of_trl
 
@@ -139,6 +138,8 @@ def test_a_number_that_json_has_no_word_for_is_refused(word: str, llama3: Path, 
 
 def test_no_tools_are_none(llama3: Path) -> None:
     """huggingface/trl#5379: LLaMA's template writes its words about tools for an empty array of them, too. TRL takes it for none."""
+    from trl.data_utils import apply_chat_template
+
     template = "{% if tools is not none %}{{ 'Environment: ipython\n' }}{% endif %}" + CHATML
     tokenizer = AutoTokenizer.from_pretrained(llama3)
     for tools in ([], None):
@@ -384,6 +385,7 @@ NORMALIZERS: Mapping[str, Any] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_masks_where_a_normalizer_changes_lengths(name: str, llama3: Path, tmp_path: Path) -> None:
     """huggingface/tokenizers#1201, huggingface/transformers#12317: places in a text that the normalizer makes longer or shorter."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import struct
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow
 import pyarrow.feather as feather
 import pyarrow.parquet as parquet
@@ -27,6 +29,9 @@ from megatron_llama.tune.sft.records import example_files, records
 from megatron_llama.tune.sft.sft_config import SFTConfig
 from megatron_llama.tune.sft.tables import table_rows
 from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Row = dict[str, Any]
 SEQ_LENGTH = 2000
@@ -76,10 +81,16 @@ PREFERENCES = [
 ]
 
 
-def loaded(rows: list[Row], folder: Path) -> datasets.Dataset:
+@cache
+def hf_datasets() -> ModuleType:
+    """HuggingFace's library: pandas comes with it, which only some of these tests need."""
+    return importlib.import_module("datasets")
+
+
+def loaded(rows: list[Row], folder: Path) -> Dataset:
     """What ``load_dataset`` makes of JSON lines."""
     file = json_lines(rows, folder)
-    return datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder / "cache"))
+    return hf_datasets().load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder / "cache"))
 
 
 def json_lines(rows: list[Row], folder: Path) -> Path:
@@ -106,17 +117,17 @@ def arrow_file(rows: list[Row], folder: Path) -> Path:
     return file
 
 
-def saved(dataset: datasets.Dataset, folder: Path) -> Path:
+def saved(dataset: Dataset, folder: Path) -> Path:
     dataset.save_to_disk(folder / "saved", num_shards=2)
     return folder / "saved"
 
 
-def as_parquet(dataset: datasets.Dataset, folder: Path) -> Path:
+def as_parquet(dataset: Dataset, folder: Path) -> Path:
     dataset.to_parquet(folder / "written.parquet")
     return folder / "written.parquet"
 
 
-def as_json(dataset: datasets.Dataset, folder: Path, lines: bool = True) -> Path:
+def as_json(dataset: Dataset, folder: Path, lines: bool = True) -> Path:
     file = folder / ("written.jsonl" if lines else "written.json")
     dataset.to_json(file, lines=lines)
     return file
@@ -127,9 +138,9 @@ KINDS: dict[str, Callable[[list[Row], Path], Path]] = {
     "JSON array": json_array,
     "parquet": table,
     "an Arrow file": arrow_file,
-    "from_list, to_parquet": lambda rows, folder: as_parquet(datasets.Dataset.from_list(rows), folder),
-    "from_list, save_to_disk": lambda rows, folder: saved(datasets.Dataset.from_list(rows), folder),
-    "from_list of JSON, to_parquet": lambda rows, folder: as_parquet(datasets.Dataset.from_list(rows, on_mixed_types="use_json"), folder),
+    "from_list, to_parquet": lambda rows, folder: as_parquet(hf_datasets().Dataset.from_list(rows), folder),
+    "from_list, save_to_disk": lambda rows, folder: saved(hf_datasets().Dataset.from_list(rows), folder),
+    "from_list of JSON, to_parquet": lambda rows, folder: as_parquet(hf_datasets().Dataset.from_list(rows, on_mixed_types="use_json"), folder),
     "load_dataset, to_parquet": lambda rows, folder: as_parquet(loaded(rows, folder), folder),
     "load_dataset, save_to_disk": lambda rows, folder: saved(loaded(rows, folder), folder),
     "load_dataset, to_json": lambda rows, folder: as_json(loaded(rows, folder), folder),
@@ -168,6 +179,7 @@ def test_conversations(kind: str, with_tools: ChatTokenizer, llama3: Path, tmp_p
     assert tokens(CONVERSATIONS, kind, tmp_path, with_tools) == expected
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_preferences(kind: str, with_tools: ChatTokenizer, llama3: Path, tmp_path: Path) -> None:
     reference = AutoTokenizer.from_pretrained(llama3)
@@ -200,7 +212,7 @@ def test_null_and_types_that_a_struct_cannot_hold(kind: str, with_tools: ChatTok
 
 def test_null_that_to_json_writes_is_said(with_tools: ChatTokenizer, tmp_path: Path) -> None:
     """A table whose null was written into JSON says what nobody can take back."""
-    file = as_json(datasets.Dataset.from_list(CONVERSATIONS), tmp_path)
+    file = as_json(hf_datasets().Dataset.from_list(CONVERSATIONS), tmp_path)
     found = read_examples([file], with_tools, SFTConfig(), SEQ_LENGTH)
     assert (len(found), found.nulls, found.problems) == (len(CONVERSATIONS), 3, [])
 
@@ -278,14 +290,14 @@ def test_tables_that_cannot_be_read(with_tools: ChatTokenizer, tmp_path: Path) -
 def test_folders_of_datasets(tmp_path: Path) -> None:
     """The files that it names, not those of an older save; several splits are not mixed."""
     rows = [{"text": str(number)} for number in range(6)]
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one", num_shards=3)
+    hf_datasets().Dataset.from_list(rows).save_to_disk(tmp_path / "one", num_shards=3)
     stale = tmp_path / "one" / "data-00003-of-00004.arrow"
     stale.write_bytes((tmp_path / "one" / "data-00000-of-00003.arrow").read_bytes())
     files = example_files([str(tmp_path / "one")])
     assert [file.name for file in files] == [f"data-{number:05}-of-00003.arrow" for number in range(3)]
     assert [record.value for file in files for record in records(file)] == rows
-    splits = {name: datasets.Dataset.from_list(rows) for name in ("train", "test")}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "two")
+    splits = {name: hf_datasets().Dataset.from_list(rows) for name in ("train", "test")}
+    hf_datasets().DatasetDict(splits).save_to_disk(tmp_path / "two")
     loaded(rows, tmp_path)
     for folder in ("two", "cache", "."):
         with pytest.raises(

@@ -49,6 +49,7 @@ def ours(folder: Path, template: str | None, messages: Sequence[Message], loss_o
     return ChatTokenizer(HFTokenizer(folder / "tokenizer.json"), template).read(Conversation(tuple(messages)), loss_on)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("kind", ["llama2", "llama3"])
 def test_ids_and_masks_are_those_of_transformers(name: str, kind: str, request: pytest.FixtureRequest) -> None:

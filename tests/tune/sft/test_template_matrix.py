@@ -3,6 +3,7 @@ is what is trained, and where it refuses, or leaves something out, so do we."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import jinja2
 import pytest
-import trl
 from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer, Encoded, LossOn
@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.data.tokenizer import layouts
 
-SHIPPED = {path.stem: path for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))}
+[TRL] = importlib.util.find_spec("trl").submodule_search_locations  # only files of it are read, which needs no import
+SHIPPED = {path.stem: path for path in sorted(Path(TRL, "chat_templates").glob("*.jinja"))}
 OWN = {name.lower(): getattr(layouts, name) for name in ("LLAMA2_CHAT", "LLAMA3_CHAT", "MISTRAL_CHAT", "GEMMA_CHAT", "CHATML")}
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Message = dict[str, Any]
@@ -134,6 +135,7 @@ def without(message: Message, *, counted: bool) -> Iterator[tuple[str, Message]]
         yield "reasoning_content", {name: value for name, value in message.items() if name not in REASONING}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*SHIPPED, *OWN, *(f"built-in {name}" for name in BUILT_IN)])
 def test_what_transformers_renders_is_trained(name: str, theirs: PreTrainedTokenizerBase, llama3: Path, tmp_path: Path) -> None:
     wanted = name.removeprefix("built-in ")

@@ -7,8 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +39,7 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 from megatron_llama.tune.sft.token_store import META
 
 from tests.harness import Cluster
-from tests.launcher import ROOT
+from tests.launcher import Launcher
 
 SEQ_LENGTH = 256
 COUNT = 90
@@ -56,10 +54,15 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "ROUND", ROUND)
 
 
+@pytest.fixture(scope="module")
+def found() -> list[tuple[str, str]]:
+    """Questions of documentation with their answers."""
+    return [*islice(docstring_pairs(), COUNT)]
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """Questions of documentation with a right and a wrong answer, in every kind's fields; some that are too long, some that are no examples."""
-    found = [*islice(docstring_pairs(), COUNT)]
+def file(found: list[tuple[str, str]], tmp_path: Path) -> Path:
+    """The questions with a right and a wrong answer, in every kind's fields; some that are too long, some that are no examples."""
     lines = [
         json.dumps({"prompt": question, "completion": right, "chosen": right, "rejected": wrong})
         for (question, right), (_, wrong) in zip(found, [*found[1:], found[0]], strict=True)
@@ -208,6 +211,8 @@ def test_numbers_of_the_run_and_code_matter(file: Path, tmp_path: Path, chat: Ch
     ExampleData(options_of("sft", file), replace(config, model=replace(config.model, vocab_size=2 * chat.vocab_size)), world, chat)
     ExampleData(options_of("sft", file), config, world, chat, "2001-02-03")
     assert len(entries(tmp_path / "cache")) == 4
+    package = Path(fingerprint.megatron_llama.__file__).parent
+    assert all(any((package / room).glob("*.py")) for room in fingerprint.ROOMS)
     other = tmp_path / "package"
     (other / "tune" / "sft").mkdir(parents=True)
     (other / "tune" / "sft" / "chat.py").write_text("a mended line\n")
@@ -274,11 +279,13 @@ tests.opened("sft", file, folder, ChatTokenizer(HFTokenizer(tokenizer), "llama3"
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["in the middle", "before the rename"])
-def test_a_writer_that_is_killed_leaves_no_entry(moment: str, file: Path, tmp_path: Path, chat: ChatTokenizer, llama3: Path) -> None:
+def test_a_writer_that_is_killed_leaves_no_entry(
+    moment: str, launcher: Launcher, file: Path, tmp_path: Path, chat: ChatTokenizer, llama3: Path
+) -> None:
     folder = tmp_path / "cache"
-    command = [sys.executable, "-c", KILLED, moment, str(file), str(folder), str(llama3 / "tokenizer.json")]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    assert launcher.run([moment, file, folder, llama3 / "tokenizer.json"], code=KILLED).codes == (-signal.SIGKILL,)
     [left] = entries(folder)
     assert left.name.startswith(".tmp-") and (left / "ids").is_file()
     _, expected = samples_in_memory("sft", file, chat)
@@ -378,6 +385,7 @@ def open_in(place: Place, kind: str, files: list[Path], folders: list[Path], tok
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sft", "kto"])
 def test_ranks_write_together(kind: str, cluster: Cluster, file: Path, tmp_path: Path, chat: ChatTokenizer, llama3: Path) -> None:
     """Four ranks of one machine give what one gives, byte for byte; of two machines one knows the tokens already."""

@@ -1,4 +1,4 @@
-"""Which files of a HuggingFace folder have its weights."""
+"""The files of a HuggingFace folder that have its weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ INDEX = "model.safetensors.index.json"
 OLD_SINGLE = "pytorch_model.bin"
 OLD_INDEX = "pytorch_model.bin.index.json"
 WEIGHT_FILES = (SINGLE, INDEX, OLD_SINGLE, OLD_INDEX)
-"""The file that says where the weights are, preferred first, as in transformers."""
+"""Files that tell where the weights are, preferred first, as in transformers."""
 DOWNLOAD = "copy the file again from where the model came from"
 
 
 def present_weight_files(folder: Path) -> list[Path]:
-    """Return those of WEIGHT_FILES that are there; the weights are read from the first. Raises
+    """Return those of WEIGHT_FILES that are there; the weights are read from the first one. Raises
     CheckpointError when there is none."""
-    found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
-    if not found:
+    present = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
+    if not present:
         do = "save the model with transformers' save_pretrained, which writes one of them"
         raise CheckpointError(folder, got="no weights", expected=f"{SINGLE} or {INDEX}", do=do)
-    return found
+    return present
 
 
 def files_named_by(named: Path) -> list[Path]:

@@ -38,12 +38,12 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
         "module.": "DistributedDataParallel",
     }
 )
-"""What the names of tensors begin with that were saved from a wrapped model."""
+"""Prefixes of the names of tensors that were saved from a wrapped model."""
 EMBEDDING, HEAD = VOCABULARY_TENSORS
 
 
 class HFWeights:
-    """The weights of a HuggingFace folder as a WeightSource that reads only what is asked for."""
+    """The weights of a HuggingFace folder as a WeightSource that reads only requested values."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class HFWeights:
         own: ModelConfig | None = None,
         ignored: Collection[str] = (),
     ) -> None:
-        """``model`` is the one to fill, derived fields filled in; by default it is that of the
-        folder. ``own`` takes the place of the folder's ``config.json``, of which the ``ignored``
-        fields are not refused.
+        """``model`` is the one to fill, with derived fields; by default it is that of the folder.
+        ``own`` takes the place of the folder's ``config.json``, whose ``ignored`` fields are not
+        refused.
 
         Raises CheckpointError with every tensor that is missing, unknown, of another shape or not a
         float."""
@@ -73,7 +73,7 @@ class HFWeights:
         self._read = {"config.json", SUMS}
         named, *others = present_weight_files(self.folder)
         self.notes: tuple[str, ...] = ()
-        """What else in the folder holds weights."""
+        """Notes on other files in the folder with weights."""
         if others:
             names = ", ".join(path.name for path in others)
             note = f"{named}: the weights are read from it, not from {names} beside it"
@@ -87,22 +87,22 @@ class HFWeights:
         refuse(f"{self.folder} does not hold the model:", list(self._problems()))
 
     def files_left_out(self, kept: Collection[str]) -> list[str]:
-        """Return the names of what else lies in the folder, ``kept`` apart: nothing of it goes into
+        """Return the names of other files in the folder, apart from ``kept``: they do not go into
         another folder of the model."""
         names = {path.name for path in self.folder.iterdir()}
         return sorted(names - self._read - {*kept})
 
     @property
     def dtype(self) -> str:
-        """The dtype of the stored weights. Where there are several it is ``float32``, which holds
-        the values of all."""
-        found = {self._stored(name).get_dtype() for name in hf_shapes(self.model)}
+        """Return the dtype of the stored weights. If there are several it is ``float32``, which
+        holds the values of all."""
+        stored = {self._stored(name).get_dtype() for name in hf_shapes(self.model)}
         names = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
-        return names[found.pop()] if len(found) == 1 else "float32"
+        return names[stored.pop()] if len(stored) == 1 else "float32"
 
     def _open_files(self, named: Path) -> Iterator[str]:
-        """Open the weight files and note which of them holds each tensor. Yield the tensors of
-        which two files hold different values: transformers takes the value of either."""
+        """Open the weight files and note the file of each tensor. Yield the tensors that have
+        different values in two files: transformers takes the value of either."""
         self._read.add(named.name)
         for path in files_named_by(named):
             self._read.add(path.name)
@@ -152,15 +152,15 @@ class HFWeights:
                 yield describe(where, got="a tensor", expected="none of this name", do=do)
 
     def _stored(self, name: str) -> Any:
-        """Return a tensor as a slice of its file; None if there is none. Of a tied pair the file
-        may hold the head alone: as in transformers it is the embedding, too."""
+        """Return a tensor as a slice of its file; None if there is none. A file may hold only the
+        head of a tied pair: as in transformers it is the embedding, too."""
         tied = self.model.tie_word_embeddings and EMBEDDING not in self._file_of
         name = HEAD if name == EMBEDDING and tied else name
         return self._file_of[name].get_slice(name) if name in self._file_of else None
 
     def _head_problems(self) -> Iterator[str]:
-        """Yield a stored head that is another one than the embedding which config.json ties it to:
-        transformers computes with the head that is stored."""
+        """Yield a problem if the stored head differs from the embedding to which config.json ties
+        it: transformers computes with the stored head."""
         if EMBEDDING not in self._file_of:
             return
         head = self._file_of[HEAD].get_slice(HEAD)
@@ -226,13 +226,13 @@ class HFReader:
         self._weights(rectangle, out)
 
 
-def _is_equal(one: Any, other: Any, name: str) -> bool:
+def _is_equal(first: Any, second: Any, name: str) -> bool:
     """Whether two stored tensors, as slices of their files, have the same values."""
-    shape = tuple(one.get_shape())
-    if tuple(other.get_shape()) != shape:
+    shape = tuple(first.get_shape())
+    if tuple(second.get_shape()) != shape:
         return False
     rows = [slice(b.offset[0], b.offset[0] + b.size[0]) for b in row_blocks(name, shape)]
-    return all(torch.equal(one[block].float(), other[block].float()) for block in rows)
+    return all(torch.equal(first[block].float(), second[block].float()) for block in rows)
 
 
 def _open(path: Path) -> Any:

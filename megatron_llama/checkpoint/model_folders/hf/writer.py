@@ -1,5 +1,5 @@
-"""Writes HuggingFace folders, for ``AutoModelForCausalLM.from_pretrained``: the format in which a
-trained model leaves."""
+"""Writes HuggingFace folders, for ``AutoModelForCausalLM.from_pretrained``: the format in which
+trained models are handed on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXPORT_FILES = (
     "additional_chat_templates",
     SUMS,
 )
-"""What an export, or a conversion to this format, may hold."""
+"""Names that an export, or a conversion to this format, may contain."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HFWriter:
     """HuggingFace's format as a ModelWriter."""
 
     max_shard_bytes: int = SHARD_BYTES
-    """The largest size of a file, unless a single tensor is larger."""
+    """Largest size of a file, unless a single tensor is larger."""
     is_export: bool = False
     """Whether the files are marked as those of an export, which a later one may replace."""
 
@@ -68,7 +68,7 @@ class HFWriter:
         """Yield a task for each weight file. The small files are written at once."""
         files = _plan_files(hf_shapes(model), dtype, self.max_shard_bytes)
         if len(files) > 1:
-            elements = sum(math.prod(shape) for part in files.values() for shape in part.values())
+            elements = sum(math.prod(shape) for file in files.values() for shape in file.values())
             file_of = {tensor: name for name, shapes in files.items() for tensor in shapes}
             total = {"total_size": elements * dtype.itemsize}
             write_synced(folder / INDEX, _json({"metadata": total, "weight_map": file_of}))
@@ -99,13 +99,13 @@ def export_hf(
     whole or not at all.
 
     ``model`` has its derived fields filled in. ``dtype`` is ``float32`` (bit-exact), ``bfloat16``
-    or ``float16``. ``carried`` is what the model came with. At most 64 MiB of weights are in memory
-    at a time. What may be replaced says ``require_export``. Raises CheckpointError.
-    """
+    or ``float16``. ``carried`` has the files that the model came with. At most 64 MiB of weights
+    are in memory at a time. For what may be replaced see ``require_export``. Raises
+    CheckpointError."""
     target = Path(folder).resolve()
     require_export(target, sources, overwrite=overwrite)
     if tokenizer is not None:
-        # Tokens that were added behind the vocabulary are none of the model's, but do no harm.
+        # Tokens added behind the vocabulary are not the model's, but they do no harm.
         if tokenizer.base_vocab_size > model.vocab_size:
             raise CheckpointError(
                 "tokenizer",
@@ -136,9 +136,9 @@ def require_export(
 ) -> None:
     """Raise CheckpointError unless an export may write the folder.
 
-    It may replace a folder that an export of this program has written, so that one command line
-    serves every restart of a run, and with ``overwrite`` any with files of these names, ``config``
-    among them. It never replaces one of ``sources``, from which the weights came."""
+    It may replace an export of this program, so that one command line serves every restart of a
+    run. With ``overwrite`` it may replace any folder whose files have these names, ``config`` among
+    them. It never replaces one of ``sources``, from which the weights came."""
     for source in map(Path, sources):
         if target.exists() and source.exists() and target.samefile(source):
             raise CheckpointError(

@@ -24,8 +24,8 @@ class NativeReader:
     """A native checkpoint, or the latest one in a folder, as a ModelReader."""
 
     def __init__(self, path: Path, config: str | Path | None, vocab_size: int) -> None:
-        """Open the checkpoint. Raises CheckpointError; ``config`` is refused, since a native
-        checkpoint says everything itself."""
+        """Open the checkpoint. Raises CheckpointError, also for a ``config``: a native checkpoint
+        has its own."""
         self.format = "native"
         if config is not None:
             expected = "none for a native checkpoint, which has its own"

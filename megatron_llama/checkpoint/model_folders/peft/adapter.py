@@ -34,7 +34,7 @@ from megatron_llama.model.plan.lora import adapter_shapes, projections, trained_
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-"""What PEFT's wrappers put before every name."""
+"""Prefix that PEFT's wrappers put before every name."""
 READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "modules_to_save")
 HARMLESS = (
     # Where the adapter and its model come from, and for which task.
@@ -56,7 +56,7 @@ HARMLESS = (
     "qalora_group_size",
     "ensure_weight_tying",
 )
-"""Fields that do not change what is added to the weights. Any other one is refused, unless it is
+"""Fields that do not change the additions to the weights. Any other field is refused, unless it is
 empty, 0 or false."""
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initial values of the additions that leave the model's own weights as they are. PEFT changes
@@ -76,9 +76,9 @@ def write_peft(
     overwrite: bool = False,
 ) -> None:
     """Write a folder for ``PeftModel.from_pretrained``, in fp32. It appears whole or not at all.
-    What may be replaced says ``require_export``.
+    For what may be replaced see ``require_export``.
 
-    ``source`` has the halves of the additions by name; ``base`` says where the model lies. Raises
+    ``source`` has the halves of the additions by name; ``base`` is the place of the model. Raises
     CheckpointError."""
     target = Path(folder).resolve()
     files = (CONFIG, *EXPORT_FILES)
@@ -102,7 +102,7 @@ def write_peft(
 
 
 def _config(lora: LoraConfig, base: str | None, whole: Iterable[str]) -> dict[str, Any]:
-    """``whole`` has the weights that are not added to but replaced."""
+    """Return PEFT's configuration. ``whole`` has the weights that are replaced, not added to."""
     alpha = lora.lora_alpha
     modules = [name.removesuffix(".weight") for name in whole]
     return {
@@ -127,7 +127,7 @@ class PeftAdapter:
     """The additions in a folder of PEFT: a WeightSource of their halves, memory-mapped."""
 
     def __init__(self, folder: str | Path, model: ModelConfig) -> None:
-        """Open the folder; ``model`` is the one that the additions belong to. Raises
+        """Open the folder. ``model`` is the one that the additions belong to. Raises
         CheckpointError with all that does not fit."""
         self.folder = Path(folder)
         config = read_json_object(self.folder / CONFIG, do=COPY)
@@ -153,11 +153,11 @@ class PeftAdapter:
         refuse(f"{self.folder} does not fit the model:", list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
-        found = set(self._file.keys())
+        names = set(self._file.keys())
         wanted = {PREFIX + name: shape for name, shape in (self.shapes | self.whole).items()}
         for name, shape in wanted.items():
             got = (
-                tuple(self._file.get_slice(name).get_shape()) if name in found else "no such tensor"
+                tuple(self._file.get_slice(name).get_shape()) if name in names else "no such tensor"
             )
             if got != shape:
                 do = "give the model that the adapter was trained on"
@@ -169,7 +169,7 @@ class PeftAdapter:
                 yield describe(
                     f"{self.folder / WEIGHTS} {name}", got=dtype, expected=expected, do=COPY
                 )
-        for name in sorted(found - wanted.keys()):
+        for name in sorted(names - wanted.keys()):
             do = "only low-rank additions to the projections of a model can be merged"
             yield describe(
                 f"{self.folder / WEIGHTS} {name}",
@@ -189,8 +189,8 @@ class PeftAdapter:
 def _config_problems(
     path: Path, config: Mapping[str, Any], known: tuple[str, ...], whole: Iterable[str]
 ) -> Iterator[str]:
-    """Yield what cannot be merged; ``known`` are the linear layers of the model's blocks, ``whole``
-    the weights that may be replaced."""
+    """Yield the options that cannot be merged. ``known`` are the linear layers of the model's
+    blocks, ``whole`` the weights that may be replaced."""
     do = "merge it with PEFT"
     if config.get("peft_type") != "LORA":
         yield describe(f"{path} peft_type", got=config.get("peft_type"), expected="LORA", do=do)
@@ -251,5 +251,5 @@ class MergedReader:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model says of itself."""
+        """Return an attribute of the model's reader."""
         return getattr(self.base, name)

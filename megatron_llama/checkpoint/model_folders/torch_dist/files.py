@@ -11,8 +11,8 @@ BACKEND = "metadata.json"
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Return whether a folder has files of Megatron's sharded formats, of which ``torch_dist`` is
-    the one that can be read."""
+    """Whether a folder has files of Megatron's sharded formats. Of these ``torch_dist`` can be
+    read."""
     return (folder / BACKEND).is_file() or (
         (folder / METADATA).is_file() and not (folder / META).is_file()
     )

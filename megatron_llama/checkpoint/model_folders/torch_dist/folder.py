@@ -22,7 +22,7 @@ from megatron_llama.errors import CheckpointError, describe
 
 COMMON = "common.pt"
 MODELOPT = "modelopt_state"
-"""A folder in which TensorRT Model Optimizer keeps what it has changed in a model."""
+"""A folder in which TensorRT Model Optimizer keeps its changes to a model."""
 VERSIONS: Mapping[str, Any] = MappingProxyType(
     {
         "sharded_backend": "torch_dist",
@@ -31,13 +31,13 @@ VERSIONS: Mapping[str, Any] = MappingProxyType(
         "common_backend_version": 1,
     }
 )
-"""What ``metadata.json`` says of the format that is read here."""
+"""Fields of ``metadata.json`` for the format that is read here."""
 SAVE_AGAIN = "load it with Megatron-LM and save it with --ckpt-format torch_dist"
 
 
 def chunk_files(path: Path) -> list[Path]:
-    """Return the files of ``path``, or of the checkpoint that the tracker in it names, that hold
-    tensors or say which ones. Raises CheckpointError."""
+    """Return the files with tensors or their index, of ``path`` or of the checkpoint that the
+    tracker in it names. Raises CheckpointError."""
     folder = find_folder(path, (BACKEND, METADATA), "a checkpoint in it")
     return [*folder.glob("*.distcp"), *(folder / name for name in (COMMON, METADATA, BACKEND))]
 
@@ -47,8 +47,8 @@ class TorchDistFolder:
 
     def __init__(self, path: Path) -> None:
         """Open ``path``, or the checkpoint that the tracker in it names. No tensor is read. Raises
-        CheckpointError for another format, or another version of this one, and for files that are
-        damaged or name code to run."""
+        CheckpointError for another format or version, and for files that are damaged or name code
+        to run."""
         self.folder = find_folder(path, (BACKEND, METADATA), "a checkpoint in it")
         refuse(f"{self.folder} cannot be used:", list(_backend_problems(self.folder)))
         refuse(f"{self.folder} is damaged:", list(_integrity_problems(self.folder)))
@@ -64,7 +64,7 @@ class TorchDistFolder:
         self.common: Mapping[str, Any] = content
         args = content.get("args")
         self.args: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
-        """Megatron-LM's arguments; empty where another program saved the folder."""
+        """Megatron-LM's arguments; empty if another program saved the folder."""
         tp = self.args.get("tensor_model_parallel_size")
         self.tp = tp if isinstance(tp, int) and tp > 0 else 1
         """The tensor-parallel size of the run, by which Megatron padded the vocabulary."""
@@ -72,7 +72,7 @@ class TorchDistFolder:
 
 
 def _integrity_problems(folder: Path) -> Iterator[str]:
-    """Yield a line for each small file that is not the one of which the folder has a checksum.
+    """Yield a line for each small file that differs from the folder's checksum of it.
     ``metadata.json`` is compared where it is read, and tensors have checksums of their own."""
     path = folder / MANIFEST
     if not path.is_file():
@@ -90,19 +90,19 @@ def _integrity_problems(folder: Path) -> Iterator[str]:
 
 
 def _backend_problems(folder: Path) -> Iterator[str]:
-    """Yield what keeps a folder from being one of this format."""
+    """Yield the reasons why a folder is not of this format."""
     path = folder / BACKEND
     if not path.is_file():
         got = f"{METADATA} alone: a folder of fsdp_dtensor or torch_dcp"
         yield describe(path, got=got, expected="a folder of torch_dist", do=SAVE_AGAIN)
         return
     try:
-        found = read_json_object(path, do=COPY_AGAIN)
+        fields = read_json_object(path, do=COPY_AGAIN)
     except CheckpointError as error:
         yield str(error)
         return
     for name, expected in VERSIONS.items():
-        value = found.get(name)
+        value = fields.get(name)
         if value != expected:
             newer = isinstance(value, int) and isinstance(expected, int) and value > expected
             do = (

@@ -21,24 +21,14 @@ from torch import Tensor
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.plan.buckets import ALIGN, MAX_PIECES, align_up
 
-
-def carries(axis: Axis, device: torch.device) -> bool:
-    """Whether gloo moves tensors of a device along an axis."""
-    return (
-        axis.communicator is not None
-        and device.type == "cpu"
-        and axis.communicator._get_backend(device).name() == "gloo"
-    )
-
-
 _NEVER_SENT = (1 << 31) - 1
 """A tag above those of all exchanges."""
 
 
 def end_connections(group: dist.ProcessGroup) -> None:
-    """End the connections of a group at once, if it has any over gloo. What waits for a message
-    fails: here with RuntimeError, and on the other ranks as if this process had ended. What is
-    posted later fails, too.
+    """End the connections of a group at once, if it has any over gloo. Waits for messages fail:
+    here with RuntimeError, and on the other ranks as if this process had ended. Later messages
+    fail, too.
 
     Letting go of the group would not do: a thread that waits for a message keeps its connection.
     And gloo reads nothing more from a connection on which a message comes whose receive was dropped
@@ -51,8 +41,8 @@ def end_connections(group: dist.ProcessGroup) -> None:
     if backend.name() != "gloo":
         return
     # A receive that times out ends all connections of its context (``UnboundBuffer::waitRecv``).
-    # There is a context for each network interface, and the tag says which one is meant. Receives
-    # from anyone, because these send nothing: a peer may be stopped, or gone.
+    # There is a context for each network interface, and the tag says which one is meant. They
+    # receive from any rank, because these send nothing: a peer may be stopped, or gone.
     contexts = len(backend.options._devices)  # type: ignore[attr-defined]
     for number in range(contexts):
         with suppress(RuntimeError):
@@ -61,7 +51,7 @@ def end_connections(group: dist.ProcessGroup) -> None:
 
 
 def _first_tag(index: int, phase: int) -> int:
-    """The first of the tags of one exchange of a communicator: phase 0 and 1 are those of
+    """Return the first of the tags of one exchange of a communicator: phase 0 and 1 are those of
     reductions and transfers, 2 that of the gather with the same index."""
     return (3 * index + phase) * MAX_PIECES
 
@@ -81,24 +71,24 @@ def _messages(
     """Cut the parts of (peer, part) into chunks, numbered by tags. Raises ValueError where a part
     has more chunks than an exchange has tags, which ``chunk_problem`` prevents."""
     messages = []
-    for peer, part in parts:
-        chunk = max(1, chunk_bytes // part.element_size())
-        if part.numel() > chunk * MAX_PIECES:
+    for peer, tensor in parts:
+        chunk = max(1, chunk_bytes // tensor.element_size())
+        if tensor.numel() > chunk * MAX_PIECES:
             raise ValueError(
-                f"a part of {part.numel()} elements makes more than {MAX_PIECES} chunks "
+                f"a part of {tensor.numel()} elements makes more than {MAX_PIECES} chunks "
                 f"of {chunk_bytes} bytes"
             )
         messages += [
             _Message(view, peer, first_tag + i)
-            for i, view in enumerate(torch.split(part, chunk))
+            for i, view in enumerate(torch.split(tensor, chunk))
             if view.numel()
         ]
     return messages
 
 
 def _peers(axis: Axis) -> list[int]:
-    """The other ranks, beginning with the next one, so that not all ranks send to the same one
-    first."""
+    """Return the other ranks, beginning with the next one, so that not all ranks send to the same
+    one first."""
     return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
 
@@ -141,13 +131,13 @@ class _Transfers:
         self._receives = None
 
     def wait_sent(self) -> None:
-        """Wait until what is sent may be overwritten."""
+        """Wait until the sent tensors may be overwritten."""
         for work in self._sends:
             work.wait()
         self._sends.clear()
 
     def disconnect(self) -> None:
-        """Let go of the group and of its messages. What is posted later fails."""
+        """Let go of the group and of its messages. Later messages fail."""
         self._group = None
         self._receives = None
         self._sends = []
@@ -160,8 +150,8 @@ class _Transfers:
             for message in messages:
                 works.append(post([message.view], message.peer, message.tag))
         except RuntimeError as error:
-            # A peer that is known to be gone fails here, one that goes later fails in the wait.
-            # Callers should find both in one place, the wait.
+            # A peer that is known to be gone fails here, and a peer that goes later in the wait.
+            # Callers should get both errors in one place, the wait.
             self._error = error
         return works
 
@@ -219,8 +209,8 @@ def _messages_by_peer(
     Raises ValueError where a peer has more chunks than an exchange has tags."""
     messages = []
     used = dict[int, int]()
-    for peer, part in parts:
-        chunks = _messages([(peer, part)], first_tag + used.get(peer, 0), chunk_bytes)
+    for peer, tensor in parts:
+        chunks = _messages([(peer, tensor)], first_tag + used.get(peer, 0), chunk_bytes)
         used[peer] = used.get(peer, 0) + len(chunks)
         if used[peer] > MAX_PIECES:
             raise ValueError(f"{used[peer]} chunks for one peer, of at most {MAX_PIECES}")
@@ -241,7 +231,7 @@ class ReceivedParts:
     def allocate(
         axis: Axis, largest: int, wire: torch.dtype, wide: torch.dtype, count: int
     ) -> list[ReceivedParts]:
-        """``count`` buffers for reductions of at most ``largest`` elements."""
+        """Make ``count`` buffers for reductions of at most ``largest`` elements."""
         size = -(-largest // axis.size)
         sizes = (axis.size - 1) * size, size * (wire != wide)
         return [
@@ -256,14 +246,14 @@ def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Te
     where the parts have another one."""
     if parts[0].dtype != out.dtype:
         out.copy_(parts[0])
-        for part in parts[1:]:
-            out.add_(wide.copy_(part))  # add_ alone would allocate the wide copy
+        for addend in parts[1:]:
+            out.add_(wide.copy_(addend))  # add_ alone would allocate the wide copy
         return
     total = parts[0]
-    for number, part in enumerate(parts[1:], start=1):
+    for number, addend in enumerate(parts[1:], start=1):
         # ``out`` may be the own part, so the sum must not be there before the own part is in it.
         # Until then it is in part 0, which was received.
-        total = torch.add(total, part, out=out if number >= rank else parts[0])
+        total = torch.add(total, addend, out=out if number >= rank else parts[0])
 
 
 class ReduceScatter:
@@ -305,8 +295,8 @@ class ReduceScatter:
 
 
 class AllReduce:
-    """``exchange.all_reduce`` over gloo: a reduce-scatter, then a gather of the sums. ``tensor``
-    has the wire's dtype, ``wide`` is the dtype of the sum."""
+    """``exchange.all_reduce_exchange`` over gloo: a reduce-scatter, then a gather of the sums.
+    ``tensor`` has the wire's dtype, ``wide`` is the dtype of the sum."""
 
     def __init__(
         self, tensor: Tensor, wide: torch.dtype, axis: Axis, index: int, chunk_bytes: int
@@ -337,8 +327,8 @@ class AllReduce:
         self._wide = own if same else torch.empty_like(own, dtype=wide)
 
     def start(self) -> None:
-        # These receives overwrite what the first phase sends. They may be posted now: a peer sends
-        # a sum only after it has received all of its parts, ours too.
+        # These receives overwrite the tensors that the first phase sends. They may be posted now: a
+        # peer sends a sum only after it has received all of its parts, ours too.
         self._sums.post_receives()
         self._parts.start()
 

@@ -1,7 +1,7 @@
 """Queues of exchanges between hosts, of which only a few are in flight at a time.
 
-Every transfer between two ranks over gloo is a connection of its own, and connections share a link
-as they like. With everything posted at once, one rank gets its twentieth message while another one
+Every transfer between two ranks over gloo is its own connection, and connections share a link in
+any order. With everything posted at once, one rank gets its twentieth message while another one
 still lacks its first, and the slower rank holds up all. Measured on four hosts at 400 Mbit/s with
 twenty gathers: ranks entered the backward pass 115 ms apart. A window keeps all ranks within the
 same few messages. A device's communicator runs its collectives in order anyway.
@@ -26,7 +26,7 @@ for."""
 
 class _Ticket:
     """An exchange on its way through a queue. Errors of its source and of its start are kept for
-    whoever waits for it, so that the queue goes on."""
+    its ``finish``, so that the queue goes on."""
 
     def __init__(self, exchange: Exchange, *, size: int, after: Future | None) -> None:
         self._exchange = exchange
@@ -35,7 +35,7 @@ class _Ticket:
         self._error: BaseException | None = None
 
     def wait_for_source(self) -> None:
-        """Wait for what makes the source of the exchange."""
+        """Wait for the work that makes the source of the exchange."""
         after = self._after
         self._after = None
         try:
@@ -54,7 +54,7 @@ class _Ticket:
             self._error = error
 
     def finish(self) -> None:
-        """Wait for the exchange. Raises what went wrong with it or with its source."""
+        """Wait for the exchange. Raises its error or that of its source."""
         if self._error is not None:
             raise self._error
         self._exchange.wait()
@@ -88,8 +88,8 @@ class HostCommQueue:
                 ticket.start()
                 self._in_flight.append(ticket)
                 self._worker.put(arrival)
-                # A task of its own: whoever waits for this arrival must not wait for the source of
-                # the exchange that starts next. A layer waited for another bucket's update so.
+                # A separate task: a wait for this arrival must not include the source of the next
+                # exchange. Otherwise a layer would wait for another bucket's update.
                 self._worker.put(Task(self._start_next))
 
     def _start_next(self) -> None:
@@ -108,10 +108,10 @@ class HostCommQueue:
 
 
 class HostPacedCommQueue:
-    """A ``CommQueue`` for sources that are long in coming. One thread waits for the sources, in
-    their order, and starts the exchanges; another one waits for the exchanges. So whoever waits for
-    an exchange waits for its own source only, and what ``Stream`` issues, reductions for example,
-    never waits for a source."""
+    """A ``CommQueue`` for sources that take long. One thread waits for the sources, in their order,
+    and starts the exchanges; another one waits for the exchanges. So a wait for an exchange
+    includes only its own source, and work that ``Stream`` issues, such as reductions, never waits
+    for a source."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._starting = Worker("gathers")
@@ -138,7 +138,7 @@ class HostPacedCommQueue:
         self._finishing.fail(error)
 
     def close(self) -> None:
-        # What has not been started by now may be left undone: ``_start`` finds a closed worker.
+        # Exchanges that have not started yet may be left undone: ``_start`` finds a closed worker.
         self._starting.close()
         self._finishing.close()
 

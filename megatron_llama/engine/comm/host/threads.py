@@ -11,11 +11,11 @@ from megatron_llama.engine.comm.worker import Task, Work, Worker
 
 
 class ThreadStream:
-    """Two threads: one starts transfers, the other one waits for them and does what follows.
+    """Two threads: one starts transfers, the other one waits for them and does the follow-up work.
 
-    With one thread, a transfer could not start before the follow-up work of the one before is
-    done. The computing thread itself should not start a transfer either: a sender copies into its
-    socket as much as fits there, which takes processor time from the computation."""
+    With one thread, a transfer could not start before the follow-up work of the one before is done.
+    The computing thread itself should not start a transfer either: a sender copies as much as fits
+    into its socket, which takes processor time from the computation."""
 
     def __init__(self) -> None:
         self._issuing = Worker("issue")

@@ -36,7 +36,7 @@ State = tuple[Tensor, Tensor, Tensor]
 
 
 def in_rows(rows: int, columns: int) -> Iterator[slice]:
-    """Yields slices of a matrix's rows, each of at most AT_ONCE elements (or one row)."""
+    """Yield slices of a matrix's rows, each of at most AT_ONCE elements (or one row)."""
     step = max(1, AT_ONCE // max(1, columns))
     return (slice(low, low + step) for low in range(0, rows, step))
 
@@ -56,16 +56,16 @@ class Block:
     cols: int
 
     def view(self, shard: Tensor) -> Tensor:
-        """Returns its place in a shard, [rows, cols]."""
+        """Return its place in a shard, [rows, cols]."""
         return shard[self.start : self.start + self.rows * self.cols].view(self.rows, self.cols)
 
-    def parts(self, shard: Tensor) -> Iterator[Tensor]:
-        """Yields its place in a shard, some rows at a time."""
+    def row_views(self, shard: Tensor) -> Iterator[Tensor]:
+        """Yield its place in a shard, some rows at a time."""
         view = self.view(shard)
         return (view[rows] for rows in in_rows(self.rows, self.cols))
 
     def of(self, columns: Tensor) -> Tensor:
-        """Returns the part of a vector over the matrix's columns that belongs to it, [cols]."""
+        """Return the part of a vector over the matrix's columns that belongs to it, [cols]."""
         return columns[self.col : self.col + self.cols]
 
 
@@ -76,7 +76,7 @@ def blocks_of(segment: Segment, matrix: int) -> Iterator[Block]:
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedBlock:
     """Some columns of one block, and their place in the packed vector."""
 
     block: Block
@@ -92,13 +92,18 @@ class Part:
         return self.block.rows, self.columns.numel()
 
     def place(self, packed: Tensor) -> Tensor:
-        """Returns its elements in a packed vector, [rows, c]."""
+        """Return its elements in a packed vector, [rows, c]."""
         rows, columns = self.shape
         return packed[self.start : self.start + rows * columns].view(rows, columns)
 
-    def values(self, by_column: Tensor) -> Tensor:
-        """Returns the values of these columns from a vector over the matrix's columns, [c]."""
-        return self.block.of(by_column)[self.columns]
+    def view(self, shard: Tensor) -> Tensor:
+        """Return the place of the whole block in a shard."""
+        return self.block.view(shard)
+
+    def values(self, by_matrix: Sequence[Tensor]) -> Tensor:
+        """Return the values of these columns from a vector over the columns of each matrix,
+        [c]."""
+        return self.block.of(by_matrix[self.block.matrix])[self.columns]
 
 
 class Packing:
@@ -109,14 +114,14 @@ class Packing:
     ) -> None:
         """``masks`` says for each matrix which columns are packed: bool over its columns, on the
         host."""
-        self.parts: list[Part] = []
+        self.blocks: list[PackedBlock] = []
         self.numel = 0
         """Packed elements."""
         for block in blocks:
             columns = block.of(masks[block.matrix]).nonzero().flatten()
             if columns.numel():
                 every = columns.numel() == block.cols
-                self.parts.append(Part(block, columns.to(device), self.numel, every))
+                self.blocks.append(PackedBlock(block, columns.to(device), self.numel, every))
                 self.numel += block.rows * columns.numel()
 
     @property
@@ -125,27 +130,32 @@ class Packing:
         differently."""
         return align_up(self.numel, ALIGN)
 
+    def values(self, by_matrix: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the values of the packed columns, [c] for each block, from a vector over the
+        columns of each matrix."""
+        return tuple(block.values(by_matrix) for block in self.blocks)
+
     def pack(self, shard: Tensor, packed: Tensor) -> None:
         """Copy the columns out of a shard, into the dtype of ``packed``."""
-        for part in self.parts:
-            place = part.place(packed)
-            view = part.block.view(shard)
-            if part.every:
+        for block in self.blocks:
+            place = block.place(packed)
+            view = block.view(shard)
+            if block.every:
                 place.copy_(view)
                 continue
-            for rows in in_rows(*part.shape):
-                place[rows].copy_(view[rows].index_select(1, part.columns))
+            for rows in in_rows(*block.shape):
+                place[rows].copy_(view[rows].index_select(1, block.columns))
 
     def unpack(self, packed: Tensor, shard: Tensor) -> None:
         """Copy the columns back, into the dtype of ``shard``. Everything else stays."""
-        for part in self.parts:
-            place = part.place(packed)
-            view = part.block.view(shard)
-            if part.every:
+        for block in self.blocks:
+            place = block.place(packed)
+            view = block.view(shard)
+            if block.every:
                 view.copy_(place)
                 continue
-            for rows in in_rows(*part.shape):
-                view[rows].index_copy_(1, part.columns, place[rows].to(shard.dtype))
+            for rows in in_rows(*block.shape):
+                view[rows].index_copy_(1, block.columns, place[rows].to(shard.dtype))
 
 
 @dataclass(frozen=True)
@@ -157,8 +167,8 @@ class ColumnSet:
     on_host: Packing
     """The same with its indices on the host."""
     counts: tuple[Tensor, ...]
-    """For each part of the packing, how often its columns had been updated when they were selected,
-    [c] on the host."""
+    """For each block of the packing, how often its columns had been updated when they were
+    selected, [c] on the host."""
     common_count: int | None
     """The number of updates of all of them, if they have one in common."""
 
@@ -172,11 +182,10 @@ class ColumnSet:
         """``masks`` and ``counts`` have for each matrix a vector over its columns, on the host."""
         on_host = Packing(blocks, masks, HOST)
         on_device = on_host if devices.is_host(device) else Packing(blocks, masks, device)
-        found = [part.values(counts[part.block.matrix]) for part in on_host.parts]
-        values = {int(value) for one in found for value in torch.unique(one).tolist()}
-        return ColumnSet(
-            on_device, on_host, tuple(found), values.pop() if len(values) == 1 else None
-        )
+        own_counts = on_host.values(counts)
+        distinct = {int(count) for own in own_counts for count in torch.unique(own).tolist()}
+        common_count = distinct.pop() if len(distinct) == 1 else None
+        return ColumnSet(on_device, on_host, own_counts, common_count)
 
 
 # AdamW over columns
@@ -236,11 +245,11 @@ def adamw_columns_(
     root_buffer = torch.empty_like(grad[:rows])
     step_buffer = torch.empty_like(grad[:rows])
     for low in range(0, grad.shape[0], rows):
-        part = slice(low, low + rows)
-        weight = state[0][part]
-        first = state[1][part]
-        second = state[2][part]
-        new = grad[part]
+        chunk = slice(low, low + rows)
+        weight = state[0][chunk]
+        first = state[1][chunk]
+        second = state[2][chunk]
+        new = grad[chunk]
         root = root_buffer[: len(new)]
         step = step_buffer[: len(new)]
         first.lerp_(new, 1.0 - options.adam_beta1)
@@ -321,10 +330,10 @@ class HotColumns:
     def _step_columns(self, grad: Tensor, skip: Tensor, lr: float) -> None:
         """Update with a bias correction for each column. The host does not know whether the step is
         skipped: the update is computed, and ``torch.where`` drops it."""
-        for part, before in zip(self.columns.on_device.parts, self._counts, strict=True):
+        for block, before in zip(self.columns.on_device.blocks, self._counts, strict=True):
             corrections = bias_corrections(before + self.steps, self._options, grad.dtype)
-            places = [part.place(one) for one in (*self.state, grad)]
-            for rows in in_rows(*part.shape):
+            places = [block.place(packed) for packed in (*self.state, grad)]
+            for rows in in_rows(*block.shape):
                 *old, new_grad = (place[rows] for place in places)
                 new = adamw_columns(
                     (old[0], old[1], old[2]),
@@ -387,7 +396,7 @@ class MinorityColumns:
     packing: Packing
     """The other columns."""
     counts: tuple[Tensor, ...]
-    """For each part of the packing, how often its columns had been updated, [c]."""
+    """For each block of the packing, how often its columns had been updated, [c]."""
 
     @staticmethod
     def of(
@@ -400,16 +409,12 @@ class MinorityColumns:
             values, columns = torch.unique(here, return_counts=True)
             for count, number in zip(values.tolist(), columns.tolist(), strict=True):
                 elements[int(count)] += number * block.rows
-        # Of two counts with as many elements the larger one, so that the choice is the same on
-        # every rank and in every run.
+        # The larger of two counts with as many elements, so that the choice is the same on every
+        # rank and in every run.
         majority = max(elements, key=lambda count: (elements[count], count), default=0)
         others = [mask & (count != majority) for mask, count in zip(masks, counts, strict=True)]
         packing = Packing(blocks, others, HOST)
-        return MinorityColumns(
-            majority,
-            packing,
-            tuple(part.values(counts[part.block.matrix]) for part in packing.parts),
-        )
+        return MinorityColumns(majority, packing, packing.values(counts))
 
 
 class ColdColumns:
@@ -418,9 +423,9 @@ class ColdColumns:
 
     Only cold columns cross the bus: their gradients at every step, packed, in the dtype of the
     wire, and their weights once an update interval, in the compute dtype. The state on the host is
-    that of the whole shard, so that one fused call serves it. What an update writes into the places
-    of hot columns there does not matter: these are written back from the device whenever anybody is
-    to read them."""
+    that of the whole shard, so that one fused call serves it. An update also writes into the places
+    of hot columns there, which does not matter: they are written back from the device before they
+    are read."""
 
     def __init__(
         self, state: State, totals: Sequence[Tensor], *, decay: float, options: UpdateOptions
@@ -471,17 +476,17 @@ class ColdColumns:
             self._minority.packing.unpack(packed, whole)
 
     def _update_minority(self, grad: Tensor, steps: int, lr: float) -> list[Tensor]:
-        """Returns the new state of the minority columns, packed."""
+        """Return the new state of the minority columns, packed."""
         packing = self._minority.packing
         *state, mean = (tensor.new_empty(packing.numel) for tensor in (*self.state, grad))
         for whole, packed in zip((*self.state, grad), (*state, mean), strict=True):
             packing.pack(whole, packed)
         mean.div_(steps)
-        for part, counts in zip(packing.parts, self._minority.counts, strict=True):
-            places = tuple(part.place(packed) for packed in state)
+        for block, counts in zip(packing.blocks, self._minority.counts, strict=True):
+            places = tuple(block.place(packed) for packed in state)
             adamw_columns_(
                 (places[0], places[1], places[2]),
-                part.place(mean),
+                block.place(mean),
                 bias_corrections(counts + self.updates, self._options, grad.dtype),
                 self._options,
                 lr=lr,

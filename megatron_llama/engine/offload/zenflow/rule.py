@@ -57,7 +57,7 @@ window, because the memory it arrives in is needed again at the next step."""
 ACCUMULATING = "accumulating"
 APPLYING = "applying"
 PACKING = "packing"
-"""What the worker's time is spent on."""
+"""Kinds of work on which the worker spends its time."""
 WAITING_FOR_HOST = "the optimizer on the host"
 
 
@@ -108,7 +108,7 @@ class ScratchBuffers:
 
 @dataclass(frozen=True)
 class Staging:
-    """Pinned host memory of one shard, for what crosses the bus."""
+    """Pinned host memory of one shard, for the values that cross the bus."""
 
     grads: Tensor
     """Packed gradients as they arrive, in the dtype of the wire."""
@@ -119,8 +119,8 @@ class Staging:
 
 
 class ShardColumns:
-    """One shard under ZenFlow: its hot columns on the device, its cold ones on the host, and what
-    crosses the bus between them. In every step ``on_reduced`` is called once, then ``step``."""
+    """One shard under ZenFlow: its hot columns on the device, its cold ones on the host, and the
+    traffic between them. In every step ``on_reduced`` is called once, then ``step``."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class ShardColumns:
         self.cold.select(self.blocks, cold_masks, counts)
 
     def on_reduced(self, grad: Tensor) -> None:
-        """The gradient of the step is final: send its cold columns to the host."""
+        """Send the cold columns of the step's gradient, which is final, to the host."""
         if self._accumulated is not None:
             # The worker reads the last gradient from the memory that this one is copied to.
             with self._recorder.exposed(WAITING_FOR_HOST):
@@ -198,8 +198,8 @@ class ShardColumns:
         self.to_host_bytes += size * self._staging.grads.element_size()
 
     def step(self, grad: Tensor, plan: Step, *, scale: Tensor, skip: Tensor, lr: float) -> None:
-        """Update the hot columns, accumulate the cold ones, and where the window closes have these
-        updated."""
+        """Update the hot columns, accumulate the cold ones, and have these updated where the window
+        closes."""
         self.hot.step(
             grad, self.shard.param_shard, self._scratch.hot_grads, scale=scale, skip=skip, lr=lr
         )
@@ -276,7 +276,8 @@ class ShardColumns:
         """Steps that were done before the oldest gradient that is not in the weights; None if there
         is none."""
         return min(
-            (one.since for one in self.cold.accumulated if one.since is not None), default=None
+            (window.since for window in self.cold.accumulated if window.since is not None),
+            default=None,
         )
 
     def settle(self, lr: float) -> None:
@@ -291,7 +292,7 @@ class ShardColumns:
         self.hot.store(self.cold.state)
 
     def refresh(self) -> None:
-        """The state on the host was written: the shard in the compute dtype follows."""
+        """Write the state on the host, which has changed, into the shard in the compute dtype."""
         self.shard.param_shard.copy_(self.cold.state[0])
 
 
@@ -396,7 +397,7 @@ class ZenFlow(UpdateRule):
         self._shards: dict[int, ShardColumns] = {}
         self._grads: dict[int, Tensor] = {}
         self._plans: dict[int, Step] = {}
-        """What the present step does, by the number of steps before it."""
+        """The plan of the present step, by the number of steps before it."""
         self._lock = threading.Lock()
         """Covers ``_plans``: the thread that updates asks for the plan, and the one that
         computes."""
@@ -420,7 +421,7 @@ class ZenFlow(UpdateRule):
             buffers["state"].take(numel),
         )
         windows = 1 + self.windows.intervals.overlap
-        one = ShardColumns(
+        shard_columns = ShardColumns(
             shard,
             [
                 block
@@ -441,8 +442,8 @@ class ZenFlow(UpdateRule):
             self._bucket_plan.label(shard.bucket),
             self._mesh.recorder,
         )
-        one.select(self._masks(), self._counts())
-        self._shards[shard.bucket] = one
+        shard_columns.select(self._masks(), self._counts())
+        self._shards[shard.bucket] = shard_columns
         return host_state[0]
 
     def _masks(self) -> list[Tensor]:
@@ -465,16 +466,16 @@ class ZenFlow(UpdateRule):
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
         """Update the hot columns, and add the gradient of the cold ones to the window. Raises
         RuntimeError for a gradient that would reach the weights two windows after its step."""
-        one = self._shards[bucket]
+        shard_columns = self._shards[bucket]
         self._lr[bucket] = lr
-        one.step(grad, self._plan(one.taken), scale=scale, skip=skip, lr=lr)
+        shard_columns.step(grad, self._plan(shard_columns.taken), scale=scale, skip=skip, lr=lr)
         label = self._bucket_plan.label(bucket)
-        self.windows.check_staleness(one.oldest, one.taken, label)
+        self.windows.check_staleness(shard_columns.oldest, shard_columns.taken, label)
         return CompletedFuture()
 
     def _plan(self, done: int) -> Step:
-        """Returns what the step after ``done`` steps does. It is decided when the first bucket of
-        the step asks: by then ``windows`` has come that far."""
+        """Return the plan of the step after ``done`` steps. It is decided when the first bucket of
+        the step asks: ``windows`` has come that far by then."""
         with self._lock:
             if done not in self._plans:
                 assert done == self.windows.done, "all buckets take part in every step"
@@ -502,9 +503,9 @@ class ZenFlow(UpdateRule):
         """Make those columns hot whose gradient in this step is largest. Collective."""
         # Columns that change sides take their state along, so it has to be complete on the host.
         self.settle()
-        for bucket, one in self._shards.items():
+        for bucket, shard_columns in self._shards.items():
             if self._is_counted(bucket):
-                self._norms.add(self._grads[bucket], one.blocks)
+                self._norms.add(self._grads[bucket], shard_columns.blocks)
         selected = select_columns(self._norms.totals(), self._ratio)
         for matrix, column in zip(self._matrices, self._columns, strict=True):
             column.selected.copy_(matrix.local(selected[matrix.name]))
@@ -515,26 +516,26 @@ class ZenFlow(UpdateRule):
     def _distribute(self) -> None:
         """Tell every shard which columns are hot and how often they have been updated."""
         masks = self._masks()
-        for one in self._shards.values():
-            one.select(masks, self._counts())
+        for shard_columns in self._shards.values():
+            shard_columns.select(masks, self._counts())
         if self._auto is not None:
             self._auto.begin_window(masks)
 
     def settle(self) -> Mapping[int, Future]:
-        """Apply what is pending, at once: when this returns, the state on the host has the hot
+        """Apply all pending updates at once. When this returns, the state on the host has the hot
         columns too."""
         self._last_steps.wait()
         # Saving, evaluating and comparing replicas each settle, often at the same step.
         if self._settled_at == self.windows.done or not self._shards:
             return {}
-        pending = any(one.oldest is not None for one in self._shards.values())
-        for bucket, one in self._shards.items():
-            one.settle(self._lr.get(bucket, 0.0))
+        pending = any(shard_columns.oldest is not None for shard_columns in self._shards.values())
+        for bucket, shard_columns in self._shards.items():
+            shard_columns.settle(self._lr.get(bucket, 0.0))
         # All shards have made the same updates, so one of them says how many.
-        some = next(iter(self._shards.values()))
-        hot_updates = int(some.hot.steps)  # waits for the device, which only settling may do
+        first = next(iter(self._shards.values()))
+        hot_updates = int(first.hot.steps)  # waits for the device, which only settling may do
         for column in self._columns:
-            column.updates.add_(torch.where(column.selected > 0, hot_updates, some.cold.updates))
+            column.updates.add_(torch.where(column.selected > 0, hot_updates, first.cold.updates))
         self._distribute()
         self.windows.settled()
         self._settled_at = self.windows.done
@@ -542,9 +543,9 @@ class ZenFlow(UpdateRule):
         return dict.fromkeys(self._shards, CompletedFuture()) if pending else {}
 
     def refresh(self, bucket: int) -> None:
-        one = self._shards[bucket]
-        one.refresh()
-        one.select(self._masks(), self._counts())
+        shard_columns = self._shards[bucket]
+        shard_columns.refresh()
+        shard_columns.select(self._masks(), self._counts())
 
     def reset(self) -> None:
         for column in self._columns:
@@ -558,8 +559,12 @@ class ZenFlow(UpdateRule):
 
     def state(self, bucket: int) -> dict[str, Tensor]:
         """Return the state on the host. It has the hot columns only after ``settle``."""
-        one = self._shards[bucket]
-        return {"exp_avg": one.cold.state[1], "exp_avg_sq": one.cold.state[2], "step": one.steps}
+        shard_columns = self._shards[bucket]
+        return {
+            "exp_avg": shard_columns.cold.state[1],
+            "exp_avg_sq": shard_columns.cold.state[2],
+            "step": shard_columns.steps,
+        }
 
     def column_state(self) -> Sequence[ColumnState]:
         return self._columns
@@ -575,8 +580,8 @@ class ZenFlow(UpdateRule):
         self._settled_at = done
         self._plans = {}
         self._note_progress()
-        for one in self._shards.values():
-            one.taken = done
+        for shard_columns in self._shards.values():
+            shard_columns.taken = done
         self._distribute()
 
     def _note_progress(self) -> None:

@@ -1,8 +1,8 @@
-"""When ZenFlow updates the cold columns, and when it selects columns anew.
+"""The schedule of ZenFlow: when cold columns are updated, and when columns are selected anew.
 
 An *update window* is the steps whose cold gradients become one update. It closes after
-``Intervals.update`` steps. With ``auto`` it closes earlier when what the cold gradients have
-amounted to is worth a step (``AutoInterval``). Without ``overlap`` the update of a window is in the
+``Intervals.update`` steps. With ``auto`` it closes earlier when the cold gradients have added up to
+a step (``AutoInterval``). Without ``overlap`` the update of a window is in the
 weights when its last step ends. With ``overlap`` it is computed while the next window accumulates,
 and is in the weights when that one closes: a moment that no clock decides, so a run can be
 repeated.
@@ -36,7 +36,7 @@ class Intervals:
     update: int
     """Steps of a window; with ``auto`` the most that it may have."""
     auto: bool
-    """Whether a window may close earlier, because of what its gradients amount to."""
+    """Whether a window may close earlier, because its gradients have added up to a step."""
     overlap: bool
     """Whether updates are computed while the next window accumulates."""
     warm_up_rounds: int
@@ -47,7 +47,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step does."""
+    """The plan of one step."""
 
     closes: bool
     """Its window ends with it."""
@@ -70,8 +70,8 @@ class UpdateWindows:
     """Steps that were done when the window opened."""
 
     def next(self, *, requested: bool = False) -> Step:
-        """Returns what the next step does. ``requested`` says that its window should close with it,
-        if it may."""
+        """Return the plan of the next step. ``requested`` says that its window should close with
+        it, if it may."""
         intervals = self.intervals
         done = self.done + 1
         if self.last_selection is None:
@@ -83,21 +83,21 @@ class UpdateWindows:
         return Step(closes, closes and (selects or not intervals.overlap), selects)
 
     def end(self, step: Step) -> None:
-        """That step has been made."""
+        """Count a step that has been made."""
         self.done += 1
         if step.closes:
             self.opened = self.done
 
     def selected(self) -> None:
-        """Columns have been selected after the last step."""
+        """Note that columns have been selected after the last step."""
         self.last_selection = self.done
 
     def settled(self) -> None:
-        """Everything pending has been applied."""
+        """Note that everything pending has been applied."""
         self.opened = self.done
 
     def check_staleness(self, oldest: int | None, done: int, what: str) -> None:
-        """Raises RuntimeError if after ``done`` steps a gradient is late: two intervals old and not
+        """Raise RuntimeError if after ``done`` steps a gradient is late: two intervals old and not
         in the weights. ``oldest`` is the number of steps before the oldest gradient that is not in
         the weights yet, None if there is none."""
         if oldest is not None and done - oldest >= 2 * self.intervals.update:
@@ -149,8 +149,8 @@ class AutoInterval:
     def add(self, grad: Tensor, blocks: Iterable[Block]) -> None:
         """Count the gradient of a shard, where this rank is the one to count it."""
         for block in blocks:
-            for part in block.parts(grad):
-                columns = part.abs().sum(0, dtype=torch.float32)
+            for rows in block.row_views(grad):
+                columns = rows.abs().sum(0, dtype=torch.float32)
                 hot = torch.where(block.of(self._masks[block.matrix]), columns, 0.0).sum()
                 self._step[:, self._index[block.matrix]] += torch.stack([hot, columns.sum() - hot])
 
@@ -159,8 +159,8 @@ class AutoInterval:
         self._step.zero_()
 
     def end_step(self, scale: Tensor, skip: Tensor, *, closed: bool) -> None:
-        """A step is over, whose gradients are to be divided by ``scale``; ``closed`` says whether
-        its window closed. Collective."""
+        """End a step whose gradients are to be divided by ``scale``; ``closed`` says whether its
+        window closed. Collective."""
         # Every rank has counted its own part of a matrix.
         for axis in (self._mesh.dp_shard, self._mesh.tp):
             all_reduce(self._step, axis).wait()

@@ -1,5 +1,5 @@
-"""Which columns of each matrix ZenFlow updates at every step: those with the largest gradient, over
-all ranks.
+"""The columns of each matrix that ZenFlow updates at every step: those with the largest gradient
+over all ranks.
 
 A column is an input channel of the matrix as it is over all tensor-parallel ranks. Its norm is
 summed over the shards of data-parallel ranks; over tensor-parallel ranks it is summed too where
@@ -27,8 +27,8 @@ from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.plan.zenflow import hot_column_count
 
 ATTENTION_INPUTS = ("q_proj", "kv_proj", "qkv_proj")
-"""Names under which our own model stores queries, keys and values, which have one input. Whatever
-the layout, the last of them names their columns."""
+"""Names under which our own model stores queries, keys and values, which have one input. The
+last of them names their columns in every layout."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Matrix:
 
     @staticmethod
     def of(spec: ParamSpec) -> Matrix:
-        """Returns the columns of a parameter with two dims or more. Of a convolution these are
+        """Return the columns of a parameter with two dims or more. Those of a convolution are
         the elements of a filter: its input channels, at each place of the kernel."""
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
-        part = spec.slices[0]
-        # Of our own weights these two are fused. A user's cross-attention may have queries and
+        stored = spec.slices[0]
+        # In our own model these two are fused. A user's cross-attention may have queries and
         # keys of different inputs.
         if leaf in ATTENTION_INPUTS[1:] and len(spec.slices) == 1:
             name = spec.name
@@ -59,10 +59,10 @@ class Matrix:
             name = f"{owner}.{ATTENTION_INPUTS[-1]}"
         else:
             name = f"{owner}.{leaf}".lstrip(".")
-        return Matrix(name, part.hf_col, spec.width, part.width, spec.tied)
+        return Matrix(name, stored.hf_col, spec.width, stored.width, spec.tied)
 
     def local(self, columns: Tensor) -> Tensor:
-        """Returns this rank's part of a vector over all columns."""
+        """Return this rank's part of a vector over all columns."""
         return columns[self.first : self.first + self.columns]
 
 
@@ -83,11 +83,11 @@ class ColumnNorms:
         """Count the gradient of a shard, where this rank is the one to count it. ``Block.matrix``
         numbers the matrices."""
         for block in blocks:
-            for part in block.parts(shard):
-                block.of(self._local[block.matrix]).add_(part.square().sum(0, dtype=torch.float32))
+            for rows in block.row_views(shard):
+                block.of(self._local[block.matrix]).add_(rows.square().sum(0, dtype=torch.float32))
 
     def totals(self) -> dict[str, Tensor]:
-        """Returns the squared norms over all ranks, by name, [total], on the host, and starts from
+        """Return the squared norms over all ranks, by name, [total], on the host, and starts from
         zero again. Every rank gets the same bits. Collective over the ranks of dp and tp, and where
         the embedding is tied over those of both ends."""
         mesh = self._mesh
@@ -98,26 +98,26 @@ class ColumnNorms:
         whole = {
             name: torch.zeros(total, device=mesh.device) for name, total in self._totals.items()
         }
-        for matrix, part in zip(
+        for matrix, local in zip(
             self._matrices,
             torch.split(flat, [matrix.columns for matrix in self._matrices]),
             strict=True,
         ):
-            matrix.local(whole[matrix.name]).add_(part)
+            matrix.local(whole[matrix.name]).add_(local)
         norms = torch.cat([*whole.values(), torch.zeros(0, device=mesh.device)])
         all_reduce(norms, mesh.tp).wait()
         # A backend may add in another order on another rank. Replicas that then select other
         # columns would be replicas no more, so the largest sum that any rank found counts.
         for axis in (mesh.dp, mesh.tp):
             all_reduce(norms, axis, dist.ReduceOp.MAX).wait()
-        found = dict(zip(whole, torch.split(norms, list(self._totals.values())), strict=True))
+        totals = dict(zip(whole, torch.split(norms, list(self._totals.values())), strict=True))
         if mesh.embedding.size > 1 and self._tied is not None:
-            all_reduce(found[self._tied], mesh.embedding).wait()
-        return {name: values.cpu() for name, values in found.items()}
+            all_reduce(totals[self._tied], mesh.embedding).wait()
+        return {name: values.cpu() for name, values in totals.items()}
 
 
 def select_columns(norms: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """Returns by name which columns are hot, bool [total]: the share ``ratio`` with the largest
+    """Return by name which columns are hot, bool [total]: the share ``ratio`` with the largest
     norms; of equal norms the first columns."""
     selected = {}
     for name, values in norms.items():

@@ -1,2 +1,2 @@
-"""What CPUs compute in ways of their own. For tensors on a GPU these modules are not called, or
-call torch's operator at once."""
+"""Implementations for CPUs. For tensors on a GPU these modules are not called, or call torch's
+operator at once."""

@@ -23,8 +23,8 @@ from megatron_llama.model.nn.functional import heads_of
 from megatron_llama.model.nn.ops import Ops
 
 QUERIES = 256
-"""Queries whose scores are computed at once, against all keys up to the last of them: only half of
-a square of this size is computed in vain."""
+"""Queries whose scores are computed at once, against all keys up to the last of them: only half a
+square of this size is wasted."""
 MIN_TOKENS = 128
 """Sequence length from which on products are faster than torch's kernel."""
 SCORES = 2**22
@@ -75,7 +75,7 @@ class _RotatedAttention(torch.autograd.Function):
             grads = sliding.attend_backward(out_grad, query, key, value, *rest, rule=rule)
         else:
             grads = attend_backward(out_grad, query, key, value, *rest, causal=True, rule=rule)
-        qkv_grad = ctx.ops.rotate_back(*(part.permute(2, 0, 1, 3) for part in grads), cos, sin)
+        qkv_grad = ctx.ops.rotate_back(*(tensor.permute(2, 0, 1, 3) for tensor in grads), cos, sin)
         return qkv_grad.flatten(2), None, None, None, None, None
 
 
@@ -116,13 +116,13 @@ def _uses_products(query: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is computed at once."""
+    """The queries and keys whose scores are computed at once."""
 
     heads: slice
     """Key/value heads of all samples."""
     queries: slice
     keys: slice
-    """What the queries see, up to the last of them."""
+    """The keys that the queries see, up to the last query."""
 
 
 def _pieces(query: Tensor, key: Tensor, window: int) -> Iterator[_Piece]:
@@ -147,10 +147,10 @@ def _probabilities(queries: Tensor, keys: Tensor, piece: _Piece, window: int) ->
     hidden = torch.full(
         (length, length), float("-inf"), dtype=attn_scores.dtype, device=attn_scores.device
     )
-    # Only the last square of keys has some that come after a query.
+    # Only the last square has keys that come after a query.
     attn_scores[..., -length:] += hidden.triu(1)
     if window:
-        # And only the first one some that are out of its window: column c of row r is key
+        # Only the first square has keys that are out of the window: column c of row r is key
         # keys.start + c against position queries.start + r.
         last_hidden = piece.queries.start - window - piece.keys.start
         first_keys = attn_scores[..., :length]
@@ -172,16 +172,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tenso
     scale = rule.scale_of(query.shape[3])
     queries, keys, values = (
         _grouped(query, key, scale),
-        *(part.flatten(0, 1) for part in (key, value)),
+        *(tensor.flatten(0, 1) for tensor in (key, value)),
     )
     out = torch.empty_like(queries)
     for piece in _pieces(query, key, rule.window):
-        part = queries[piece.heads, :, piece.queries]
+        q = queries[piece.heads, :, piece.queries]
         seen = (piece.heads, piece.keys)
-        probabilities = _probabilities(part, keys[seen], piece, rule.window)
+        probabilities = _probabilities(q, keys[seen], piece, rule.window)
         out[piece.heads, :, piece.queries] = torch.bmm(
             probabilities.flatten(1, 2), values[seen]
-        ).view_as(part)
+        ).view_as(q)
     return out.view(query.shape)
 
 
@@ -191,24 +191,24 @@ def _backward(
     scale = rule.scale_of(query.shape[3])
     queries, keys, values = (
         _grouped(query, key, scale),
-        *(part.flatten(0, 1) for part in (key, value)),
+        *(tensor.flatten(0, 1) for tensor in (key, value)),
     )
     upstream = grad.reshape(queries.shape)
     query_grad = torch.empty_like(queries)
     # Summed over the pieces of queries, so in fp32.
     key_grad, value_grad = (torch.zeros(keys.shape, dtype=torch.float32) for _ in range(2))
     for piece in _pieces(query, key, rule.window):
-        part = queries[piece.heads, :, piece.queries]
+        q = queries[piece.heads, :, piece.queries]
         seen = (piece.heads, piece.keys)
-        probabilities = _probabilities(part, keys[seen], piece, rule.window)
+        probabilities = _probabilities(q, keys[seen], piece, rule.window)
         out_grad = upstream[piece.heads, :, piece.queries].flatten(1, 2)
         flat = probabilities.flatten(1, 2)
         value_grad[seen] += torch.bmm(flat.transpose(1, 2), out_grad)
         score_grad = torch.ops.aten._softmax_backward_data(
             torch.bmm(out_grad, values[seen].transpose(1, 2)), flat, -1, flat.dtype
         )
-        query_grad[piece.heads, :, piece.queries] = torch.bmm(score_grad, keys[seen]).view_as(part)
-        key_grad[seen] += torch.bmm(score_grad.transpose(1, 2), part.flatten(1, 2))
+        query_grad[piece.heads, :, piece.queries] = torch.bmm(score_grad, keys[seen]).view_as(q)
+        key_grad[seen] += torch.bmm(score_grad.transpose(1, 2), q.flatten(1, 2))
     query_grad *= scale
     return (
         query_grad.view(query.shape),

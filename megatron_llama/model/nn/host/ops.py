@@ -1,7 +1,7 @@
-"""``Ops`` for CPUs: the norm of heads and the gate by gelu some tokens at a time, so that what lies
-between their operators stays in a cache and the results are written where they belong. On whole
-tensors each operator would go through memory, much of it new to the process. With 16 bits, whose
-sums are fp32 inside of torch's operators, these compute whole tensors.
+"""``Ops`` for CPUs: the norm of heads and the gate by gelu some tokens at a time, so that
+intermediate results stay in a cache and the results are written where they belong. On whole tensors
+each operator would go through memory, much of it new to the process. With 16 bits, whose sums are
+fp32 inside of torch's operators, these compute whole tensors.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def norm_heads(
     kept = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     scale = heads.new_empty((*heads.shape[:-1], 1))
     factor = head_factors(query_weight, key_weight, query, heads.shape[2], one_plus)
-    for part in _parts(heads):
-        block = kept[part].copy_(heads[part])
-        scale[part] = inverse_rms(block, eps)
-        torch.mul(block, scale[part], out=heads[part])
-        heads[part].mul_(factor)
+    for rows in _parts(heads):
+        block = kept[rows].copy_(heads[rows])
+        scale[rows] = inverse_rms(block, eps)
+        torch.mul(block, scale[rows], out=heads[rows])
+        heads[rows].mul_(factor)
     return kept, scale
 
 
@@ -63,15 +63,15 @@ def norm_heads_backward(
     factor = head_factors(query_weight, key_weight, query, count, one_plus)
     result = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     sums = torch.zeros_like(factor)
-    for part in _parts(kept):
-        upstream = grad[part, :, :count].clone(memory_format=torch.contiguous_format)
-        product = upstream * kept[part]
+    for rows in _parts(kept):
+        upstream = grad[rows, :, :count].clone(memory_format=torch.contiguous_format)
+        product = upstream * kept[rows]
         # With x the head and r its scale, the part along x is -r^3 / d * sum(grad * w * x) * x.
-        along = (product * factor).sum(-1, keepdim=True).mul_(scale[part].square())
-        sums += product.mul_(scale[part]).sum((0, 1))
-        upstream.mul_(factor).addcmul_(kept[part], along, value=-1.0 / kept.shape[-1])
-        torch.mul(upstream, scale[part], out=result[part, :, :count])
-        result[part, :, count:] = grad[part, :, count:]
+        along = (product * factor).sum(-1, keepdim=True).mul_(scale[rows].square())
+        sums += product.mul_(scale[rows]).sum((0, 1))
+        upstream.mul_(factor).addcmul_(kept[rows], along, value=-1.0 / kept.shape[-1])
+        torch.mul(upstream, scale[rows], out=result[rows, :, :count])
+        result[rows, :, count:] = grad[rows, :, count:]
     return result, sums[:query].sum(0), sums[query:].sum(0)
 
 
@@ -81,10 +81,10 @@ def geglu(gate_up: Tensor) -> Tensor:
         return ops.geglu(gate_up)
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     start = gate_up.new_full((1,), SLOPE)
-    for part in _parts(out):
-        gate, up = gate_up[part].chunk(2, dim=-1)
+    for rows in _parts(out):
+        gate, up = gate_up[rows].chunk(2, dim=-1)
         z = torch.addcmul(start, gate, gate, value=SLOPE * CUBE).mul_(gate)
-        torch.mul(z.sigmoid_().mul_(gate), up, out=out[part])
+        torch.mul(z.sigmoid_().mul_(gate), up, out=out[rows])
     return out
 
 
@@ -94,16 +94,16 @@ def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
         return ops.geglu_backward(grad, gate_up)
     result = torch.empty_like(gate_up)
     start = gate_up.new_full((1,), SLOPE)
-    for part in _parts(grad):
-        gate, up = gate_up[part].chunk(2, dim=-1)
-        gate_grad, up_grad = result[part].chunk(2, dim=-1)
+    for rows in _parts(grad):
+        gate, up = gate_up[rows].chunk(2, dim=-1)
+        gate_grad, up_grad = result[rows].chunk(2, dim=-1)
         sigmoid = torch.addcmul(start, gate, gate, value=SLOPE * CUBE).mul_(gate).sigmoid_()
-        torch.mul(grad[part], gate, out=up_grad)
+        torch.mul(grad[rows], gate, out=up_grad)
         up_grad.mul_(sigmoid)
         # gelu' is sigmoid(z) + x * z' * sigmoid'(z).
         slope = torch.addcmul(start, gate, gate, value=3.0 * SLOPE * CUBE).mul_(gate)
         gelu_grad = torch.ops.aten.sigmoid_backward(slope, sigmoid).add_(sigmoid)
-        torch.mul(gelu_grad.mul_(up), grad[part], out=gate_grad)
+        torch.mul(gelu_grad.mul_(up), grad[rows], out=gate_grad)
     return result
 
 
@@ -113,4 +113,4 @@ HOST = Ops(
     geglu=geglu,
     geglu_backward=geglu_backward,
 )
-"""What is not here is torch's, operator by operator."""
+"""The other functions are torch's, operator by operator."""

@@ -1,4 +1,4 @@
-"""Which kernels the layers of a model compute with."""
+"""The choice of kernels for the layers of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.model.nn.ops import Ops
 
 MAX_HIDDEN = 1 << 15
-"""The kernels of the norm hold a whole row of so many elements."""
+"""Elements of the longest row that the kernels of the norm hold."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, hidden: int) -> Ops | None:

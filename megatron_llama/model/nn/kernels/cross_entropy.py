@@ -1,5 +1,5 @@
-"""Cross entropy over one rank's columns of the vocabulary: what a row's softmax needs, and the
-gradient in the memory of the logits."""
+"""Cross entropy over one rank's columns of the vocabulary: the statistics of a row's softmax, and
+the gradient in the memory of the logits."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def gradient(
     rows, columns = logits.shape
     if rows:
         # One weight, expanded, may stand for all tokens.
-        given = [one.contiguous() for one in (labels, largest, factor, weights)]
-        _gradient[(rows,)](logits, *given, columns, valid, BLOCK=BLOCK, num_warps=8)
+        tensors = [tensor.contiguous() for tensor in (labels, largest, factor, weights)]
+        _gradient[(rows,)](logits, *tensors, columns, valid, BLOCK=BLOCK, num_warps=8)
 
 
 def cross_entropy(

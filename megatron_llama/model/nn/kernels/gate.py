@@ -48,7 +48,7 @@ def _backward(grad, gate_up, result, width, GELU: tl.constexpr, BLOCK: tl.conste
     sigmoid = 1.0 / (1.0 + tl.exp(-z))
     rest = 1.0 - sigmoid
     if GELU:
-        # z grows with x^3, so what is left of 1 would be all rounding.
+        # z grows with x^3, so 1 - sigmoid(z) would be all rounding.
         rest = SLOPE * (1.0 + 3.0 * CUBE * gate * gate) / (1.0 + tl.exp(z))
     slope = sigmoid * (1.0 + gate * rest)
     tl.store(result + start, (grad_fp32 * up * slope).to(upstream.dtype), mask=inside)

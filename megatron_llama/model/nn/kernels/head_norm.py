@@ -20,7 +20,7 @@ HEADS = 8
 
 @triton.jit
 def _weights(query_weight, key_weight, head, query, channel, inside, ONE_PLUS: tl.constexpr):
-    """The weight of each head of a block: that of queries, or that of keys."""
+    """Return the weight of each head of a block: that of queries, or that of keys."""
     is_query = (head < query)[:, None]
     place = channel[None, :]
     weight = tl.load(query_weight + place, mask=inside & is_query, other=0.0).to(tl.float32)

@@ -128,7 +128,7 @@ def norm_backward(
     scale: Tensor,
     one_plus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of what was normalized, in its dtype, and of the weight, [h] in fp32.
+    """Return the gradients of the normalized sum, in its dtype, and of the weight, [h] in fp32.
 
     ``stream`` is the gradient of ``total`` along the residual stream, and is added to the first."""
     grad = grad.contiguous()

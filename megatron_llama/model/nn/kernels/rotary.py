@@ -74,7 +74,7 @@ def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Ten
     query, key, value = (
         grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (query, key, value)
     )
-    sizes = [part.shape[2] for part in (query, key, value)]
+    sizes = [grad.shape[2] for grad in (query, key, value)]
     result = query.new_empty(*query.shape[:2], sum(sizes), query.shape[3])
     places = torch.split(result, sizes, dim=2)
     rotated = 2 * cos.shape[-1]

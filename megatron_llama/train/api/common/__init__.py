@@ -1,1 +1,1 @@
-"""What several functions share."""
+"""Code that several functions share."""

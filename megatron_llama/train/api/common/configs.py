@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_llama.option import left_out, section
+from megatron_llama.option import NOT_NEGATIVE, Check, left_out, option, section
+
+_ONE_OR_MORE = Check(lambda value: value >= 1, "1 or more", "correct it")
+_NOT_NEGATIVE = replace(NOT_NEGATIVE, do="correct it")
 
 
 @section(changes="messages", small=left_out("a layout is given"))
@@ -35,16 +38,40 @@ class ModelFolderConfig:
 
 
 @dataclass(frozen=True)
+class GenerateConfig:
+    """Continue prompts with a trained model."""
+
+    prompt: tuple[str, ...] = ("",)
+    """One or more texts to continue."""
+    prompt_file: str | None = None
+    """File with a text to continue on each line, instead of --prompt."""
+    batch_size: int = option(8, check=_ONE_OR_MORE)
+    """Prompts that are continued side by side. More are faster and take more memory; texts stay the
+    same."""
+    stop: tuple[str, ...] = option(
+        (), check=Check(lambda value: "" not in value, "some text", "leave it out")
+    )
+    """Texts that end a continuation, as the end token does. They are not part of it."""
+    json: bool = False
+    """Print a JSON object on a line for each prompt, when its text is done: prompt, text (the
+    continuation alone), token_ids (its tokens; with --stop, those of the stop text too),
+    finish_reason (stop: by an end token or --stop; length: by --max-new-tokens or the model's
+    longest sequence)."""
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """How new tokens are drawn."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = option(64, check=_ONE_OR_MORE)
     """Tokens to add to each prompt; the end token ends it earlier."""
-    temperature: float = 0.8
+    temperature: float = option(0.8, check=_NOT_NEGATIVE)
     """Divides the logits before sampling. 0: always the most probable token."""
-    top_k: int = 0
+    top_k: int = option(0, check=_NOT_NEGATIVE)
     """Sample among the k most probable tokens. 0: no limit."""
-    top_p: float = 0.95
+    top_p: float = option(
+        0.95, check=Check(lambda value: 0 < value <= 1, "more than 0, at most 1", "correct it")
+    )
     """Sample among the most probable tokens that together have this probability."""
-    seed: int = 1234
+    seed: int = option(1234, check=_NOT_NEGATIVE)
     """Same seed, same text."""

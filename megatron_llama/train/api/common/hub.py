@@ -1,7 +1,7 @@
 """Names of the HuggingFace hub in the place of folders: ``org/name`` or ``org/name@revision``.
 
-A name becomes the folder of its snapshot in the hub's own cache, once, where options are read:
-whatever comes after that knows folders alone. A path that exists is never taken for a name.
+A name becomes the folder of its snapshot in the hub's own cache once, where options are read. Later
+code knows only folders. A path that exists is never taken for a name.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.errors import ConfigError
 
 Content: TypeAlias = Literal["model", "shapes", "tokenizer"]
-"""What of a repository is fetched: everything of a model, a model without its weights, or its
+"""The part of a repository that is fetched: a whole model, a model without its weights, or its
 tokenizer."""
 OPTIONS: Mapping[str, Content] = MappingProxyType(
     {"init_from_hf": "model", "tokenizer_model": "tokenizer"}
 )
-"""The options that take a name, and what is read from their folders."""
+"""The options that take a name, and the content that is read from their folders."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,23 @@ class HubName:
 
 
 def hub_name(value: str | Path) -> HubName | None:
-    """Read ``org/name`` or ``org/name@revision``; None where it is rather a path: it is there, the
-    folder that it would be in is, or it ends as a tokenizer's file does."""
-    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", str(value), re.ASCII)
-    if found is None or Path(value).exists() or Path(value).parent.exists():
+    """Read ``org/name`` or ``org/name@revision``. None for a path: one that exists, or whose parent
+    folder does, or that has the suffix of a tokenizer's file."""
+    match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", str(value), re.ASCII)
+    if match is None or Path(value).exists() or Path(value).parent.exists():
         return None
-    if found[1].endswith((".json", ".model")):
+    if match[1].endswith((".json", ".model")):
         return None
-    return HubName(found[1], found[2])
+    return HubName(match[1], match[2])
 
 
 def with_folders(parsed: Parsed, *, planned: bool = False, weights: bool = True) -> Parsed:
-    """Put the folders of their snapshots in the place of all names, and say so in a note.
+    """Replace all names by the folders of their snapshots, with a note for each.
 
-    ``planned``: nothing is computed with them. Then what cannot be had stays a name, if a preset
-    has the shapes, and is reported as any other file that is not on this machine. Without
-    ``weights`` only what says a model's shapes is fetched. Raises ConfigError."""
-    preset = any(getattr(part, "preset", None) for part in parsed.instances.values())
+    ``planned``: nothing is computed with them. Then a name that cannot be fetched stays, if a
+    preset has the shapes, and is reported like any file that is not on this machine. Without
+    ``weights`` only the files of a model's shapes are fetched. Raises ConfigError."""
+    preset = any(getattr(section, "preset", None) for section in parsed.instances.values())
     instances = dict(parsed.instances)
     notes = list(parsed.notes)
     for section, instance in parsed.instances.items():
@@ -65,11 +65,11 @@ def with_folders(parsed: Parsed, *, planned: bool = False, weights: bool = True)
             name = hub_name(value)
             if name is None:
                 continue
-            # What fetches is loaded for a name.
+            # The code that fetches is loaded only for a name.
             from megatron_llama.train.api.common.snapshots import fetch
 
             try:
-                # A preset has what a plan needs: nobody waits for weights that are not computed.
+                # A preset has all that a plan needs, so no weights are fetched for it.
                 folder = fetch(
                     name,
                     content if weights or content == "tokenizer" else "shapes",

@@ -1,4 +1,4 @@
-"""Options that a program gives, read as those of a command line are."""
+"""Options of a program, read like those of a command line."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def read_options(
 ) -> Parsed:
     """Read ``config`` and ``more`` options, which win over it. A Config gives the options that
     differ from their defaults, a mapping those that it names (also under the names of their
-    sections, as YAML has them), a path those of a YAML file. Names of the hub have become folders,
-    without ``weights`` ones that say a model's shapes alone. Raises ConfigError with every
-    problem."""
+    sections, as in YAML), a path those of a YAML file. Names of the hub become folders; without
+    ``weights`` these have only a model's shapes. Raises ConfigError with every problem."""
     words: list[str] = []
     given: dict[str, object] = {}
     if isinstance(config, str | PathLike):

@@ -1,4 +1,4 @@
-"""How an error is shown to the user of a command."""
+"""The output of errors for the user of a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_llama.launch.launcher import is_launched, launched_rank, tell_torc
 
 
 def print_error(error: UserError) -> None:
-    """Print an error as one message, unless that was done, or rank 0 does it for all ranks."""
+    """Print an error as one message, unless it was printed, or rank 0 prints it for all ranks."""
     rank = launched_rank()
     if error.printed or (rank != "0" and error.everywhere):
         return
@@ -22,9 +22,9 @@ def print_error(error: UserError) -> None:
 
 
 def await_rank0(error: UserError) -> None:
-    """Wait until this process is asked to end, if rank 0 says for all ranks what is wrong; ten
-    seconds, if nobody asks. torchrun, and srun with --kill-on-bad-exit, end every process as soon
-    as one has ended: rank 0, too, before it has said a word."""
+    """Wait until this process is asked to end, at most ten seconds, if rank 0 prints the error for
+    all ranks. torchrun, and srun with --kill-on-bad-exit, end every process as soon as one has
+    ended, and rank 0 too before it has printed."""
     if is_launched() and launched_rank() != "0" and error.everywhere:
         ends = signal.SIGTERM, signal.SIGINT
         signal.pthread_sigmask(signal.SIG_BLOCK, ends)

@@ -1,5 +1,5 @@
-"""Snapshots of repositories of the HuggingFace hub, in the hub's own cache: found there, or fetched
-by one process of a machine."""
+"""Snapshots of repositories of the HuggingFace hub, in the hub's own cache, fetched by one process
+of a machine if they are missing."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def fetch(name: HubName, content: Content, where: str, *, cached_only: bool = Fa
     they are not in the cache (HF_HOME). Without a network, or with HF_HUB_OFFLINE or
     ``cached_only``, the cache alone answers. Weights are safetensors: a pickle is never fetched.
 
-    Of the processes of a start on one machine one fetches, and the others take its answer, whether
-    it is a folder or an error. Raises ConfigError in one line, ``where`` being the option."""
+    Of the processes of a start on one machine one fetches, and the others take its answer, a folder
+    or an error. Raises ConfigError in one line; ``where`` is the option."""
     if find_spec("huggingface_hub") is None:
         raise ConfigError(
             f"{where} {name}",
@@ -67,8 +67,8 @@ def fetch(name: HubName, content: Content, where: str, *, cached_only: bool = Fa
             folder = Path(known.get("folder") or "")
             if known.get("folder") and _missing(folder, content) == []:
                 return folder
-            # An earlier error says nothing of what would happen now; one that came while this
-            # process waited is its own.
+            # An earlier error may not occur now. One that came while this process waited is its
+            # own.
             if known.get("error") and known["time"] >= asked:
                 raise ConfigError(known["error"])  # rank 0 says it for all who were told
         try:
@@ -96,11 +96,11 @@ def _snapshot(name: HubName, content: Content, where: str, *, cached_only: bool 
 
     place = f"{constants.ENDPOINT}/{name.repo}"
     try:
-        # As in transformers a single file comes before an index beside it.
+        # As in transformers a single file wins over an index beside it.
         files = {"tokenizer": TOKENIZER, "shapes": MODEL, "model": (*MODEL, SINGLE)}
         folder = download(files[content], name.revision)
         if content == "model":
-            # The commit is known now: the weights are those of the same one.
+            # The commit is known now: the weights must be of the same one.
             download(_weights(folder), folder.name)
     except errors.GatedRepoError:
         got = "a gated repository"
@@ -137,22 +137,23 @@ def _snapshot(name: HubName, content: Content, where: str, *, cached_only: bool 
 
 
 def _weights(folder: Path) -> list[str]:
-    """The files of a snapshot's weights: the single file, or those that its index names, and no
-    second copy of them that lies beside (``consolidated.safetensors``, ``original/``). Raises
-    CheckpointError for a damaged index."""
+    """Return the files of a snapshot's weights: the single file, or those of its index, without
+    second copies beside them (``consolidated.safetensors``, ``original/``). Raises CheckpointError
+    for a damaged index."""
     index = folder / INDEX
     if (folder / SINGLE).is_file() or not index.is_file():
         return [SINGLE]
     files = set(read_weight_map(index).values())
-    # A name is a pattern there, and a file of a repository: neither may lead elsewhere.
+    # The hub takes a name as a pattern, and as a file of a repository: neither may lead elsewhere.
     return sorted(file for file in files if re.fullmatch(r"[\w.-]+\.safetensors", file))
 
 
 def _missing(folder: Path, content: Content) -> list[str]:
-    """Name what a snapshot lacks of ``content``: without a network the cache may have a part."""
+    """Return the files of ``content`` that a snapshot lacks: without a network the cache may have
+    only some."""
     if content == "tokenizer":
-        found = any((folder / file).is_file() for file in TOKENIZER[:2])
-        return [] if found else [" or ".join(TOKENIZER[:2])]
+        has_tokenizer = any((folder / file).is_file() for file in TOKENIZER[:2])
+        return [] if has_tokenizer else [" or ".join(TOKENIZER[:2])]
     wanted = ["config.json", *(_weights(folder) if content == "model" else ())]
     return [file for file in wanted if not (folder / file).is_file()]
 
@@ -163,8 +164,8 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _locked(folder: Path, name: str) -> Iterator[Path | None]:
-    """Hold a lock of this machine, and yield the file for the answer of who held it; None where the
-    cache cannot be written: then nothing can be fetched, and each process only reads."""
+    """Hold a lock of this machine, and yield the file for the answer of its first holder. None
+    where the cache cannot be written: then nothing can be fetched, and each process only reads."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"{name}.lock").open("a")

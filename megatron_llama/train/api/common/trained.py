@@ -57,9 +57,9 @@ UNUSED_IN_GENERATION: Mapping[str, Any] = MappingProxyType(
         "stop_strings": [],
     }
 )
-"""Fields of generation_config.json that change what transformers writes, and for which no command
-here has an option that the user would set instead (only ``generate`` has --stop); with the values
-that change nothing."""
+"""Fields of generation_config.json that change the output of transformers and have no option here
+that the user would set instead (only ``generate`` has --stop), with the values that change
+nothing."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +72,26 @@ class Trained:
     """Tokens that end a text: those of generation_config.json and config.json, else the tokenizer's
     end token."""
     notes: tuple[str, ...] = ()
-    """Which weights were read of several, and what of generation_config.json is not applied
-    here."""
+    """The weights that were read of several, and the fields of generation_config.json that are not
+    applied."""
     copied: tempfile.TemporaryDirectory[str] | None = None
-    """The files of a tokenizer that is not on this machine's disks: templates and other files
-    beside it are read when they are asked for. Removed with the model."""
+    """The files of a tokenizer from an object store, since templates and other files beside it are
+    read on demand. Removed with the model."""
 
     def beyond(self, where: str, ids: Sequence[int]) -> str | None:
-        """Say which of the tokens the model has no row for, if there is one."""
+        """Return a sentence about tokens without a row in the model; None if all have one."""
         do = "leave it out, or train with --resize-embeddings, which gives the model a row for it"
         return beyond_vocabulary(where, ids, self.stage.config.vocab_size, self.tokenizer, do=do)
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         model = self.stage.config
         return longest_sequence(model.rope_scaling, model.max_position_embeddings)
 
     @property
     def longest_prompt(self) -> str:
-        """How many tokens a prompt may have, and which fields say so, for messages."""
+        """The largest number of tokens of a prompt, and the fields that set it, for messages."""
         model = self.stage.config
         name = longest_sequence_name(model.rope_scaling, model.max_position_embeddings)
         return f"at most {self.longest - 1}, the model's {name} less one"
@@ -105,8 +105,8 @@ def open_reader(
     tokens: int = 0,
     ignored: Collection[str] = (),
 ) -> ModelReader:
-    """Open a model folder of any format, or a checkpoint in an object store; the options are those
-    of ``open_model``. Raises CheckpointError."""
+    """Open a model folder of any format, or a checkpoint in an object store, with the options of
+    ``open_model``. Raises CheckpointError."""
     folder = storage_path(str(path))
     if is_remote(folder):
         return NativeReader(folder, hf_config, vocab_size)
@@ -121,7 +121,7 @@ def load_stage(source: ModelReader, dtype: torch.dtype, device: torch.device | N
     config = Config(model=source.model)
     mesh = Mesh.single(device or devices.accelerator(0))
     [stage] = build_stages(config, mesh).values()
-    # A native checkpoint is compared with its own list where it is read.
+    # The reader of a native checkpoint compares it with its own list.
     with ListedFilesCheck(None if source.format == "native" else source.folder) as check:
         load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
         check.require()
@@ -169,14 +169,14 @@ def load_trained(
 
 
 def tokenizer_folder(source: ModelReader) -> Path:
-    """The folder of the model's tokenizer, if it has one."""
+    """Return the folder of the model's tokenizer, if it has one."""
     return source.tokenizer_files[0].parent if source.tokenizer_files else source.folder
 
 
 def generation_notes(source: ModelReader) -> Iterator[str]:
-    """Yield a line for each field of the model's generation_config.json with which transformers
-    would write another text than this program does from the same options, and for each special
-    token that the model has no row for."""
+    """Yield a line for each field of the model's generation_config.json that makes transformers
+    write another text than this program with the same options, and for each special token without a
+    row in the model."""
     yield from unknown_tokens(source.model, source.extra, source.tokenizer_files)
     for path in source.tokenizer_files:
         if path.name == GENERATION:

@@ -1,6 +1,6 @@
-"""How a rank leaves the others. On a GPU ``destroy_process_group`` waits until everything that was
-issued has run, and what was issued together with a rank that is gone never does: it waits until the
-backend's timeout. So it matters how a rank has come to its end.
+"""How a rank leaves the others. On a GPU ``destroy_process_group`` waits until all issued work has
+run. Work that was issued together with a rank that is gone never runs, so it waits until the
+backend's timeout. Therefore the way to leave depends on the reason:
 
 - The end of the command, and an error that all ranks raise (rank 0 prints it): all have issued the
   same, so the process group is destroyed, and the other ranks leave, too.
@@ -11,11 +11,12 @@ backend's timeout. So it matters how a rank has come to its end.
 - Control-C: the process group is aborted, and the others find out.
 - The launcher is gone: the rank ends at once, whatever it is doing.
 
-torchrun sends SIGTERM to all ranks of a machine as soon as one of them has ended. What a rank has
-to say comes first.
+torchrun sends SIGTERM to all ranks of a machine as soon as one of them has ended, so a rank first
+says what it has to say.
 
-Nothing comes before the error: what follows may take long, or hang. The watch stays until this rank
-has left, so it ends a rank that hangs in leaving: after the timeout, or seconds after the alarm.
+The error is printed first, since later steps may take long, or hang. The watch stays until this
+rank has left, so it ends a rank that hangs while it leaves: after the timeout, or seconds after the
+alarm.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ PRINTED = "printed above, before this rank left the others"
 
 @contextmanager
 def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
-    """A section in which this process works with others. At its end it leaves them, as the list
-    above says. The watch that it yields is for ``init_mesh``, which starts it. The process group
-    that a program has made (``Place.joined``) stays: this process leaves the groups that were made
-    in the section, and nothing watches it.
+    """Run a section in which this process works with others, and leave them at its end as listed
+    above. The yielded watch is for ``init_mesh``, which starts it. A program's own process group
+    (``Place.joined``) stays: this process leaves only groups that were made in the section, and has
+    no watch.
 
-    The death of a rank, and a wait of more than ``timeout`` seconds, becomes a ClusterError that
-    names the rank to blame, on every other rank, or ends the process where that is not possible. An
-    error that no user should see is printed, if there are other processes, and has a note that says
-    so (``PRINTED``)."""
+    The death of a rank, or a wait of more than ``timeout`` seconds, becomes a ClusterError on every
+    other rank that names the rank to blame, or ends the process where that is impossible. An error
+    that no user should see is printed, if there are other processes, and marked with the note
+    ``PRINTED``."""
     from megatron_llama.engine.comm.recorder import Recorder
     from megatron_llama.launch.orphan import following_launcher
     from megatron_llama.launch.watch import Watch
@@ -65,7 +66,7 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
 
 @contextmanager
 def _among_others(watch: Watch, place: Place, timeout: float) -> Iterator[None]:
-    """``watched``, where there are other processes."""
+    """Do the work of ``watched``, where there are other processes."""
     from megatron_llama.engine.comm.groups import leave_group, present_groups
 
     kept = present_groups() if place.joined else ()
@@ -85,16 +86,16 @@ def _among_others(watch: Watch, place: Place, timeout: float) -> Iterator[None]:
         if alone:
             print_traceback(error)
         with _last_words():
-            found = watch.diagnose()
-            blamed = _blamed(found, place.rank, timeout)
+            diagnosis = watch.diagnose()
+            blamed = _blamed(diagnosis, place.rank, timeout)
             if blamed is not None and not alone:
                 print_error(blamed)
                 watch.recorder.tell(str(blamed))
-            watch.end_silent(found)
+            watch.end_silent(diagnosis)
         if blamed is not None and not alone:
             raise blamed from error
         if place.joined and not alone:
-            # A message has failed in a group that nobody watches: some rank has left it.
+            # A message has failed in a group without a watch: some rank has left it.
             do = "look at what the other ranks raised"
             raise ClusterError(
                 "another rank", got=f"an error ({error})", expected="all ranks at work", do=do
@@ -112,10 +113,10 @@ def _among_others(watch: Watch, place: Place, timeout: float) -> Iterator[None]:
 
 @contextmanager
 def _last_words() -> Iterator[None]:
-    """A section that SIGTERM ends only behind its end, which comes in seconds: the watch waits no
-    longer for what other ranks say."""
+    """Delay SIGTERM until the end of the section, which comes in seconds: the watch waits no longer
+    for the other ranks."""
     before = signal.getsignal(signal.SIGTERM)
-    # Python allows no handler in another thread, and cannot put back one that it has not made.
+    # Python allows no handler in another thread, and cannot restore one that it has not made.
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
@@ -134,7 +135,7 @@ def _last_words() -> Iterator[None]:
 
 
 def _is_of_this_rank(error: Exception) -> bool:
-    """Whether an error certainly has nothing to do with other ranks. A message that fails is a
+    """Whether an error certainly has nothing to do with other ranks. A failed message is a
     RuntimeError without a class of its own."""
     import torch
 
@@ -142,23 +143,24 @@ def _is_of_this_rank(error: Exception) -> bool:
     return not isinstance(error, RuntimeError) or isinstance(error, own)
 
 
-def _blamed(found: Diagnosis | None, rank: int, timeout: float) -> ClusterError | None:
-    """The error that blames another rank than ``rank``, this one; None if none is to blame."""
-    if found is None:
+def _blamed(diagnosis: Diagnosis | None, rank: int, timeout: float) -> ClusterError | None:
+    """Return the error that blames a rank other than ``rank``, this one; None if none is to
+    blame."""
+    if diagnosis is None:
         return None
     expected = "all ranks at work"
-    if found.silent:
-        where = ", ".join(map(str, found.silent))
+    if diagnosis.silent:
+        where = ", ".join(map(str, diagnosis.silent))
         do = (
             "look at what that rank printed last and at its machine; resume with "
-            f"--load{found.places}"
+            f"--load{diagnosis.places}"
         )
         return ClusterError(f"rank {where}", got="no answer", expected=expected, do=do)
-    if found.stuck:
-        got = f"no progress for {timeout:g} s (--distributed-timeout-minutes): {found.reason}"
-        do = f"look at what the ranks that stopped were doing; resume with --load{found.places}"
+    if diagnosis.stuck:
+        got = f"no progress for {timeout:g} s (--distributed-timeout-minutes): {diagnosis.reason}"
+        do = f"look at what the ranks that stopped were doing; resume with --load{diagnosis.places}"
         return ClusterError("the run", got=got, expected=expected, do=do)
-    if found.failed not in (None, rank):
-        do = f"look at what that rank printed; resume with --load{found.places}"
-        return ClusterError(f"rank {found.failed}", got="an error", expected=expected, do=do)
+    if diagnosis.failed not in (None, rank):
+        do = f"look at what that rank printed; resume with --load{diagnosis.places}"
+        return ClusterError(f"rank {diagnosis.failed}", got="an error", expected=expected, do=do)
     return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_llama.option import Check, option
+
 
 @dataclass(frozen=True)
 class QuickstartConfig:
@@ -23,8 +25,8 @@ class DryRunConfig:
 
     dry_run: Literal["no", "yes", "strict"] = "no"
     """Do what the run does up to its first step, in one process, and print parameters, layout,
-    memory and schedule; write nothing. What is missing on this machine (files, packages, devices,
-    memory) is a warning, with `strict` an error."""
+    memory and schedule; write nothing. Things missing on this machine (files, packages, devices,
+    memory) are warnings, with `strict` errors."""
     world_size: int = 0
     """Processes that --dry-run plans for. 0: the `launch:` block of the YAML, else the
     environment."""
@@ -32,7 +34,7 @@ class DryRunConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """What a model is measured on: text, tasks, or without them the validation split of
+    """The data of a measurement: text, tasks, or without them the validation split of
     --data-path."""
 
     text: tuple[str, ...] = ()
@@ -54,30 +56,17 @@ class EvaluateConfig:
     longer loses its beginning. Needs `pip install '.[lm-eval]'`."""
     num_fewshot: int | None = None
     """Examples in front of each question of --tasks. Default: as each task says."""
-    limit: float = 0.0
+    limit: float = option(
+        0.0,
+        check=Check(
+            lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0),
+            "a number of questions, or a share of them below 1",
+            "correct it",
+        ),
+    )
     """So many questions of each of --tasks; below 1: such a share of them. 0: all."""
     output: str | None = None
     """Also write the results of --tasks into this JSON file, as lm-evaluation-harness has them."""
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Continue prompts with a trained model."""
-
-    prompt: tuple[str, ...] = ("",)
-    """One or more texts to continue."""
-    prompt_file: str | None = None
-    """File with a text to continue on each line, instead of --prompt."""
-    batch_size: int = 8
-    """Prompts that are continued side by side. More are faster and take more memory; texts stay the
-    same."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a continuation, as the end token does. They are not part of it."""
-    json: bool = False
-    """Print a JSON object on a line for each prompt, when its text is done: prompt, text (the
-    continuation alone), token_ids (its tokens; with --stop, those of the stop text too),
-    finish_reason (stop: by an end token or --stop; length: by --max-new-tokens or the model's
-    longest sequence)."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""``--dry-run``: what a run does up to its first step, in one process and on no device, and what
-can be known of its steps from the plans that it executes."""
+"""``--dry-run``: the work of a run up to its first step, in one process and on no device, and facts
+about its steps from the plans that it would execute."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,12 +23,12 @@ from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD, strategy_na
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, listing
 from megatron_llama.model.plan.chunks import GRANULARITIES
-from megatron_llama.model.plan.lora import adapter_shapes, trained_beside_adapters
-from megatron_llama.model.plan.params import hf_shapes, padded_vocab_size, parameter_count
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.schedule import Schedule
 from megatron_llama.train.commands.common.configs import DryRunConfig
+from megatron_llama.train.setup.banner import describe_run
 from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, ready_of
+from megatron_llama.train.setup.description import describe_config
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
 from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.memory import MemoryPlan
@@ -42,13 +41,13 @@ class ExampleFiles(NamedTuple):
     """The files of a run that reads no --data-path."""
 
     option: str
-    """The option that has to name some."""
+    """The option that must name some."""
     paths: tuple[tuple[str, str], ...]
-    """Each with the option that names it."""
+    """Options and the paths that they name."""
 
 
 NamedFiles = Callable[[Parsed], ExampleFiles]
-"""Finds out which files the options of a run name."""
+"""A function that finds the files named by a run's options."""
 
 
 def dry_run(
@@ -58,9 +57,9 @@ def dry_run(
     *,
     examples: NamedFiles | None = None,
 ) -> None:
-    """Decide what a run decides up to its first step, and print its plan. ``reads`` are the
-    deciders of what the run reads, ``checks`` those of what else it will do with its samples;
-    ``examples`` are the files that it reads instead of --data-path.
+    """Make the decisions of a run up to its first step, and print its plan. ``reads`` are the
+    deciders of its inputs, ``checks`` those of its further uses of samples. ``examples`` finds the
+    files that it reads instead of --data-path.
 
     Raises UserError if the run would. Files, memory and devices that this machine lacks are
     warnings; in strict mode they are errors, as they are for the run."""
@@ -85,10 +84,13 @@ def dry_run(
         (*CONFIGURATION, *samples, *OUTPUTS, _refuse_small_host),
     )
     plan = MemoryPlan(draft.config, world_size)
+    described = describe_config(draft.config, world_size)
     if not absent:
+        ready = ready_of(draft)
         data_size = dp_size(draft.config, world_size)
-        read_first_step(ready_of(draft), range(data_size), data_size)
-    print("\n".join([*draft.notes, *_report(plan, world_size)]))
+        read_first_step(ready, range(data_size), data_size)
+        described = describe_run(ready, world_size)
+    print("\n".join([*draft.notes, *_report(plan, described, world_size)]))
     lacking = list(_lacking(plan, world_size))
     for line in (*draft.warnings, *draft.missing, *lacking):
         print(f"warning: {line}")
@@ -100,7 +102,7 @@ def dry_run(
 
 
 def _memory_here(world: int) -> int:
-    """Bytes of memory for each of ``world`` processes on this machine."""
+    """Return the bytes of memory for each of ``world`` processes on this machine."""
     from megatron_llama.engine.comm import device as devices
 
     device = devices.accelerator(0)
@@ -108,14 +110,14 @@ def _memory_here(world: int) -> int:
 
 
 def _absent(parsed: Parsed, examples: NamedFiles | None) -> Iterator[tuple[str, str]]:
-    """Yield the options that name files which are not on this machine, and what to say of each."""
+    """Yield the options whose files are not on this machine, each with its warning."""
     from megatron_llama.data.words import is_stream
     from megatron_llama.train.setup.start import AUTO
 
     data = parsed.get(DataConfig)
     checkpoint = parsed.get(CheckpointConfig)
     paths = [("tokenizer_model", data.tokenizer_model)]
-    # A folder that is to be written as well may be missing: a fresh start.
+    # A folder that the run also writes may be missing: it is a fresh start.
     if checkpoint.load not in (AUTO, checkpoint.save) and "://" not in (checkpoint.load or ""):
         paths.append(("load", checkpoint.load))
     if parsed.get(ModelConfig).preset is not None:  # which has the shapes
@@ -141,8 +143,8 @@ def _absent(parsed: Parsed, examples: NamedFiles | None) -> Iterator[tuple[str, 
 
 
 def _without(absent: set[str], parsed: Parsed, warnings: list[str]) -> Parsed:
-    """Leave out the options whose files are absent, so that the rest can be planned. Where nobody
-    knows the vocabulary then, one is assumed, with a warning."""
+    """Leave out the options whose files are absent, so that the rest can be planned. If the
+    vocabulary is unknown then, one is assumed, with a warning."""
     from megatron_llama.train.setup.vocabulary import find_vocabulary
 
     if not absent:
@@ -174,7 +176,7 @@ def _without(absent: set[str], parsed: Parsed, warnings: list[str]) -> Parsed:
 
 @refuses(needs=Need.MACHINE, by=By.RANK_0)
 def _refuse_small_host(draft: Draft) -> None:
-    """Raise what the engine of a run on this machine would raise."""
+    """Raise the error that the engine of a run would raise on this machine."""
     from megatron_llama.engine.comm import device as devices
     from megatron_llama.engine.offload.build import require_memory
     from megatron_llama.engine.offload.worker import rank_cores
@@ -192,7 +194,7 @@ def _refuse_small_host(draft: Draft) -> None:
     ]
     if offloads:
         rank_cores(plan.config.offload.offload_cores, 0, 1)
-        # Without a device all ranks are on this machine, else as many as it has devices.
+        # Without a device all ranks are on this machine, otherwise one for each device.
         ranks = world if on_cpu else min(world, max(1, devices.accelerator_count()))
         needed = [
             offload.held + (sum(plan.state_by_component(rank).values()) if on_cpu else 0)
@@ -202,7 +204,7 @@ def _refuse_small_host(draft: Draft) -> None:
 
 
 def _lacking(plan: MemoryPlan, world: int) -> Iterator[str]:
-    """Yield which devices and how much memory this machine lacks for the run."""
+    """Yield sentences about devices and memory that this machine lacks for the run."""
     from megatron_llama.engine.comm import device as devices
 
     config = plan.config
@@ -226,67 +228,37 @@ def _lacking(plan: MemoryPlan, world: int) -> Iterator[str]:
         )
 
 
-def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
+def _report(plan: MemoryPlan, described: Mapping[str, str], world: int) -> Iterator[str]:
     config = plan.config
-    model = config.model
-    parallel = config.parallel
-    training = config.training
-    dp = dp_size(config, world)
-    tp = parallel.tensor_model_parallel_size
-    pp = parallel.pipeline_model_parallel_size
-    microbatches = plan.schedule.microbatches
-    padded = padded_vocab_size(model, tp)
-    tensors = len(hf_shapes(model))
-    yield (
-        f"parameters      {parameter_count(model):,} in {tensors} tensors; vocabulary "
-        f"{model.vocab_size:,}, padded to {padded:,}"
-    )
-    if config.lora.lora_rank:
-        whole = trained_beside_adapters(model)
-        shapes = adapter_shapes(model, config.lora) | whole
-        trained = [math.prod(shape) for shape in shapes.values()]
-        yield (
-            f"  trained       {sum(trained):,} in {len(trained)} tensors: low-rank additions, "
-            f"rank {config.lora.lora_rank}{''.join(f', and {name}' for name in whole)}"
-        )
-    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.train_iters:,} steps"
-    sequence = ", sequence parallel" if parallel.sequence_parallel else ""
-    yield (
-        f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x "
-        f"dp {dp}{sequence}"
-    )
-    yield (
-        f"batch           {training.global_batch_size} samples = {microbatches} "
-        f"microbatches x {training.micro_batch_size} x dp {dp}; "
-        f"{training.global_batch_size * training.seq_length:,} tokens a step, {length}"
-    )
-    if training.rampup_batch_size:
-        start, increment, samples = training.rampup_batch_size
-        full = training.global_batch_size
-        yield (
-            f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} "
-            f"over {samples:,} samples"
-        )
-        # Memory never falls with the number of microbatches, so what is said below of the full size
-        # holds for all steps.
-        small = replace(training, global_batch_size=start, rampup_batch_size=())
-        first = MemoryPlan(replace(config, training=small), world)
-        granularity = parallel.recompute_granularity
-        blocks = plan.recompute_layers()
-        least, most = (sized(one.needed(granularity, blocks)) for one in (first, plan))
-        yield (
-            f"  first steps   {first.schedule.microbatches} microbatches; "
-            f"the process that needs most has {least}, at full size {most}"
-        )
-    for rank in range(pp):
+    for subject, words in described.items():
+        yield f"{subject:<15} {words}"
+        if subject == "ramp-up":
+            yield _first_steps(plan, world)
+    for rank in range(len(plan.bucket_plans)):
         yield from _rank_report(plan, rank)
-    if dp * parallel.context_parallel_size > 1:
+    if dp_size(config, world) * config.parallel.context_parallel_size > 1:
         yield from _choices(plan, world)
     yield from _schedule_report(plan.schedule)
 
 
+def _first_steps(plan: MemoryPlan, world: int) -> str:
+    """Return a line about the memory of the first steps of a ramp-up. Memory never falls with the
+    number of microbatches, so that of the full size is enough for all steps."""
+    config = plan.config
+    start, _, _ = config.training.rampup_batch_size
+    small = replace(config.training, global_batch_size=start, rampup_batch_size=())
+    first = MemoryPlan(replace(config, training=small), world)
+    granularity = config.parallel.recompute_granularity
+    blocks = plan.recompute_layers()
+    least, most = (sized(step_plan.needed(granularity, blocks)) for step_plan in (first, plan))
+    return (
+        f"  first steps   {first.schedule.microbatches} microbatches; "
+        f"the process that needs most has {least}, at full size {most}"
+    )
+
+
 def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
-    """Yield what one pipeline rank holds, sends and keeps."""
+    """Yield lines about the layers, traffic and memory of one pipeline rank."""
     config = plan.config
     partition = plan.partition
     bucket_plan = plan.bucket_plans[rank]
@@ -316,7 +288,7 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     )
     staging = plan.staging(rank)
     sizes = plan.state_by_component(rank) | {"gradients on their way": staging}
-    # All scalars together are less than the last digit of the sum.
+    # Scalars are left out: all together are less than the last digit of the sum.
     parts = ", ".join(
         f"{name} {sized(size)}" for name, size in sizes.items() if size and name != "scalars"
     )
@@ -344,10 +316,10 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         )
     granularity = config.parallel.recompute_granularity
     layers = plan.recompute_layers()
-    each = ", ".join(
+    by_granularity = ", ".join(
         f"{name} {sized(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
     )
-    yield f"  activations   of a microbatch, by --recompute-granularity: {each}"
+    yield f"  activations   of a microbatch, by --recompute-granularity: {by_granularity}"
     some = (
         ""
         if granularity == "none" or layers >= plan.largest_stage
@@ -362,7 +334,7 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
 
 
 def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
-    """Yield what other ways to shard would cost the process that needs most."""
+    """Yield the costs of other sharding strategies for the process that needs most."""
     yield "sharding        per process, by --data-parallel-sharding-strategy (--param-slots):"
     for name, slots in (
         *((name, "default") for name in ("no_shard", *BY_TRAFFIC[:-1])),
@@ -376,10 +348,10 @@ def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
         )
         if name == NO_SHARD:
             parallel = replace(parallel, data_parallel_shard_size=0)
-        other = MemoryPlan(replace(plan.config, parallel=parallel), world)
-        ranks = range(len(other.bucket_plans))
-        state = max(other.state(rank) for rank in ranks)
-        sent = max(other.traffic(rank).sent for rank in ranks)
+        variant = MemoryPlan(replace(plan.config, parallel=parallel), world)
+        ranks = range(len(variant.bucket_plans))
+        state = max(variant.state(rank) for rank in ranks)
+        sent = max(variant.traffic(rank).sent for rank in ranks)
         label = name + (f" ({slots})" if slots != "default" else "")
         yield f"  {label:<26}state {sized(state):>12}, sent in a step {sized(round(sent)):>12}"
 

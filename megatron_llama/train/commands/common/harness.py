@@ -23,19 +23,19 @@ from megatron_llama.errors import DataError, counted, describe, listing
 from megatron_llama.train.setup.scoring import Ask, Request
 
 SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
-"""What tasks may ask for."""
+"""The kinds of requests that tasks may make."""
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What is asked of the model."""
+    """The tasks for the model."""
 
     tasks: tuple[str, ...]
     """Names of tasks, or YAML files."""
     num_fewshot: int | None
     """Examples in front of each question; None: as each task says."""
     limit: float
-    """So many questions of each task, below 1 such a share of them; 0: all."""
+    """Number of questions of each task; below 1, a share of them; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Report:
     """The results of some tasks."""
 
     text: str
-    """For people: a table."""
+    """A table, for people."""
     json: bytes
-    """All of them, as lm-evaluation-harness has them."""
+    """All results, in the format of lm-evaluation-harness."""
 
 
 def report(
@@ -57,7 +57,7 @@ def report(
     vocab_size: int,
     info: Mapping[str, Any],
 ) -> Report:
-    """Run some tasks with a model that ``ask`` scores texts with. The other arguments are those of
+    """Run tasks with the model whose scores ``ask`` returns. The other arguments are those of
     ``ParallelModel``. Raises DataError for a task that cannot be read, or that the model cannot
     run."""
     model = ParallelModel(ask, tokenizer, longest=longest, vocab_size=vocab_size, info=info)
@@ -84,24 +84,24 @@ def report(
 
 def _stands_alone(task: str) -> bool:
     """Whether a task is a file that names no other tasks. To find a name, lm-evaluation-harness
-    reads all of its own 14,000 files, which takes half a minute."""
+    reads all its 14,000 files, which takes half a minute."""
     path = Path(task)
     return path.is_file() and not re.search(rb"^group\s*:", path.read_bytes(), re.MULTILINE)
 
 
 def _table(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a table: a row for each metric of each task, as its filter gives it."""
+    """Yield the lines of a table with a row for each task, metric and filter."""
     rows = [("task", "n-shot", "metric", "value", "stderr")]
-    for name, found in results["results"].items():
+    for name, scores in results["results"].items():
         shots = str(results.get("n-shot", {}).get(name, ""))
-        for key, value in found.items():
+        for key, value in scores.items():
             metric, comma, filtered = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
             shown = metric if filtered == "none" else f"{metric} ({filtered})"
-            error = found.get(f"{metric}_stderr,{filtered}")
-            each = (_number(value), _number(error) if isinstance(error, float) else "")
-            rows.append((str(found.get("alias", name)), shots, shown, *each))
+            error = scores.get(f"{metric}_stderr,{filtered}")
+            numbers = (_number(value), _number(error) if isinstance(error, float) else "")
+            rows.append((str(scores.get("alias", name)), shots, shown, *numbers))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -113,7 +113,7 @@ def _number(value: object) -> str:
 
 
 class ParallelModel(TemplateLM):
-    """The model of all ranks, as lm-evaluation-harness sees one."""
+    """The model of all ranks, for lm-evaluation-harness."""
 
     def __init__(
         self,
@@ -124,18 +124,18 @@ class ParallelModel(TemplateLM):
         vocab_size: int,
         info: Mapping[str, Any],
     ) -> None:
-        """``longest``: tokens that the model reads at most; what is longer loses its beginning.
+        """``longest``: tokens that the model reads at most; longer requests lose their beginning.
         ``info`` is for the results. Raises DataError for a tokenizer without begin and end
         token."""
         super().__init__()
         self._ask = ask
-        # Not ``tokenizer``, which the base class takes for one of transformers.
+        # The name ``tokenizer`` would mean one of transformers to the base class.
         self._tokenizer = tokenizer
         self._longest = longest
         self._vocab_size = vocab_size
         self._info = info
         self.shortened = 0
-        """Requests that were longer."""
+        """Number of requests that were longer."""
         prefix = tokenizer.prefix_id
         if prefix is None:
             do = "use another tokenizer"
@@ -151,7 +151,7 @@ class ParallelModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text begins with that has nothing before it."""
+        """The token in front of a text without a context."""
         return self._prefix
 
     @property
@@ -160,14 +160,14 @@ class ParallelModel(TemplateLM):
         return self._longest
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the results say of the model."""
+        """Return the facts about the model for the results."""
         return dict(self._info)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """Encode a text, by default with what the tokenizer puts around it, unless it begins with
-        the begin token already."""
+        """Encode a text, by default with the tokenizer's special tokens, unless it already begins
+        with the begin token."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
         tokenizer = self._tokenizer
@@ -216,7 +216,7 @@ class ParallelModel(TemplateLM):
         return [(score.logprob, score.greedy) for score in self._ask(asked)]
 
     def _problem(self, where: str, before: Sequence[int], scored: Sequence[int]) -> str | None:
-        """Say why a request cannot be scored, if it cannot."""
+        """Return why a request cannot be scored; None if it can."""
         if not before or not scored:
             got = "no token" if not scored else "no token before it"
             do = "correct the task: what is scored, and what is before it, need text"
@@ -243,7 +243,7 @@ def _not_scored(name: str, kind: str) -> str:
 
 
 class _ScoredTasks(TaskManager):
-    """Reads tasks, and refuses those that ask for anything but log-likelihoods, or have fewer
+    """A manager that refuses tasks that ask for anything but log-likelihoods, or have fewer
     examples than are wanted in front of a question."""
 
     def __init__(self, num_fewshot: int, **options: Any) -> None:
@@ -253,9 +253,9 @@ class _ScoredTasks(TaskManager):
     def load(self, task_list: Any) -> Any:
         """Return the tasks, with their data. Raises DataError."""
         try:
-            found = super().load(task_list)
+            loaded = super().load(task_list)
         except Exception as error:
-            # Whatever a task's file, its code, its data or the network has raised.
+            # Any error of a task's file, its code, its data or the network.
             do = (
                 "check it (lm_eval ls tasks lists the names); without a network, give the YAML "
                 "file of a task whose data is on this machine"
@@ -264,22 +264,23 @@ class _ScoredTasks(TaskManager):
             names = ", ".join(map(str, task_list))
             expected = "tasks of lm-evaluation-harness, and their data"
             raise DataError(f"--tasks {names}", got=got, expected=expected, do=do) from error
-        kinds = {name: task.OUTPUT_TYPE for name, task in found["tasks"].items()}
+        kinds = {name: task.OUTPUT_TYPE for name, task in loaded["tasks"].items()}
         refused = [_not_scored(name, kind) for name, kind in kinds.items() if kind not in SCORED]
         if refused:
             raise DataError(listing("These tasks cannot be run:", refused))
-        for name, task in found["tasks"].items():
+        for name, task in loaded["tasks"].items():
             most = _examples(task) if self._num_fewshot else 0
-            # What a task fixes at 0 stays 0.
+            # A number that a task fixes at 0 stays 0.
             if most < self._num_fewshot and task.config.num_fewshot != 0:
                 do = "give fewer"
                 expected = f"at most {most}, as many examples as the task {name} has"
                 raise DataError("--num-fewshot", got=self._num_fewshot, expected=expected, do=do)
-        return found
+        return loaded
 
 
 def _examples(task: Any) -> int:
-    """How many examples a task can put in front of a question: the question itself is none."""
+    """Return the number of examples that a task can put in front of a question, without the
+    question itself."""
     examples = sum(1 for _ in task.fewshot_docs())
     split = getattr(getattr(task, "fewshot_cfg", None), "split", None)
     return examples - (split is not None and split == task.config.test_split)

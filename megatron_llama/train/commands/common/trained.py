@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.train.api.common.configs import ModelFolderConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.checkpoint.model_folders.formats import ModelReader
     from megatron_llama.train.api.common.trained import Trained
 
 
 def open_trained(options: ModelFolderConfig) -> Trained:
-    """Read the model folder that the options name, and print what the user should know of it.
-    Raises ConfigError, CheckpointError or DataError."""
+    """Read the model folder that the options name, and print its notes. Raises ConfigError,
+    CheckpointError or DataError."""
     from megatron_llama.train.api.load import load
 
     model = load(
-        _named(options.load, options.init_from_hf),
+        require_one_folder(options.load, options.init_from_hf),
         "trained",
         dtype="bfloat16" if options.bf16 else "float32",
         tokenizer_model=options.tokenizer_model,
@@ -33,29 +31,12 @@ def open_trained(options: ModelFolderConfig) -> Trained:
     return model
 
 
-def open_folder(
-    load: str | None,
-    init_from_hf: str | None,
-    *,
-    vocab_size: int = 0,
-    tokens: int = 0,
-    ignored: Collection[str] = (),
-) -> ModelReader:
-    """Open the model folder that exactly one of the first two options names; the others are those
-    of ``open_model``. Raises ConfigError or CheckpointError."""
-    from megatron_llama.train.api.common.trained import open_reader
-
-    return open_reader(
-        _named(load, init_from_hf), vocab_size=vocab_size, tokens=tokens, ignored=ignored
-    )
-
-
-def _named(load: str | None, init_from_hf: str | None) -> str:
-    """The folder that exactly one of the two names. Raises ConfigError."""
+def require_one_folder(load: str | None, init_from_hf: str | None) -> str:
+    """Return the folder that exactly one of the two names. Raises ConfigError."""
     if (load is None) == (init_from_hf is None):
-        found = "neither" if load is None else "both"
+        got = "neither" if load is None else "both"
         do = "give --load FOLDER or --init-from-hf FOLDER"
         raise ConfigError(
-            describe("--load, --init-from-hf", got=found, expected="one of them", do=do)
+            describe("--load, --init-from-hf", got=got, expected="one of them", do=do)
         )
     return load or init_from_hf or ""

@@ -1,4 +1,4 @@
-"""Samples of a step, whether the pipeline schedule takes them, and the precision."""
+"""Checks of a step's samples, of the pipeline schedule for them, and of the precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_llama.schedule import ScheduleError, placement_of, schedule_proble
 
 
 def batch_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Yield what is wrong with the batch sizes, the microbatches they give, and the precision."""
+    """Yield problems of the batch sizes, their microbatches, and the precision."""
     training = config.training
     if (
         world_problem(config, world_size) is None
@@ -32,8 +32,8 @@ def batch_problems(config: Config, world_size: int) -> Iterator[str]:
                 do=f"choose {nearest_multiples(training.global_batch_size, unit)}",
             )
         else:
-            # The first two steps of a ramp stand for all of them: where both sizes are multiples
-            # of something, so is their difference, by which the batch grows.
+            # The first two steps of a ramp stand for all: if both sizes are multiples of a number,
+            # so is their difference, by which the batch grows.
             ramp = [] if ramp_problems else [*BatchSizes.from_training(training).all()][:2]
             sizes = {size // unit for size in (*ramp, training.global_batch_size)}
             yield from _schedule_problems(config.parallel, sorted(sizes))
@@ -55,8 +55,8 @@ def batch_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _schedule_problems(parallel: ParallelConfig, counts: Sequence[int]) -> Iterator[str]:
-    """Yield what the schedule says of the first of these numbers of microbatches that it does not
-    take. The last one is that of a step of full size."""
+    """Yield the schedule's problems with the first of these numbers of microbatches that it
+    refuses. The last number is that of a step of full size."""
     name = parallel.pipeline_schedule
     ranks = parallel.pipeline_model_parallel_size
     virtual = parallel.virtual_pipeline_model_parallel_size
@@ -65,8 +65,8 @@ def _schedule_problems(parallel: ParallelConfig, counts: Sequence[int]) -> Itera
     except ScheduleError:
         return  # parallel.py names it
     for microbatches in counts:
-        found = schedule_problems(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
-        if found:
+        problems = schedule_problems(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
+        if problems:
             ramp = "" if microbatches == counts[-1] else " (in a step of --rampup-batch-size)"
-            yield from (f"{problem}{ramp}" for problem in found)
+            yield from (f"{problem}{ramp}" for problem in problems)
             return

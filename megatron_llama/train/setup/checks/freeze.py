@@ -1,4 +1,4 @@
-"""What ``--freeze`` leaves to be trained."""
+"""Checks of ``--freeze``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from megatron_llama.model.plan.params import has_tied_head, stage_units, whole_m
 
 
 def freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:
-    """Yield patterns that match nothing, or everything, and weights of which a part would be
-    frozen.
+    """Yield patterns that match nothing, or everything, and weights that would be partly frozen.
 
-    What some layout stores as one weight (q, k and v; gate and up) is frozen as one in every
-    layout: a checkpoint may be resumed in another one."""
+    Weights that some layout stores as one (q, k and v; gate and up) are frozen as one in every
+    layout: a checkpoint may be resumed in another layout."""
     sizes = [getattr(model, name) for name in (*MODEL_SIZES, "make_vocab_size_divisible_by")]
     if not patterns or min(sizes) <= 0:
         return
     units = stage_units(model, whole_model(model), 0)
-    groups = [[part.name for part in spec.slices] for unit in units for spec in unit.params]
+    groups = [[piece.name for piece in spec.slices] for unit in units for spec in unit.params]
     names = [name for group in groups for name in group]
     for pattern in patterns:
         if not any(is_frozen(name, (pattern,)) for name in names):

@@ -13,7 +13,7 @@ from megatron_llama.model.plan.params import kv_copies
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the additions' options, and with --freeze if it leaves none to
+    """Yield problems of the additions' options, and of --freeze if it leaves no additions to
     train."""
     lora = config.lora
     model = config.model
@@ -28,7 +28,7 @@ def lora_problems(config: Config) -> Iterator[str]:
         > 0
     )
     known = projections(model) if model.model_type in FAMILIES else PROJECTIONS
-    # The default is that of LLaMA; resolve() gives a family its own where there are additions.
+    # The default is LLaMA's; resolve() gives a family its own if there are additions.
     default = lora.lora_target_modules == PROJECTIONS and not lora.lora_rank
     strange = [name for name in lora.lora_target_modules if name not in known and not default]
     if strange or not lora.lora_target_modules:
@@ -49,7 +49,7 @@ def lora_problems(config: Config) -> Iterator[str]:
         and "qkv_proj" in known
         and "qkv_proj" in lora.lora_target_modules
     ):
-        # Queries are then a weight apart from keys and values, which have copies; one A for both
+        # Queries are then a separate weight from keys and values, which have copies; one A for both
         # would get its gradient from two layers.
         yield describe(
             "--lora-target-modules qkv_proj",

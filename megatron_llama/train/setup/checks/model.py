@@ -1,4 +1,4 @@
-"""The model itself: its sizes, and what it computes."""
+"""Checks of the model: its sizes and its computation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import MODEL_SIZES, Config, ModelConfig
 from megatron_llama.errors import ConfigError, describe, nearest_divisors, nearest_multiples
 from megatron_llama.model.families import FAMILIES
-from megatron_llama.model.hf import ACTIVATIONS, unheld_fields
+from megatron_llama.model.hf import ACTIVATIONS, unheld_fields, unlistable_fields
 from megatron_llama.model.presets import PRESETS
 from megatron_llama.model.rope import rope_problems
 from megatron_llama.model.windows import LAYER_TYPES, SLIDING
@@ -27,7 +27,7 @@ def require_language_model(model: ModelConfig, what: str) -> None:
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """Yield options of a run that need the output head which a reward model does not have."""
+    """Yield options that need an output head, which a reward model does not have."""
     if not config.model.num_labels:
         return
     needing = (
@@ -45,7 +45,7 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def missing_model_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence with the sizes that nobody gave."""
+    """Yield one sentence with the missing sizes."""
     missing = [name for name in MODEL_SIZES if getattr(config.model, name) == 0]
     if (
         config.model.vocab_size == 0
@@ -64,7 +64,7 @@ def missing_model_problems(config: Config) -> Iterator[str]:
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield sizes that do not fit each other, names that nobody knows, and what the family cannot
+    """Yield sizes that do not fit each other, unknown names, and values that the family cannot
     hold."""
     problems = [
         *_shape_problems(model),
@@ -74,7 +74,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         *_label_problems(model),
     ]
     yield from problems
-    # Numbers out of range are named by their fields.
+    # The checks of the fields report numbers out of range.
     numbers = [
         value
         for name, value in vars(model).items()
@@ -83,7 +83,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     sizes = (*MODEL_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
     positive = (*sizes, "rms_norm_eps", "rope_theta", "partial_rotary_factor")
     in_range = min(numbers) >= 0 and min(getattr(model, name) for name in positive) > 0
-    in_range = in_range and model.num_labels <= 1  # a config.json lists them
+    in_range = in_range and not unlistable_fields(model)
     if in_range and not problems:
         yield from _family_problems(replace(model, vocab_size=max(model.vocab_size, 1)))
 
@@ -113,7 +113,7 @@ def _shape_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _kind_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield names that nobody knows."""
+    """Yield unknown names."""
     for name, known in (("model_type", FAMILIES), ("hidden_act", ACTIVATIONS.values())):
         if getattr(model, name) not in known:
             expected = f"one of {', '.join(dict.fromkeys(known))}"
@@ -134,7 +134,7 @@ def _kind_problems(model: ModelConfig) -> Iterator[str]:
 
 def _rotary_problems(model: ModelConfig) -> Iterator[str]:
     rotated = int(model.head_dim * model.partial_rotary_factor)
-    # A share that is not positive is named by its field.
+    # The check of the field reports a share that is not positive.
     fits = rotated % 2 == 0 and 0 < rotated <= model.head_dim
     if model.head_dim > 0 and model.partial_rotary_factor > 0 and not fits:
         do = "choose another --partial-rotary-factor"
@@ -147,7 +147,7 @@ def _rotary_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def token_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield special tokens that are none of a vocabulary whose size is known."""
+    """Yield special tokens outside of a vocabulary of known size."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(model, name)
         if token is not None and token >= model.vocab_size > 0:
@@ -178,8 +178,8 @@ def _label_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _family_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield what the family's ``config.json`` cannot hold: a checkpoint has one, and so has what is
-    exported from it."""
+    """Yield values that the family's ``config.json`` cannot hold: checkpoints and exports have
+    one."""
     family = FAMILIES[model.model_type]
     kind = (model.rope_scaling or {}).get("rope_type", "default")
     if kind not in family.rope_types:

@@ -1,4 +1,4 @@
-"""Where ``--optimizer muon`` can be used."""
+"""Checks of ``--optimizer muon``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOST = "the matrices are orthogonalised where the model computes"
 
 
 def muon_problems(config: Config) -> Iterator[str]:
-    """Yield what Muon cannot be used with, and numbers that have no meaning."""
+    """Yield options with which Muon cannot be used, and meaningless numbers."""
     optimizer = config.optimizer
     if optimizer.optimizer != MUON:
         return
@@ -60,7 +60,7 @@ def muon_problems(config: Config) -> Iterator[str]:
             do="take --optimizer adam, or freeze less",
         )
     if split := split_matrices(units):
-        # Queries are then a weight apart from keys and values, which have copies.
+        # Queries are then a separate weight from keys and values, which have copies.
         yield describe(
             "--optimizer muon",
             got=f"--tensor-model-parallel-size {tp}, which cuts {split[0]} into several weights",

@@ -9,7 +9,7 @@ from megatron_llama.engine.plan.offload import NONE
 
 
 def offload_warnings(config: Config) -> Iterator[str]:
-    """Yields one line for each option of offload that has no effect."""
+    """Yield one line for each option of offload that has no effect."""
     options = config.offload
     if (
         options.optimizer_offload != NONE

@@ -1,4 +1,4 @@
-"""The learning rate, its schedule, and what an update rule cannot be used with."""
+"""Checks of the learning rate, its schedule, and the limits of update rules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_llama.errors import describe
 from megatron_llama.train.setup.checks.whole_units import whole_units
 
 LEAST_BF16 = 2.0**-8
-"""The least share by which a number in bf16 can fall, whatever it is."""
+"""The least share by which any number in bf16 can fall."""
 
 
 def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield what is wrong with the learning rate and its schedule. The length of the run is
-    resolved, unless it is given in epochs of a dataset that has not been opened yet."""
+    """Yield problems of the learning rate and its schedule. The length of the run is resolved,
+    unless it is given in epochs of a dataset that is not open yet."""
     if optimizer.min_lr > optimizer.lr >= 0:
         yield describe(
             "--min-lr",
@@ -29,10 +29,10 @@ def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> 
 
 
 def _decay_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """The schedule is given in iterations or in samples. A decay of length 0 has an end that is not
-    known yet: then nothing is compared with it."""
+    """Yield problems of the schedule, in iterations or in samples. The end of a decay of length 0
+    is not known yet: then nothing is compared with it."""
     named = {
-        unit: [f"lr_{part}_{unit}" for part in ("decay", "warmup", "wsd_decay")]
+        unit: [f"lr_{phase}_{unit}" for phase in ("decay", "warmup", "wsd_decay")]
         for unit in ("iters", "samples")
     }
     given = {
@@ -75,7 +75,7 @@ def _decay_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Ite
 
 
 def schedule_free_problems(config: Config) -> Iterator[str]:
-    """Yield what schedule-free AdamW cannot be used with."""
+    """Yield options with which schedule-free AdamW cannot be used."""
     optimizer = config.optimizer
     offload = config.offload.optimizer_offload
     if optimizer.optimizer != SCHEDULE_FREE:
@@ -98,7 +98,7 @@ def schedule_free_problems(config: Config) -> Iterator[str]:
 
 
 def moment_problems(config: Config) -> Iterator[str]:
-    """Yield what moments in bf16 and in 8 bits cannot be used with."""
+    """Yield options with which moments in bf16 or 8 bits cannot be used."""
     optimizer = config.optimizer
     offload = config.offload.optimizer_offload
     for name, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
@@ -136,7 +136,7 @@ def moment_problems(config: Config) -> Iterator[str]:
 
 
 def _row_problems(config: Config) -> Iterator[str]:
-    """Yield the matrices whose rows a rank cannot cut into blocks for moments in 8 bits."""
+    """Yield matrices whose rows a rank cannot cut into blocks for moments in 8 bits."""
     tp = config.parallel.tensor_model_parallel_size
     cut = {
         spec.slices[0].name: spec.width

@@ -1,4 +1,4 @@
-"""How the model is spread over processes: sizes, sharding, pipeline stages, recomputation."""
+"""Checks of the layout over processes: sizes, sharding, pipeline stages, recomputation."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
     yield from _sequence_problems(config)
     yield from _sharding_problems(config, 0 if world is not None else world_size // (tp * pp))
     if model.num_hidden_layers > 0:
-        # How many blocks may recompute can only be told of stages that can be built.
+        # The number of blocks that may recompute is known only for stages that can be built.
         yield from list(_pipeline_problems(config)) or _recompute_problems(config)
 
 
 def sequence_unit(parallel: ParallelConfig) -> int:
-    """Return of what the length of a sequence has to be a multiple."""
+    """Return the number of which the length of a sequence must be a multiple."""
     cp = parallel.context_parallel_size
-    # Context parallelism deals 2 x cp chunks out in a zig-zag, so that all ranks have equal work.
+    # Context parallelism deals out 2 x cp chunks in a zigzag, so that all ranks have equal work.
     chunks = 2 * cp if cp > 1 else 1
     return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
 
@@ -72,7 +72,7 @@ def _sequence_problems(config: Config) -> Iterator[str]:
 
 
 def _sharding_problems(config: Config, ranks: int) -> Iterator[str]:
-    """``ranks``: data-parallel ranks, context-parallel ones included; 0: unknown."""
+    """Yield problems of sharding. ``ranks``: data-parallel ranks times cp; 0: unknown."""
     parallel = config.parallel
     shards = parallel.data_parallel_shard_size
     strategy = parallel.data_parallel_sharding_strategy

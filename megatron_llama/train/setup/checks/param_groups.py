@@ -1,4 +1,4 @@
-"""What ``--param-group`` may say of which parameters."""
+"""Checks of ``--param-group``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def param_group_problems(config: Config) -> Iterator[str]:
         return
     for group in groups:
         yield from _match_problems(group, specs, config.model)
-    names = [part.name for spec in specs for part in spec.slices]
+    names = [piece.name for spec in specs for piece in spec.slices]
     for first, second, key in dict.fromkeys(
-        found for name in names if (found := _conflict_of(groups, name)) is not None
+        clash for name in names if (clash := _conflict_of(groups, name)) is not None
     ):
-        name = next(one for one in names if _conflict_of(groups, one) == (first, second, key))
+        name = next(name for name in names if _conflict_of(groups, name) == (first, second, key))
         yield describe(
             FLAG,
             got=f"two values of {key} for {name}: {first} and {second}",
@@ -49,7 +49,7 @@ def param_group_problems(config: Config) -> Iterator[str]:
             do="narrow one of the patterns",
         )
     for spec in specs:
-        values = {str(merged(groups, part.name)): part.name for part in spec.slices}
+        values = {str(merged(groups, piece.name)): piece.name for piece in spec.slices}
         if len(values) > 1:
             yield describe(
                 FLAG,
@@ -70,18 +70,18 @@ def param_group_problems(config: Config) -> Iterator[str]:
 
 
 def _conflict_of(groups: Sequence[ParamGroup], name: str) -> tuple[str, str, str] | None:
-    found = conflict(groups, name)
-    return None if found is None else (found[0].text, found[1].text, found[2])
+    clash = conflict(groups, name)
+    return None if clash is None else (clash[0].text, clash[1].text, clash[2])
 
 
 def _match_problems(
     group: ParamGroup, specs: Sequence[ParamSpec], model: ModelConfig
 ) -> Iterator[str]:
     matched = [
-        (part.name, spec) for spec in specs for part in spec.slices if group.matches(part.name)
+        (piece.name, spec) for spec in specs for piece in spec.slices if group.matches(piece.name)
     ]
     if not matched:
-        names = [part.name for spec in specs for part in spec.slices if spec.trainable]
+        names = [piece.name for spec in specs for piece in spec.slices if spec.trainable]
         near = get_close_matches(group.pattern, names, 1)
         if has_tied_head(model) and group.matches("lm_head.weight"):
             near = ["model.embed_tokens.weight"]  # the head is the embedding
@@ -108,5 +108,5 @@ def _match_problems(
 
 
 def _examples(names: Sequence[str]) -> str:
-    """The names of one block, of what is before it and of what is behind it."""
+    """Return the names of one block, and of the parameters before and behind the blocks."""
     return ", ".join(name for name in names if ".layers." not in name or ".layers.0." in name)

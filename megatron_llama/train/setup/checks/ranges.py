@@ -1,4 +1,4 @@
-"""What each option says of its own value, and numbers too large to be planned with."""
+"""The checks of single options, and of numbers that are too large for plans."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_llama.config.fields import shown
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_RAMP, LARGEST_RANKS
 from megatron_llama.config.parse import flag, options_of
 from megatron_llama.config.schema import Config
-from megatron_llama.errors import describe
+from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.option import Check
 from megatron_llama.schedule.builders import schedule_bound_problem
 
 
 def bound_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield every number so large that checks and plans, which list layers, ranks and passes, would
-    take minutes or the machine's memory. Nothing else can be looked at until they are mended."""
+    take minutes or the machine's memory. No other check can run before they are mended."""
     wrong = list(_too_large(config))
     if world_size > LARGEST_RANKS:
         yield describe(
@@ -77,31 +77,39 @@ def _ramp_bounds(config: Config) -> Iterator[str]:
 
 
 def value_problems(section: Any) -> Iterator[str]:
-    """Yield what is wrong with each value of a section, whatever the others are."""
+    """Yield the problem of each value of a section, whatever the others are."""
     for name, check in _checks(type(section)):  # type: ignore[arg-type]
         value = getattr(section, name)
         if value is not None and not check.holds(value):
-            got = " ".join(value) if isinstance(value, tuple) else value
+            got = (" ".join(value) or "an empty text") if isinstance(value, tuple) else value
             do = check.do or f"give {flag(name)} N"
             yield describe(flag(name), got=got, expected=check.expected, do=do)
 
 
+def refuse_values(*sections: object) -> None:
+    """Raise ConfigError with every invalid value of these sections, for commands that start no
+    run."""
+    problems = [problem for section in sections for problem in value_problems(section)]
+    if problems:
+        raise ConfigError(listing("These options cannot be used:", problems))
+
+
 def range_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with each value of a run, whatever the others are."""
+    """Yield the problem of each value of a run, whatever the others are."""
     for item in fields(Config):
         yield from value_problems(getattr(config, item.name))
 
 
 @cache  # the planner checks thousands of configurations
 def _checks(section: type[Any]) -> tuple[tuple[str, Check], ...]:
-    """The options of a section that have a check."""
+    """Return the options of a section that have a check."""
     options = options_of([section]).items()
     return tuple((name, option.check) for name, option in options if option.check is not None)
 
 
 @cache
 def _numbers() -> tuple[tuple[str, str, int], ...]:
-    """(section, name, largest value) of every option that is a number."""
+    """Return (section, name, largest value) of every option that is a number."""
     return tuple(
         (section.name, name, option.rules.largest or LARGEST_INTEGER)
         for section in fields(Config)

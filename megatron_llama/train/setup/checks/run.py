@@ -1,4 +1,4 @@
-"""How a run goes, whatever its model and layout: bad steps, evaluations, what is recorded."""
+"""Checks of the course of a run, whatever its model and layout: bad steps, evaluations, records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_llama.errors import describe
 
 
 def bad_step_problems(config: Config) -> Iterator[str]:
-    """Yield what --on-bad-step and --on-bad-checkpoint lack."""
+    """Yield options that --on-bad-step and --on-bad-checkpoint lack."""
     training = config.training
     saving = config.checkpoint
     if training.on_bad_step == "skip" and config.optimizer.clip_grad == 0 and not training.fp16:
@@ -42,7 +42,7 @@ def bad_step_problems(config: Config) -> Iterator[str]:
 
 
 def determinism_problems(training: TrainingConfig) -> Iterator[str]:
-    """Yield what --deterministic-mode cannot go with."""
+    """Yield options that --deterministic-mode excludes."""
     if training.deterministic_mode and training.attention_backend == "fused":
         yield describe(
             "--deterministic-mode",
@@ -53,7 +53,7 @@ def determinism_problems(training: TrainingConfig) -> Iterator[str]:
 
 
 def run_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with traces, evaluations and samples of text."""
+    """Yield problems of traces, evaluations and samples of text."""
     first = config.log.profile_step_start
     last = config.log.profile_step_end
     if (config.log.profile or config.log.record_timeline is not None) and last <= first:
@@ -107,7 +107,7 @@ def run_problems(config: Config) -> Iterator[str]:
 
 
 def data_order_problems(config: Config) -> Iterator[str]:
-    """Yield what --megatron-data-order cannot go with."""
+    """Yield options that --megatron-data-order excludes."""
     if not config.data.megatron_data_order:
         return
     others = []
@@ -116,7 +116,7 @@ def data_order_problems(config: Config) -> Iterator[str]:
     if config.training.epochs:
         others.append(("--epochs", "--train-iters or --train-samples, on which the order depends"))
     if config.training.on_bad_step == "rollback":
-        # What is left out has to be made up for by samples behind those of the run.
+        # Samples that are left out need others, which lie behind those of the run.
         others.append(("--on-bad-step rollback", "a run that leaves out no samples"))
     for got, expected in others:
         yield describe(
@@ -125,7 +125,7 @@ def data_order_problems(config: Config) -> Iterator[str]:
 
 
 def split_shares(split: str) -> list[float]:
-    """The numbers of ``--split``; none when one of them is no finite number of 0 or more."""
+    """Return the numbers of ``--split``; none if any is not finite or below 0."""
     try:
         shares = [float(word) for word in split.split(",")]
     except ValueError:

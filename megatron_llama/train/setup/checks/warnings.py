@@ -1,4 +1,4 @@
-"""What can run but is probably not meant."""
+"""Options that can run but are probably not meant."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_llama.train.setup.checks.zenflow import zenflow_warnings
 
 
 def warnings_of(config: Config) -> Iterator[str]:
-    """Yield one line for each option of a resolved configuration that has no effect, or a
-    surprising one."""
+    """Yield one line for each option of a resolved configuration with no effect, or a surprising
+    one."""
     length = config.training.seq_length
     positions = (config.model.rope_scaling, config.model.max_position_embeddings)
     if length > longest_sequence(*positions):

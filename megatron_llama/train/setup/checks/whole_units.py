@@ -9,8 +9,8 @@ from megatron_llama.model.plan.run_params import whole_model_units
 
 
 def whole_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:
-    """Returns the units of the whole model as the first of ``tp`` ranks has them; none where the
-    model's sizes cannot be, of which other checks tell."""
+    """Return the units of the whole model on the first of ``tp`` ranks; none for impossible sizes,
+    which other checks report."""
     model = config.model
     sizes = [getattr(model, name) for name in (*MODEL_SIZES, "make_vocab_size_divisible_by")]
     # num_key_value_heads and head_dim are derived from others.

@@ -1,4 +1,4 @@
-"""The options of ZenFlow: problems with them, DeepSpeed's configuration file, and the integers that
+"""The options of ZenFlow: their problems, DeepSpeed's configuration file, and the integers that
 follow from them. Standard library only."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = "zero_optimization.zenflow"
 
 
 def zenflow_problems(config: Config) -> Iterator[str]:
-    """Yields one line for each pair of options that do not fit each other."""
+    """Yield one line for each pair of options that do not fit each other."""
     options = config.zenflow
     strategy = options.zenflow_select_strategy
     chosen = options.zenflow_select_interval
@@ -43,11 +43,11 @@ def zenflow_problems(config: Config) -> Iterator[str]:
 @dataclass(frozen=True)
 class _Key:
     """A key of DeepSpeed's ``zenflow`` block. ``read`` converts its value to that of our option,
-    and raises ValueError with what is expected."""
+    and raises ValueError with the expected value."""
 
     read: Callable[[Any], Any]
     note: str = ""
-    """Why it is not acted on; empty: it sets the option of its name."""
+    """Why it has no effect; empty: it sets the option of its name."""
 
 
 def _ratio(value: Any) -> float:
@@ -110,22 +110,22 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "steps_per_print": "--log-interval",
     }
 )
-"""Our options for what a DeepSpeed configuration has outside of the block."""
+"""Our options for keys of a DeepSpeed configuration outside of the block."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a file of DeepSpeed's says."""
+    """The content of a file of DeepSpeed's."""
 
     values: Mapping[str, Any]
     """Our options and their values."""
     notes: tuple[str, ...]
-    """Which keys are not acted on, and why."""
+    """Keys without effect, each with the reason."""
 
 
 def read_zenflow(path: str) -> Found:
-    """Reads DeepSpeed's configuration, or the block of it that is called zenflow. Raises
-    ConfigError with every problem."""
+    """Read DeepSpeed's configuration, or only its zenflow block. Raises ConfigError with every
+    problem."""
     where = f"--zenflow-config {path}"
     try:
         with open(path, encoding="utf-8") as file:
@@ -170,7 +170,7 @@ def read_zenflow(path: str) -> Found:
 def _read_block(
     where: str, block: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Returns values, notes and problems."""
+    """Return values, notes and problems."""
     from difflib import get_close_matches
 
     values: dict[str, Any] = {}
@@ -207,8 +207,8 @@ def _read_block(
 
 
 def _others(content: Mapping[str, Any], prefix: str) -> list[str]:
-    """Returns the keys outside of the block. An optimizer that is offloaded to the CPU is not among
-    them, because the block implies it."""
+    """Return the keys outside of the block, without an optimizer that is offloaded to the CPU,
+    which the block implies."""
     meant = ("zero_optimization", "zenflow")
     on_host = {"offload_optimizer"} if _device(content.get("offload_optimizer")) == "cpu" else set()
     return [prefix + name for name in content if name not in meant and name not in on_host]
@@ -223,7 +223,7 @@ def _hint(name: str) -> str:
 
 
 def with_file(config: Config, explicit: frozenset[str]) -> Config:
-    """Returns the configuration with the values of its --zenflow-config, where no option on the
+    """Return the configuration with the values of its --zenflow-config, where no option on the
     command line (``explicit``) sets them. Raises ConfigError."""
     path = config.zenflow.zenflow_config
     if path is None:
@@ -240,13 +240,13 @@ def with_file(config: Config, explicit: frozenset[str]) -> Config:
 
 
 def zenflow_notes(config: Config) -> Iterator[str]:
-    """Yields one line for each key of --zenflow-config that is not acted on."""
+    """Yield one line for each key of --zenflow-config without effect."""
     if config.zenflow.zenflow_config is not None:
         yield from read_zenflow(config.zenflow.zenflow_config).notes
 
 
 def zenflow_warnings(config: Config) -> Iterator[str]:
-    """Yields one line for each option that has no effect."""
+    """Yield one line for each option without effect."""
     if config.offload.optimizer_offload != "zenflow":
         if config.zenflow != ZenFlowConfig():
             mode = config.offload.optimizer_offload

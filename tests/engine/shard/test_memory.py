@@ -1,0 +1,96 @@
+"""What is alive after ``shard``: what the plan of the engine says, to the byte, whoever still holds what the call was given."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import megatron_llama as ml
+import pytest
+import torch
+from megatron_llama.engine.plan.memory import host_buffer_bytes, state_bytes
+from megatron_llama.engine.shard.shard_options import ShardOptions
+from megatron_llama.launch.launcher import Place
+from torch import Tensor, nn
+
+from tests.harness import Cluster
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+WIDTH = 128
+NUMBERS = 64
+"""Smaller memory than this, in bytes, is that of numbers: of a norm, a scale, the ranks of a mesh."""
+
+
+class Block(nn.Module):
+    """A unit with a matrix, a vector and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("ramp", torch.linspace(0.0, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)) * self.ramp
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), *(Block() for _ in range(4)))
+
+
+def grouped(module: nn.Sequential) -> torch.optim.AdamW:
+    """Two groups, and a frozen parameter in one of them."""
+    module[1].linear.weight.requires_grad_(False)
+    return torch.optim.AdamW([{"params": module[0].parameters()}, {"params": module[1:].parameters(), "lr": 1e-2}])
+
+
+WAYS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "ml.AdamW": lambda module: ml.AdamW(),
+    "ml.group of names": lambda module: ml.AdamW(groups=[ml.group("*.bias", lr=1e-2)]),
+    "ml.group of parameters": lambda module: ml.AdamW(groups=[ml.group(module[0].parameters(), lr=1e-2)]),
+    "torch.optim.AdamW": lambda module: torch.optim.AdamW(module.parameters()),
+    "torch.optim.AdamW with groups": grouped,
+}
+
+
+def alive() -> dict[int, Tensor]:
+    """The tensors of this process, one for each memory, by its address."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.untyped_storage().nbytes() >= NUMBERS}
+
+
+def live_and_planned(place: Place, way: str, strategy: str) -> list[tuple[int, int]]:
+    """After ``shard`` and after two steps, with the optimizer that was given still in a variable."""
+    before = alive()
+    module = model()
+    given = WAYS[way](module)
+    options = {"strategy": strategy, "clip": 1.0}
+    engine = ml.shard(module, units=[Block], optimizer=given, **options)
+    plan = engine._engine.bucket_plan
+    defaults = ShardOptions(
+        **{"microbatches": 1, "param_slots": 2, "grad_slots": 2, "shard_size": 0, "bucket_size": 40_000_000, "dtype": None, "reduce_dtype": None},
+        **{"optimizer_offload": "none", "reduction": "mean", "static_order": True, "find_unused": False, "offload_options": {}},
+        **options,
+    )
+    engine_options = defaults.for_engine(torch.float32, (), ranks=place.world_size)
+    planned = sum(size for name, size in state_bytes(engine_options, plan).items() if name != "scalars") + host_buffer_bytes(engine_options, plan, dp=place.world_size)
+    planned += sum(buffer.nbytes for buffer in module.buffers())
+    counts = []
+    for steps in range(3):
+        if steps:
+            module(torch.ones(2, WIDTH)).square().mean().backward()
+            engine.step()
+        mine = {address: tensor for address, tensor in alive().items() if address not in before}
+        counts.append((sum(tensor.untyped_storage().nbytes() for tensor in mine.values()), planned))
+    engine.close()
+    assert given is not None
+    return counts
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_alive_but_what_the_plan_counts(strategy: str, cluster: Cluster) -> None:
+    for way in WAYS:
+        for counts in cluster.run(2, live_and_planned, way, strategy):
+            assert all(live == planned for live, planned in counts), (way, counts)
