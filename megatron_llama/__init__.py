@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_llama.converter.api.verify import Verified, verify
     from megatron_llama.data.preprocess import PreprocessReport
     from megatron_llama.engine.shard.engine import ModuleEngine
-    from megatron_llama.engine.shard.optimizer import AdamW, group
+    from megatron_llama.engine.shard.optimizer import AdamW, elementwise, group
     from megatron_llama.engine.shard.shard import shard
     from megatron_llama.errors import UserError
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
@@ -54,6 +54,7 @@ __all__ = (
     "__version__",
     "align",
     "convert",
+    "elementwise",
     "generate",
     "group",
     "load",
@@ -88,6 +89,7 @@ _MODULES = MappingProxyType(
         "Verified": "converter.api.verify",
         "align": "tune.api.align",
         "convert": "converter.api.convert",
+        "elementwise": "engine.shard.optimizer",
         "generate": "train.api.generate",
         "group": "engine.shard.optimizer",
         "load": "train.api.load",

@@ -28,7 +28,7 @@ LISTED = 5
 MASTER = "master"
 """The weight itself, among the tensors of a shard; the others are the update rule's state."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state of every trained parameter, by its name in the engine and in torch.optim."""
+"""The state of AdamW for every trained parameter, by its name in the engine and in torch.optim."""
 NO_PLACEHOLDERS: Mapping[str, Placeholder] = MappingProxyType({})
 
 
@@ -107,13 +107,25 @@ class ModuleValues:
     # ``engine.settle()`` first. Written values count after ``engine.publish()``.
 
     def tensors(self, bucket: int) -> dict[str, Tensor]:
-        """Return the master and the moments of a bucket, live: flat tensors of one shard, wherever
-        the update rule keeps them. A frozen bucket has no moments."""
-        tensors = {MASTER: self.engine.masters[bucket]}
-        if self.plan.buckets[bucket].kind.trainable:
-            state = self.engine.rules.by_bucket[bucket].state(bucket)
-            tensors |= {name: state[name] for name in MOMENTS}
-        return tensors
+        """Return the master and the state of a bucket's elements, live: flat tensors of one shard,
+        wherever the update rule keeps them. A frozen bucket has no state."""
+        state = self.state(bucket)
+        of_elements = {name: tensor for name, tensor in state.items() if tensor.dim()}
+        return {MASTER: self.engine.masters[bucket], **of_elements}
+
+    def state(self, bucket: int) -> dict[str, Tensor]:
+        """Return the state of a bucket, live: flat tensors of one shard, and numbers, of no dim."""
+        if not self.plan.buckets[bucket].kind.trainable:
+            return {}
+        return self.engine.rules.by_bucket[bucket].state(bucket)
+
+    def numbers(self, bucket: int) -> dict[str, Tensor]:
+        """Return the numbers among the state of a bucket, live. All its parameters share them."""
+        return {name: tensor for name, tensor in self.state(bucket).items() if not tensor.dim()}
+
+    def state_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the state of a parameter."""
+        return tuple(self.state(self.bucket_of[name]))
 
     def write(self, name: str, what: str, values: Tensor, start: int = 0) -> None:
         """Copy ``values``, elements of the flattened parameter from ``start`` on, to where they
