@@ -180,7 +180,7 @@ class ModuleEngine:
                 "engine.optimizer.param_groups",
                 got=f"other options (betas, eps, weight decay) than in shard(), "
                 f"where {type(fixed[0]).__name__} updates",
-                expected="the same: its updates belong to windows of steps, and only lr may change",
+                expected="the same: of this rule only lr may change",
                 do="choose a scheduler that leaves them alone (cycle_momentum=False), or another "
                 "optimizer_offload",
             )

@@ -15,10 +15,21 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.engine.options import ADAM, TORCH, TorchGroup, UpdateOptions
+from megatron_llama.engine.options import (
+    ADAM,
+    BF16,
+    EIGHT_BIT,
+    FP32,
+    SCHEDULE_FREE,
+    TORCH,
+    TorchGroup,
+    UpdateOptions,
+)
 from megatron_llama.engine.shard.names import ParameterNames
 from megatron_llama.errors import ConfigError, counted
 
+LEAST_BF16 = 2.0**-8
+"""The least share by which any number in bf16 can fall."""
 Match = str | Callable[[str, nn.Parameter], bool] | tuple[ref[nn.Parameter], ...]
 """Which parameters a group has: a pattern of names, a predicate, or references to the parameters
 themselves. A script that keeps the group shall not keep the whole model in memory with it."""
@@ -91,28 +102,93 @@ class AdamW:
     """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019) and torch's defaults.
 
     ``weight_decay`` applies to parameters with two or more dims. ``groups`` are made by ``group``;
-    a parameter belongs to the first one that matches it. Raises ConfigError for values that AdamW
-    does not have."""
+    a parameter belongs to the first one that matches it. ``exp_avg_dtype`` and ``exp_avg_sq_dtype``
+    are the dtypes in which the moments are kept: ``fp32``, ``bf16``, or ``8bit`` with a scale for
+    each 64 elements (docs/optimizers.md). In bf16 a moment needs a beta of at most 0.996. Raises
+    ConfigError for values that AdamW does not have."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     groups: Sequence[Group] = ()
+    exp_avg_dtype: str = FP32
+    exp_avg_sq_dtype: str = FP32
 
     def __post_init__(self) -> None:
         """Check the values."""
-        require_valid("ml.AdamW", self.lr, self.betas, self.eps, self.weight_decay)
+        require_valid(str(self), self.lr, self.betas, self.eps, self.weight_decay)
+        every_betas = [self.betas, *(g.betas for g in self.groups if isinstance(g, Group))]
+        for number, name in enumerate(("exp_avg_dtype", "exp_avg_sq_dtype")):
+            kept = getattr(self, name)
+            if kept not in (FP32, BF16, EIGHT_BIT):
+                raise ConfigError(
+                    str(self),
+                    got=f"{name}={kept!r}",
+                    expected="fp32, bf16 or 8bit",
+                    do=f"change {name}",
+                )
+            largest = max(betas[number] for betas in every_betas if betas is not None)
+            if kept == BF16 and 1 - largest < LEAST_BF16:
+                raise ConfigError(
+                    str(self),
+                    got=f"{name}={kept!r} with a beta of {largest}",
+                    expected=f"a beta of at most {1 - LEAST_BF16:.3f}: a step that takes less of a "
+                    "moment is rounded back",
+                    do="lower it (0.95 is usual), or keep this moment in fp32 or 8 bits",
+                )
         wrong = next(
             (candidate for candidate in self.groups if not isinstance(candidate, Group)), None
         )
         if wrong is not None:
             raise ConfigError(
-                "ml.AdamW",
+                str(self),
                 got=f"{wrong!r} in groups",
                 expected="what ml.group returns",
                 do='write groups=[ml.group("*.bias", weight_decay=0.0)]',
             )
+
+    @property
+    def rule(self) -> str:
+        """The update rule, by its name in ``EngineOptions``."""
+        return ADAM
+
+    def __str__(self) -> str:
+        """Return the words by which messages name it."""
+        kept = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        moments = "" if kept == (FP32, FP32) else f" with moments in {kept[0]} and {kept[1]}"
+        return f"ml.{type(self).__name__}{moments}"
+
+
+@dataclass(frozen=True)
+class ScheduleFreeAdamW(AdamW):
+    """Schedule-free AdamW (Defazio et al., 2024): an average of the weights takes the place of a
+    learning rate that decays.
+
+    The model trains with one set of weights, and everything that reads it between steps has the
+    average: passes under ``torch.no_grad()``, ``gathered``, ``masters`` and state dicts. Warm the
+    learning rate up from ``lr`` times a share, and leave it there. Other options than ``lr`` cannot
+    change. A state that is loaded without its optimizer's part goes on with the old steps."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if (self.exp_avg_dtype, self.exp_avg_sq_dtype) != (FP32, FP32):
+            raise ConfigError(
+                "ml.ScheduleFreeAdamW",
+                got=str(self),
+                expected="state in fp32",
+                do="leave exp_avg_dtype and exp_avg_sq_dtype out, or take ml.AdamW",
+            )
+
+    @property
+    def rule(self) -> str:
+        """The update rule, by its name in ``EngineOptions``."""
+        return SCHEDULE_FREE
+
+    def __str__(self) -> str:
+        """Return the words by which messages name it."""
+        return super().__str__()
 
 
 @dataclass(frozen=True)
@@ -278,6 +354,9 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
                     "weight_decay": decay,
                 },
                 tuple(names_of[parameter][0] for parameter in members),
+                str(optimizer),
+                optimizer.rule,
+                _base(optimizer),
             )
             for members, decay in by_decay
             if members and decay is not None
@@ -288,7 +367,15 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
 
 def _without_parameters(optimizer: AdamW) -> ParameterGroup:
     options = {name: getattr(optimizer, name) for name in ("betas", "eps", "weight_decay")}
-    return ParameterGroup(optimizer.lr, options, names=())
+    return ParameterGroup(
+        optimizer.lr, options, (), str(optimizer), optimizer.rule, _base(optimizer)
+    )
+
+
+def _base(optimizer: AdamW) -> UpdateOptions:
+    return UpdateOptions(
+        exp_avg_dtype=optimizer.exp_avg_dtype, exp_avg_sq_dtype=optimizer.exp_avg_sq_dtype
+    )
 
 
 def _matches(match: Match, parameter: nn.Parameter, names: Sequence[str]) -> bool:
@@ -319,13 +406,25 @@ def _require_own_parameters(groups: Sequence[Group], own: Collection[nn.Paramete
             )
 
 
-def require_updatable(groups: Sequence[ParameterGroup], optimizer_offload: str) -> None:
-    """Raise ConfigError where the host cannot update by the rule of the groups."""
-    other = next((group for group in groups if group.rule != ADAM), None)
-    if other is not None and optimizer_offload != "none":
-        raise ConfigError(
-            "shard(optimizer_offload=)",
-            got=f"{optimizer_offload} with {other.kind}",
-            expected="ml.AdamW or torch.optim.AdamW, which alone the host can update by",
-            do="leave it out, or give optimizer=ml.AdamW(...)",
-        )
+def require_updatable(
+    groups: Sequence[ParameterGroup], optimizer_offload: str, dtype: torch.dtype
+) -> None:
+    """Raise ConfigError where the host cannot update by the rule of the groups, or where the model
+    computes in a ``dtype`` whose moments cannot be kept in theirs."""
+    for made in groups:
+        kept = made.base.exp_avg_dtype, made.base.exp_avg_sq_dtype
+        is_narrow = made.rule == ADAM and kept != (FP32, FP32)
+        if optimizer_offload != "none" and (made.rule != ADAM or is_narrow):
+            raise ConfigError(
+                "shard(optimizer_offload=)",
+                got=f"{optimizer_offload} with {made.kind}",
+                expected="AdamW with moments in fp32, which alone the host has",
+                do="leave it out, or give optimizer=ml.AdamW(...)",
+            )
+        if is_narrow and dtype == torch.float64:
+            raise ConfigError(
+                "shard(dtype=)",
+                got=f"torch.float64 with {made.kind}",
+                expected="fp32 or bf16",
+                do="keep moments in full",
+            )

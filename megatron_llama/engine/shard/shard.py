@@ -166,7 +166,7 @@ def shard(
         raise ConfigError(listing("shard:", problems))
     _warn_of_rounding(names, dtype)
     groups = parameter_groups(optimizer, names)
-    require_updatable(groups, optimizer_offload)
+    require_updatable(groups, optimizer_offload, dtype or next(iter(names)).dtype)
     unit_names = [unit.name for unit in all_units if not unit.is_root_part]
     before = Snapshot(model)
     data = data_mesh(mesh, device)

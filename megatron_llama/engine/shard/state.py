@@ -379,7 +379,10 @@ class _Loading:
         """Write everything. Collective: values are made whole one after the other."""
         values = self.values
         for name, what, value in self._parameters:
-            values.write(name, what, _whole(value).reshape(-1))
+            if what != MASTER and values.of_blocks(values.bucket_of[name], what):
+                values.write_blocks(name, what, _whole(value))
+            else:
+                values.write(name, what, _whole(value).reshape(-1))
             if what == MASTER:
                 values.uninitialized.discard(name)
         for name, buffer, value in self._buffers:
@@ -457,7 +460,7 @@ class _Loading:
                         number = float(own.pop(what))
                         self._numbers[bucket, what] = number
                         numbers.setdefault((bucket, what), {})[repr(number)] = aliases[0]
-                    elif self._fits(where, value := own.pop(what), placed.spec.shape):
+                    elif self._fits(where, value := own.pop(what), values.state_shape(name, what)):
                         self._parameters.append((name, what, value))
                 self._unexpected({f"{what} of {aliases[0]}": None for what in own})
         self._unexpected({f"optimizer state of {name}": None for name in left})

@@ -128,12 +128,11 @@ def _require_known(optimizer: object, where: str) -> None:
     given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
     name = type(given).__qualname__
     if getattr(torch.optim, name, None) is type(given) and name in NOT_ELEMENTWISE:
-        do = "use ml.Muon" if name == "Muon" else "use ml.AdamW or an elementwise optimizer"
         raise ConfigError(
             where,
             got=f"an optimizer that {NOT_ELEMENTWISE[name]}",
             expected="one that treats each element by itself",
-            do=do,
+            do="use ml.AdamW or an elementwise optimizer",
         )
     if isinstance(given, torch.optim.Optimizer) and (promised or type(given) in ELEMENTWISE):
         return
