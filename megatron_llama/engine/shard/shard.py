@@ -33,7 +33,6 @@ from megatron_llama.engine.shard.optimizer import (
     Optimizer,
     ParameterGroup,
     parameter_groups,
-    require_updatable,
 )
 from megatron_llama.engine.shard.order import AccessOrder
 from megatron_llama.engine.shard.passes import Passes
@@ -166,7 +165,10 @@ def shard(
         raise ConfigError(listing("shard:", problems))
     _warn_of_rounding(names, dtype)
     groups = parameter_groups(optimizer, names)
-    require_updatable(groups, optimizer_offload, dtype or next(iter(names)).dtype)
+    if optimizer is not TORCHS_DEFAULTS:
+        from megatron_llama.engine.shard.more_optimizers import require_updatable
+
+        require_updatable(groups, optimizer_offload, dtype or next(iter(names)).dtype)
     unit_names = [unit.name for unit in all_units if not unit.is_root_part]
     before = Snapshot(model)
     data = data_mesh(mesh, device)
