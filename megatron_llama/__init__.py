@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_llama.converter.api.verify import Verified, verify
     from megatron_llama.data.preprocess import PreprocessReport
     from megatron_llama.engine.shard.engine import ModuleEngine
-    from megatron_llama.engine.shard.optimizer import AdamW, group
+    from megatron_llama.engine.shard.optimizer import AdamW, ScheduleFreeAdamW, elementwise, group
     from megatron_llama.engine.shard.shard import shard
     from megatron_llama.errors import UserError
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
@@ -46,6 +46,7 @@ __all__ = (
     "PreprocessReport",
     "Run",
     "SavedHF",
+    "ScheduleFreeAdamW",
     "Step",
     "TrainResult",
     "Trained",
@@ -54,6 +55,7 @@ __all__ = (
     "__version__",
     "align",
     "convert",
+    "elementwise",
     "generate",
     "group",
     "load",
@@ -81,6 +83,7 @@ _MODULES = MappingProxyType(
         "PreprocessReport": "data.preprocess",
         "Run": "train.run.callbacks",
         "SavedHF": "train.api.save_hf",
+        "ScheduleFreeAdamW": "engine.shard.more_optimizers",
         "Step": "train.run.callbacks",
         "TrainResult": "train.run.result",
         "Trained": "train.api.common.trained",
@@ -88,6 +91,7 @@ _MODULES = MappingProxyType(
         "Verified": "converter.api.verify",
         "align": "tune.api.align",
         "convert": "converter.api.convert",
+        "elementwise": "engine.shard.more_optimizers",
         "generate": "train.api.generate",
         "group": "engine.shard.optimizer",
         "load": "train.api.load",

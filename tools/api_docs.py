@@ -38,7 +38,7 @@ SECTIONS = (
     (
         "Your own model",
         "The engine around any `nn.Module`.",
-        ("shard", "ModuleEngine", "AdamW", "group"),
+        ("shard", "ModuleEngine", "AdamW", "group", "ScheduleFreeAdamW", "elementwise"),
     ),
     (
         "Training LLaMA",

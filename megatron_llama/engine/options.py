@@ -6,13 +6,17 @@ The engine's callers make them: ``shard`` from its arguments, the trainer from i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 
 ADAM = "adam"
 MUON = "muon"
 SCHEDULE_FREE = "schedule_free_adamw"
+TORCH = "torch"
 """The update rules."""
 FP32 = "fp32"
 BF16 = "bf16"
@@ -49,6 +53,33 @@ class UpdateOptions:
     """Newton-Schulz iterations of Muon."""
     muon_adjust_lr: str = "match_rms_adamw"
     """The rule by which Muon's rate follows a matrix's shape: match_rms_adamw or original."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that an optimizer of torch keeps of a parameter."""
+
+    name: str
+    per_element: bool
+    """Whether it has the parameter's shape; else it is a number."""
+    itemsize: int | None
+    """Bytes of an element. None: as many as the master has."""
+
+
+@dataclass(frozen=True)
+class TorchGroup(UpdateOptions):
+    """A group of parameters that an optimizer of torch updates. The numbers of the other rules do
+    not count; ``options`` has its own."""
+
+    optimizer: Any = field(default=None, repr=False, compare=False)
+    """A copy of the user's optimizer without parameters, groups and state."""
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """All options of the group, as torch.optim has them, but the learning rate."""
+    state: tuple[StateTensor, ...] = ()
+    """The state that it keeps of each parameter."""
+    initial: Mapping[str, float] | None = None
+    """The numbers with which the state begins, by its name. None: the optimizer makes its state in
+    its first step, of values that are known only then."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +129,9 @@ class EngineOptions:
     """The norm above which steps will scale the gradient; 0: never. It serves to plan the memory of
     speculative updates: each step gets its own."""
     rule: str = ADAM
-    """The update rule: ``adam`` (AdamW), ``schedule_free_adamw``, or ``muon``, which updates the
-    matrices of blocks, and AdamW the rest."""
+    """The update rule: ``adam`` (AdamW), ``schedule_free_adamw``, ``muon``, which updates the
+    matrices of blocks, and AdamW the rest, or ``torch``, an elementwise optimizer of torch.optim's
+    kind, with a ``TorchGroup`` for each group."""
     groups: tuple[UpdateOptions, ...] = (UpdateOptions(),)
     """The numbers of each group of parameters, by ``ParamSpec.group``."""
     loss_scaling: LossScaling | None = None

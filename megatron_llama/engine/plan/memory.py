@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_llama.engine.options import BF16, EIGHT_BIT, MUON, SCHEDULE_FREE, EngineOptions
+from megatron_llama.engine.options import (
+    BF16,
+    EIGHT_BIT,
+    MUON,
+    SCHEDULE_FREE,
+    TORCH,
+    EngineOptions,
+    TorchGroup,
+)
 from megatron_llama.engine.plan.buckets import (
     ALIGN,
     MAX_PIECES,
@@ -88,7 +96,11 @@ def state_bytes(
         ),
         "scalars": SCALARS
         + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets)
-        + (STEP_COUNT + averages * WEIGHT_SUM) * counted,
+        + (
+            sum(_torch_numbers(options, bucket_plan.buckets[bucket].kind) for bucket in trainable)
+            if options.rule == TORCH
+            else (STEP_COUNT + averages * WEIGHT_SUM) * counted
+        ),
         **(
             {"hot columns": offload.on_device, "column numbers": offload.column_numbers}
             if offload is not None and is_zenflow
@@ -105,7 +117,25 @@ def _moment_bytes(options: EngineOptions, kind: BucketKind) -> int:
         return ALIGN * options.master_itemsize
     if options.rule == SCHEDULE_FREE:
         return 2 * ALIGN * options.master_itemsize
+    if options.rule == TORCH:
+        return ALIGN * sum(
+            options.master_itemsize if tensor.itemsize is None else tensor.itemsize
+            for tensor in _torch_group(options, kind).state
+            if tensor.per_element
+        )
     return sum(_kept_bytes(options, name, kind) for name in moment_names(options))
+
+
+def _torch_numbers(options: EngineOptions, kind: BucketKind) -> int:
+    """Return the bytes of the numbers that an optimizer of torch keeps of a bucket."""
+    group = _torch_group(options, kind)
+    return sum(tensor.itemsize or 0 for tensor in group.state if not tensor.per_element)
+
+
+def _torch_group(options: EngineOptions, kind: BucketKind) -> TorchGroup:
+    group = options.groups[kind.group]
+    assert isinstance(group, TorchGroup), group
+    return group
 
 
 def keeps_fp32(kind: BucketKind) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_llama.engine.mesh import Mesh
-from megatron_llama.engine.options import ADAM, MUON, SCHEDULE_FREE, EngineOptions
+from megatron_llama.engine.options import ADAM, MUON, SCHEDULE_FREE, TORCH, EngineOptions
 from megatron_llama.engine.plan.buckets import BucketPlan
 from megatron_llama.engine.plan.offload import EXACT, NONE, ZENFLOW
 from megatron_llama.engine.rules.update_rule import AdamW, UpdateRules
@@ -46,6 +46,7 @@ RULES: Registry[Callable[[RuleInputs], UpdateRules]] = Registry(
         ADAM: "engine.rules.registry:adamw_rules",
         MUON: "engine.rules.muon:muon_rules",
         SCHEDULE_FREE: "engine.rules.schedule_free:schedule_free_rules",
+        TORCH: "engine.rules.torch_rule:torch_rules",
         EXACT: "engine.offload.build:offloaded_rules",
         ZENFLOW: "engine.offload.build:offloaded_rules",
     }

@@ -97,6 +97,7 @@ class ModuleEngine:
             groups,
             # A reader of the groups finds shapes, and no values.
             placeholders,
+            {name: values.state_names(name) for group in groups for name in group.names},
             step=self.step,
             require_no_gradient=passes.require_no_gradient,
             state_dict=self._optimizer_state,
@@ -112,7 +113,7 @@ class ModuleEngine:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups as torch.optim has them: ``lr``, ``betas``, ``eps``, ``weight_decay``, and
+        """The groups as torch.optim has them: ``lr``, the other options of the optimizer, and
         ``param_names``. All but the last may be changed between steps."""
         return self.optimizer.param_groups
 
@@ -177,9 +178,9 @@ class ModuleEngine:
         if fixed:
             raise ConfigError(
                 "engine.optimizer.param_groups",
-                got=f"other betas, eps or weight decay than in shard(), "
+                got=f"other options (betas, eps, weight decay) than in shard(), "
                 f"where {type(fixed[0]).__name__} updates",
-                expected="the same: its updates belong to windows of steps, and only lr may change",
+                expected="the same: of this rule only lr may change",
                 do="choose a scheduler that leaves them alone (cycle_momentum=False), or another "
                 "optimizer_offload",
             )
@@ -293,7 +294,8 @@ class ModuleEngine:
         another shape, before anything is changed; without ``strict`` the first two are allowed."""
         self._require_between_steps("engine.load_state_dict()")
         self._passes.meet(LOADING)
-        load_state_dict(self._values, self.param_groups, state, strict=strict)
+        optimizer = self.optimizer
+        load_state_dict(self._values, optimizer.made, optimizer.param_groups, state, strict=strict)
         self._passes.values_changed()
 
     def _load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> Any:
@@ -308,7 +310,8 @@ class ModuleEngine:
     def _optimizer_state(self) -> dict[str, Any]:
         self._require_between_steps("engine.optimizer.state_dict()")
         self._passes.meet(OPTIMIZER_STATE)
-        return optimizer_state(self._values, self._layout, self.param_groups)
+        optimizer = self.optimizer
+        return optimizer_state(self._values, self._layout, optimizer.made, optimizer.param_groups)
 
     def close(self) -> None:
         """End the engine's threads and communicators. The module keeps placeholders: take its

@@ -1,35 +1,37 @@
-"""A user's description of the optimizer: ``AdamW``, ``group``, or a torch.optim.AdamW instance.
+"""A user's description of the optimizer: ``AdamW``, ``group``, or an optimizer of torch.
 
 ``parameter_groups`` makes one list of groups of all three. Everything in a group is updated with
-the same learning rate, betas, eps and weight decay, as in torch.optim.
+the same learning rate and options, as in torch.optim. ``torch_groups.py`` reads torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.options import (
+    ADAM,
+    BF16,
+    EIGHT_BIT,
+    FP32,
+    TORCH,
+    TorchGroup,
+    UpdateOptions,
+)
 from megatron_llama.engine.shard.names import ParameterNames
-from megatron_llama.errors import ConfigError, counted, listing
+from megatron_llama.errors import ConfigError, counted
 
+LEAST_BF16 = 2.0**-8
+"""The least share by which any number in bf16 can fall."""
 Match = str | Callable[[str, nn.Parameter], bool] | tuple[ref[nn.Parameter], ...]
 """Which parameters a group has: a pattern of names, a predicate, or references to the parameters
 themselves. A script that keeps the group shall not keep the whole model in memory with it."""
-UNSUPPORTED = (
-    ("amsgrad", False),
-    ("maximize", False),
-    ("capturable", False),
-    ("differentiable", False),
-    ("decoupled_weight_decay", True),
-)
-"""Options of torch.optim.AdamW that must have these values, their defaults. ``foreach`` and
-``fused`` may have any: they choose an implementation, and the engine has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -99,28 +101,73 @@ class AdamW:
     """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019) and torch's defaults.
 
     ``weight_decay`` applies to parameters with two or more dims. ``groups`` are made by ``group``;
-    a parameter belongs to the first one that matches it. Raises ConfigError for values that AdamW
-    does not have."""
+    a parameter belongs to the first one that matches it. ``exp_avg_dtype`` and ``exp_avg_sq_dtype``
+    are the dtypes in which the moments are kept: ``fp32``, ``bf16``, or ``8bit`` with a scale for
+    each 64 elements (docs/optimizers.md). In bf16 a moment needs a beta of at most 0.996. Raises
+    ConfigError for values that AdamW does not have."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     groups: Sequence[Group] = ()
+    exp_avg_dtype: str = FP32
+    exp_avg_sq_dtype: str = FP32
 
     def __post_init__(self) -> None:
         """Check the values."""
-        require_valid("ml.AdamW", self.lr, self.betas, self.eps, self.weight_decay)
+        require_valid(str(self), self.lr, self.betas, self.eps, self.weight_decay)
+        every_betas = [self.betas, *(g.betas for g in self.groups if isinstance(g, Group))]
+        for number, name in enumerate(("exp_avg_dtype", "exp_avg_sq_dtype")):
+            kept = getattr(self, name)
+            if kept not in (FP32, BF16, EIGHT_BIT):
+                raise ConfigError(
+                    str(self),
+                    got=f"{name}={kept!r}",
+                    expected="fp32, bf16 or 8bit",
+                    do=f"change {name}",
+                )
+            largest = max(betas[number] for betas in every_betas if betas is not None)
+            if kept == BF16 and 1 - largest < LEAST_BF16:
+                raise ConfigError(
+                    str(self),
+                    got=f"{name}={kept!r} with a beta of {largest}",
+                    expected=f"a beta of at most {1 - LEAST_BF16:.3f}: a step that takes less of a "
+                    "moment is rounded back",
+                    do="lower it (0.95 is usual), or keep this moment in fp32 or 8 bits",
+                )
         wrong = next(
             (candidate for candidate in self.groups if not isinstance(candidate, Group)), None
         )
         if wrong is not None:
             raise ConfigError(
-                "ml.AdamW",
+                str(self),
                 got=f"{wrong!r} in groups",
                 expected="what ml.group returns",
                 do='write groups=[ml.group("*.bias", weight_decay=0.0)]',
             )
+
+    @property
+    def rule(self) -> str:
+        """The update rule, by its name in ``EngineOptions``."""
+        return ADAM
+
+    def __str__(self) -> str:
+        """Return the words by which messages name it."""
+        kept = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        moments = "" if kept == (FP32, FP32) else f" with moments in {kept[0]} and {kept[1]}"
+        return f"ml.{type(self).__name__}{moments}"
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An optimizer of which its user promises that it is elementwise; ``elementwise`` makes it."""
+
+    optimizer: torch.optim.Optimizer
+
+
+Optimizer = AdamW | Elementwise | torch.optim.Optimizer
+"""What ``shard(optimizer=)`` takes."""
 
 
 def require_valid(
@@ -150,48 +197,67 @@ class ParameterGroup:
     """Parameters that are updated with the same options."""
 
     lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    options: Mapping[str, Any]
+    """All other options by torch's names. They may change between steps."""
     names: tuple[str, ...]
     """The trainable parameters, by name."""
+    kind: str = "ml.AdamW"
+    """The optimizer as messages call it."""
+    rule: str = ADAM
+    """The update rule, by its name in ``EngineOptions``."""
+    base: UpdateOptions = field(default=UpdateOptions(), repr=False, compare=False)
+    """What an update rule reads beside ``lr`` and ``options``."""
+    tried: set[frozenset[str]] = field(default_factory=set, repr=False, compare=False)
+    """The options that are switched on in each combination with which an optimizer of torch is
+    known to keep the same state."""
 
-    def update_options(self) -> UpdateOptions:
-        """Return the numbers as the engine's update rules read them."""
-        return UpdateOptions(
+    def update_options(self, options: Mapping[str, Any] | None = None) -> UpdateOptions:
+        """Return the numbers as the engine's update rules read them: with the group's options, or
+        with those it has now."""
+        options = self.options if options is None else options
+        if isinstance(self.base, TorchGroup):
+            return replace(self.base, options=options)
+        first, second = options["betas"]
+        return replace(
+            self.base,
             lr=self.lr,
-            weight_decay=self.weight_decay,
-            adam_beta1=self.betas[0],
-            adam_beta2=self.betas[1],
-            adam_eps=self.eps,
+            weight_decay=float(options["weight_decay"]),
+            adam_beta1=float(first),
+            adam_beta2=float(second),
+            adam_eps=float(options["eps"]),
         )
 
+    def require_valid(self, where: str, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError for options that the optimizer does not have: values that are no such
+        numbers, or, of an optimizer of torch, that need other state."""
+        if self.rule == TORCH:
+            from megatron_llama.engine.shard.torch_groups import require_same_state
 
-def parameter_groups(
-    optimizer: AdamW | torch.optim.Optimizer, names_of: ParameterNames
-) -> tuple[ParameterGroup, ...]:
+            require_same_state(where, self, options)
+        else:
+            numbers = (options["betas"], options["eps"], options["weight_decay"])
+            require_valid(where, None, *numbers)
+
+
+def parameter_groups(optimizer: Optimizer, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
     """Return the groups of a model's trainable parameters, each parameter in one of them.
     ``names_of`` has all parameters of the model.
 
-    Those of a torch.optim.AdamW are its own, in its order, so that schedulers with one function for
-    each group go on to work; frozen parameters are left out. Those of ``AdamW`` are its ``groups``
-    in their order, then the parameters that no group matches. Where the weight decay depends on
-    the dims, a group is cut into two: parameters with two or more dims, and the others, without
-    decay. Groups without a parameter do not appear, unless nothing is trained.
+    Those of an optimizer of torch are its own, in its order, so that schedulers with one function
+    for each group go on to work; frozen parameters are left out. Those of ``AdamW`` are its
+    ``groups`` in their order, then the parameters that no group matches. Where the weight decay
+    depends on the dims, a group is cut into two: parameters with two or more dims, and the others,
+    without decay. Groups without a parameter do not appear, unless nothing is trained.
 
     Raises ConfigError where a group matches no trainable parameter, names a parameter that is not
-    the model's, or asks for what the engine does not have. Raises ConfigError for a torch.optim
-    optimizer that has been used."""
+    the model's, or asks for what the engine does not have. Raises ConfigError for an optimizer of
+    torch that has been used, or that is not known to be elementwise."""
     if isinstance(optimizer, AdamW):
         return _matched_groups(optimizer, names_of)
-    if type(optimizer) is torch.optim.AdamW:
-        return _torch_groups(optimizer, names_of)
-    raise ConfigError(
-        "shard(optimizer=)",
-        got=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        expected="ml.AdamW(...) or a torch.optim.AdamW",
-        do="use one of these: the engine has no other update rule",
-    )
+    # Most scripts have ml.AdamW or torch's AdamW, and need nothing of the optimizer's trial.
+    from megatron_llama.engine.shard.torch_groups import torch_groups
+
+    return torch_groups(optimizer, names_of)
 
 
 def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
@@ -234,10 +300,15 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
         result += [
             ParameterGroup(
                 optimizer.lr if chosen.lr is None else chosen.lr,
-                optimizer.betas if chosen.betas is None else chosen.betas,
-                optimizer.eps if chosen.eps is None else chosen.eps,
-                decay,
+                {
+                    "betas": optimizer.betas if chosen.betas is None else chosen.betas,
+                    "eps": optimizer.eps if chosen.eps is None else chosen.eps,
+                    "weight_decay": decay,
+                },
                 tuple(names_of[parameter][0] for parameter in members),
+                str(optimizer),
+                optimizer.rule,
+                _base(optimizer),
             )
             for members, decay in by_decay
             if members and decay is not None
@@ -247,8 +318,15 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
 
 
 def _without_parameters(optimizer: AdamW) -> ParameterGroup:
+    options = {name: getattr(optimizer, name) for name in ("betas", "eps", "weight_decay")}
     return ParameterGroup(
-        optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, names=()
+        optimizer.lr, options, (), str(optimizer), optimizer.rule, _base(optimizer)
+    )
+
+
+def _base(optimizer: AdamW) -> UpdateOptions:
+    return UpdateOptions(
+        exp_avg_dtype=optimizer.exp_avg_dtype, exp_avg_sq_dtype=optimizer.exp_avg_sq_dtype
     )
 
 
@@ -278,59 +356,3 @@ def _require_own_parameters(groups: Sequence[Group], own: Collection[nn.Paramete
                 expected="parameters of the model that is sharded",
                 do="take them from the model after all its layers are in place",
             )
-
-
-def _torch_groups(
-    optimizer: torch.optim.Optimizer, names_of: ParameterNames
-) -> tuple[ParameterGroup, ...]:
-    where = "shard(optimizer=torch.optim.AdamW)"
-    problems = []
-    groups = []
-    grouped: set[nn.Parameter] = set()
-    for index, torch_group in enumerate(optimizer.param_groups):
-        problems += [
-            f"group {index}: got {name}={torch_group[name]!r}, expected {needed!r}; "
-            "the engine has no such option, leave it out"
-            for name, needed in UNSUPPORTED
-            if name in torch_group and torch_group[name] != needed
-        ]
-        if "initial_lr" in torch_group:
-            problems.append(
-                f"group {index}: got a learning-rate scheduler, expected none before shard(); "
-                "make it after shard(), of engine.optimizer: it would go on to change this one"
-            )
-        foreign = sum(parameter not in names_of for parameter in torch_group["params"])
-        if foreign:
-            problems.append(
-                f"group {index}: got {counted(foreign, 'parameter')} that the model does not have, "
-                "expected the model's own; make the optimizer of the model that is sharded"
-            )
-        own = [p for p in torch_group["params"] if p in names_of and p.requires_grad]
-        grouped.update(own)
-        first, second = torch_group["betas"]
-        groups.append(
-            ParameterGroup(
-                float(torch_group["lr"]),
-                (float(first), float(second)),
-                float(torch_group["eps"]),
-                float(torch_group["weight_decay"]),
-                tuple(names_of[parameter][0] for parameter in own),
-            )
-        )
-    problems += [
-        f"{names[0]}: got a trainable parameter in no group, expected one group; "
-        "add it, or freeze it with requires_grad_(False)"
-        for parameter, names in names_of.items()
-        if parameter.requires_grad and parameter not in grouped
-    ]
-    # Its state is of whole parameters, on every rank; what engine.load_state_dict takes is checked
-    # and may be sharded.
-    if optimizer.state:
-        problems.append(
-            f"got the state of {counted(len(optimizer.state), 'parameter')}, expected an optimizer "
-            "that has made no step; keep torch.distributed.checkpoint.state_dict.get_state_dict"
-            "(model, optimizer) before shard(), and give it to engine.load_state_dict after"
-        )
-    if problems:
-        raise ConfigError(listing(f"{where}:", problems))
-    return tuple(groups)

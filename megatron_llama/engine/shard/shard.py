@@ -27,7 +27,13 @@ from megatron_llama.engine.shard.marks import Marks
 from megatron_llama.engine.shard.model_checks import model_device, model_problems
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.names import ParameterNames, parameter_names
-from megatron_llama.engine.shard.optimizer import AdamW, ParameterGroup, parameter_groups
+from megatron_llama.engine.shard.optimizer import (
+    AdamW,
+    Elementwise,
+    Optimizer,
+    ParameterGroup,
+    parameter_groups,
+)
 from megatron_llama.engine.shard.order import AccessOrder
 from megatron_llama.engine.shard.passes import Passes
 from megatron_llama.engine.shard.peers import Peers
@@ -52,7 +58,7 @@ def shard(
     *,
     units: Iterable[type[nn.Module]] | Callable[[nn.Module], bool] = (),
     strategy: str = "optim_grads_params",
-    optimizer: AdamW | torch.optim.Optimizer = TORCHS_DEFAULTS,
+    optimizer: Optimizer = TORCHS_DEFAULTS,
     clip: float = 0.0,
     microbatches: int = 1,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
@@ -108,7 +114,8 @@ def shard(
     together, others by themselves. ``strategy`` is what each rank has a share of: ``no_shard``
     (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1), ``optim_grads`` (gradients as well;
     ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3, FSDP).
-    ``optimizer`` is ``ml.AdamW``, or a torch.optim.AdamW of the model's parameters. ``clip`` is the
+    ``optimizer`` is ``ml.AdamW``, an elementwise optimizer of torch.optim of the model's parameters
+    (AdamW, SGD, Adam, RMSprop and others), or one that ``ml.elementwise`` says is. ``clip`` is the
     largest global L2 norm of the gradient; 0: no clipping.
     ``mesh`` is a DeviceMesh (with two dims: replicas and shards), a process group, or None: all
     processes, as torchrun has started them, or this one alone.
@@ -158,6 +165,10 @@ def shard(
         raise ConfigError(listing("shard:", problems))
     _warn_of_rounding(names, dtype)
     groups = parameter_groups(optimizer, names)
+    if optimizer is not TORCHS_DEFAULTS:
+        from megatron_llama.engine.shard.more_optimizers import require_updatable
+
+        require_updatable(groups, optimizer_offload, dtype or next(iter(names)).dtype)
     unit_names = [unit.name for unit in all_units if not unit.is_root_part]
     before = Snapshot(model)
     data = data_mesh(mesh, device)
@@ -167,8 +178,9 @@ def shard(
         require_same_options(options.agreed(unit_names, groups), data.world)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
         engine = _build(options, model, names, all_units, groups, data, state_layout(data, mesh))
-        if isinstance(optimizer, torch.optim.Optimizer):
-            engine.optimizer.take_over(optimizer, names)
+        given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
+        if isinstance(given, torch.optim.Optimizer):
+            engine.optimizer.take_over(given, names)
         return engine
     except BaseException:
         # Its weights are all that a script may have left of a long load.

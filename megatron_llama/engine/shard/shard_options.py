@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
-from megatron_llama.engine.options import BF16, FP32, FP64, EngineOptions, UpdateOptions
+from megatron_llama.engine.options import ADAM, BF16, FP32, FP64, EngineOptions, UpdateOptions
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.engine.shard.optimizer import ParameterGroup
 from megatron_llama.errors import describe
@@ -65,6 +65,7 @@ class ShardOptions:
             clip=self.clip,
             # A frozen model has no groups, and its engine still wants the numbers of one.
             groups=tuple(group.update_options() for group in groups) or (UpdateOptions(),),
+            rule=groups[0].rule if groups else ADAM,
             offload=_chosen(offload, self.offload_options),
             zenflow=_chosen(ZenFlowConfig(), self.offload_options),
         )

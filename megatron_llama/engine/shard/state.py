@@ -3,10 +3,11 @@
     {"model": {name: value},
      "optimizer": {"state": {name: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}}
 
-Parameters and moments are DTensors that are cut along the first dim, as FSDP2's are. Numbers,
-buffers and everything that each rank has whole (``no_shard``, a single process) are plain tensors.
-So torch.distributed.checkpoint saves what comes from here and FSDP2 or one process loads it, and
-the reverse. Weights are the fp32 masters. A shared parameter is in the model's part under all its
+The state of another optimizer than AdamW has that one's names. Parameters and state of their
+elements are DTensors that are cut along the first dim, as FSDP2's are. Numbers, buffers and
+everything that each rank has whole (``no_shard``, a single process) are plain tensors. So
+torch.distributed.checkpoint saves what comes from here and FSDP2 or one process loads it, and the
+reverse. Weights are the fp32 masters. A shared parameter is in the model's part under all its
 names, in the optimizer's under the first one.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import isnan
 from types import MappingProxyType
 from typing import Any
 
@@ -27,12 +29,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
-from megatron_llama.engine.options import UpdateOptions
+from megatron_llama.engine.options import ADAM, UpdateOptions
 from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
 from megatron_llama.engine.rules.update_rule import bias_corrections
 from megatron_llama.engine.shard.data_mesh import new_group
 from megatron_llama.engine.shard.names import clean_name
-from megatron_llama.engine.shard.optimizer import require_valid
+from megatron_llama.engine.shard.optimizer import ParameterGroup, require_valid
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.engine.shard.values import MASTER, MOMENTS, ModuleValues, forget
 from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
@@ -40,8 +42,11 @@ from megatron_llama.errors import CheckpointError, ConfigError, describe, listin
 MODEL = "model"
 OPTIMIZER = "optimizer"
 NO_FACTORS: Mapping[str, Tensor] = MappingProxyType({})
-OPTIONS = ("lr", "betas", "eps", "weight_decay")
-"""Options of a group, which it takes from a loaded state, as torch.optim does."""
+KEPT = frozenset(
+    {"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+)
+"""What a group does not take from a loaded state: all else it takes, as in torch.optim. The last
+four choose an implementation for the processes that run."""
 
 
 @dataclass(frozen=True)
@@ -230,26 +235,35 @@ def model_state(values: ModuleValues) -> dict[str, Any]:
 
 
 def optimizer_state(
-    values: ModuleValues, layout: StateLayout, groups: Sequence[Mapping[str, Any]]
+    values: ModuleValues,
+    layout: StateLayout,
+    made: Sequence[ParameterGroup],
+    groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the optimizer's part of a state. ``groups`` are those of the facade, with
-    ``param_names``. Collective."""
+    """Return the optimizer's part of a state. ``groups`` are those of the facade as they are now,
+    with ``param_names``, ``made`` those that ``shard`` got. Collective."""
     values.engine.settle()
     factors = _recounted(values, groups)
+    trained = values.engine.gradients.trainable
+    names = dict.fromkeys(
+        what for bucket in trained for what in values.tensors(bucket) if what != MASTER
+    )
     # One after the other: beside the result a rank holds one whole bucket.
-    moments = {w: sharded_parameters(values, layout, w, f) for w, f in factors.items()}
-    steps = {
-        bucket: values.engine.rules.by_bucket[bucket].state(bucket)["step"]
-        for bucket in values.engine.gradients.trainable
+    tensors = {
+        what: sharded_parameters(values, layout, what, factors.get(what, NO_FACTORS))
+        for what in names
     }
-    state = {
-        name: {
-            "step": steps[values.bucket_of[name]].detach().clone().cpu(),
-            **{what: moments[what][name] for what in MOMENTS},
+    state = {}
+    for name in values.aliases:
+        bucket = values.bucket_of[name]
+        own = {
+            what: number.detach().clone().cpu() for what, number in values.numbers(bucket).items()
         }
-        for name in moments[MOMENTS[0]]
-    }
-    return {"state": state, "param_groups": saved_groups(groups)}
+        own |= {what: tensors[what][name] for what in names if name in tensors[what]}
+        # torch.optim has no entry of a parameter without state either.
+        if own:
+            state[name] = own
+    return {"state": state, "param_groups": saved_groups(made, groups)}
 
 
 def _recounted(
@@ -273,10 +287,13 @@ def _recounted(
     return factors
 
 
-def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups as torch.optim.AdamW saves them, with names for its numbers. They have all
-    of torch's options: what loads them into torch asks for each."""
-    defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))]).defaults
+def saved_groups(
+    made: Sequence[ParameterGroup], groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the groups as torch.optim saves them, with names for its numbers. They have all of
+    torch's options: what loads them into torch asks for each."""
+    is_adamw = all(group.rule == ADAM for group in made)
+    defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))]).defaults if is_adamw else {}
     return [
         {
             "params": list(group["param_names"]),
@@ -293,6 +310,7 @@ def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def load_state_dict(
     values: ModuleValues,
+    made: Sequence[ParameterGroup],
     groups: Sequence[dict[str, Any]],
     state: Mapping[str, Any],
     *,
@@ -302,12 +320,12 @@ def load_state_dict(
     Collective, between two steps.
 
     Values are DTensors, of whatever mesh and placements, or plain tensors, which every rank then
-    has whole. ``groups`` get the options of the state. Raises CheckpointError on all ranks, with
-    everything that is missing, unexpected, of another shape or no option of AdamW, before anything
-    is changed. Without ``strict`` what is missing stays as it is, and what is unexpected is left
-    out."""
+    has whole. ``groups`` get the options of the state; ``made`` says what they may be. Raises
+    CheckpointError on all ranks, with everything that is missing, unexpected, of another shape or
+    no option of the optimizer, before anything is changed. Without ``strict`` what is missing stays
+    as it is, and what is unexpected is left out."""
     values.engine.settle()
-    loading = _Loading(values, groups, strict)
+    loading = _Loading(values, made, groups, strict)
     with raise_on_all_ranks(values.engine.mesh.world):
         # All checks before any change: half of a state would be a model that was never trained.
         loading.check(state)
@@ -322,9 +340,14 @@ class _Loading:
     """One state that is taken over: first everything is checked, then everything is written."""
 
     def __init__(
-        self, values: ModuleValues, groups: Sequence[dict[str, Any]], strict: bool
+        self,
+        values: ModuleValues,
+        made: Sequence[ParameterGroup],
+        groups: Sequence[dict[str, Any]],
+        strict: bool,
     ) -> None:
         self.values = values
+        self.made = made
         self.groups = groups
         self.strict = strict
         self.problems: list[str] = []
@@ -333,8 +356,8 @@ class _Loading:
         self._buffers: list[tuple[str, Tensor, Tensor]] = []
         """(name, buffer, value)."""
         self._extra: list[tuple[nn.Module, Any]] = []
-        self._steps: dict[int, float] = {}
-        """By bucket."""
+        self._numbers: dict[tuple[int, str], float] = {}
+        """By bucket and name."""
         self._options: list[tuple[dict[str, Any], str, Any]] = []
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -356,7 +379,10 @@ class _Loading:
         """Write everything. Collective: values are made whole one after the other."""
         values = self.values
         for name, what, value in self._parameters:
-            values.write(name, what, _whole(value).reshape(-1))
+            if what != MASTER and values.of_blocks(values.bucket_of[name], what):
+                values.write_blocks(name, what, _whole(value))
+            else:
+                values.write(name, what, _whole(value).reshape(-1))
             if what == MASTER:
                 values.uninitialized.discard(name)
         for name, buffer, value in self._buffers:
@@ -364,18 +390,20 @@ class _Loading:
             values.uninitialized.discard(name)
         for module, value in self._extra:
             module.set_extra_state(value)
-        for bucket, step in self._steps.items():
-            values.engine.rules.by_bucket[bucket].state(bucket)["step"].fill_(step)
-        if self._steps:
+        for (bucket, what), number in self._numbers.items():
+            values.numbers(bucket)[what].fill_(number)
+        steps = {bucket: n for (bucket, what), n in self._numbers.items() if what == "step"}
+        if steps:
             # A rule that counts the updates of single columns takes the steps for all of them, and
             # selects columns anew.
             for column in column_state(values.engine):
-                column.updates.fill_(self._steps[values.bucket_of[column.spec.name]])
+                column.updates.fill_(steps[values.bucket_of[column.spec.name]])
                 column.selected.zero_()
             progress = rule_progress(values.engine)
             if progress is not None:
                 progress.zero_()
-            resume_rules(values.engine, int(max(self._steps.values())))
+            # Before the first step some optimizers have no number yet.
+            resume_rules(values.engine, max(0 if isnan(n) else int(n) for n in steps.values()))
         for group, option, value in self._options:
             group[option] = value
 
@@ -411,41 +439,46 @@ class _Loading:
     def _check_state(self, given: Mapping[str, Mapping[str, Any]]) -> None:
         values = self.values
         left = {clean_name(str(name)): dict(state) for name, state in given.items()}
-        steps: dict[int, dict[float, str]] = {}
+        numbers: dict[tuple[int, str], dict[str, str]] = {}
+        """By bucket and name, the parameters that have each number."""
         for bucket in values.engine.gradients.trainable:
+            expected = values.state(bucket)
             for placed in values.plan.buckets[bucket].placements:
                 name = placed.spec.name
                 aliases = [alias for alias in values.aliases[name] if alias in left]
                 if not aliases:
-                    self._missing(f"optimizer state of {name}")
+                    if expected:
+                        self._missing(f"optimizer state of {name}")
                     continue
-                own = left.pop(aliases[0])
-                for what in MOMENTS:
+                # torch's SGD without momentum says that it has none.
+                own = {what: v for what, v in left.pop(aliases[0]).items() if v is not None}
+                for what, live in expected.items():
                     where = f"{what} of {aliases[0]}"
                     if what not in own:
                         self._missing(where)
-                    elif self._fits(where, value := own.pop(what), placed.spec.shape):
+                    elif not live.dim():
+                        number = float(own.pop(what))
+                        self._numbers[bucket, what] = number
+                        numbers.setdefault((bucket, what), {})[repr(number)] = aliases[0]
+                    elif self._fits(where, value := own.pop(what), values.state_shape(name, what)):
                         self._parameters.append((name, what, value))
-                if "step" in own:
-                    steps.setdefault(bucket, {})[float(own.pop("step"))] = aliases[0]
-                else:
-                    self._missing(f"step of {aliases[0]}")
                 self._unexpected({f"{what} of {aliases[0]}": None for what in own})
         self._unexpected({f"optimizer state of {name}": None for name in left})
-        for bucket, counts in steps.items():
-            if len(counts) > 1:
-                listed = ", ".join(f"{count:g} of {name}" for count, name in counts.items())
+        for (_, what), found in numbers.items():
+            if len(found) > 1:
+                listed = ", ".join(f"{float(count):g} of {name}" for count, name in found.items())
+                counts = "step counts" if what == "step" else f"numbers {what}"
                 self._problem(
                     "optimizer",
-                    f"other step counts in one bucket: {listed}",
+                    f"other {counts} in one bucket: {listed}",
                     "one count: parameters of a bucket are updated together",
                     'load {"model": ...} alone',
                 )
-            self._steps[bucket] = next(iter(counts))
 
     def _check_groups(self, given: Sequence[Mapping[str, Any]]) -> None:
         group_of = {clean_name(str(n)): group for group in given for n in group.get("params", ())}
-        for group in self.groups:
+        for made, group in zip(self.made, self.groups, strict=True):
+            taken = [option for option in group if option not in KEPT]
             values: dict[str, dict[Any, str]] = {}
             """By option, the parameters that have each value."""
             for name in group["param_names"]:
@@ -455,8 +488,9 @@ class _Loading:
                         self._missing(f"{name} in the groups of the optimizer")
                     continue
                 try:
-                    options = {o: _plain(saved[o]) for o in OPTIONS if saved.get(o) is not None}
-                    require_valid(name, *(options.get(option) for option in OPTIONS))
+                    options = {o: _plain(saved[o]) for o in taken if saved.get(o) is not None}
+                    require_valid(name, options.get("lr"), None, None, None)
+                    made.require_valid(name, {o: options.get(o, group[o]) for o in made.options})
                 except (ConfigError, TypeError, ValueError) as error:
                     self.problems.append(f"an option of {name} is none: {error}")
                     continue
@@ -502,10 +536,10 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as numbers."""
+    """Return an option as numbers, switches and words as they are."""
     if isinstance(value, list | tuple):
         return tuple(map(float, value))
-    return float(value)
+    return value if isinstance(value, bool | str) else float(value)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

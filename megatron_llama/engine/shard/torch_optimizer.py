@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
@@ -12,16 +11,14 @@ from torch import nn
 
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.shard.names import ParameterNames
-from megatron_llama.engine.shard.optimizer import ParameterGroup, require_valid
-from megatron_llama.engine.shard.state import OPTIONS
-from megatron_llama.engine.shard.values import MOMENTS
+from megatron_llama.engine.shard.optimizer import ParameterGroup
 from megatron_llama.errors import ConfigError
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """``step``, ``zero_grad``, ``state_dict`` and ``param_groups`` of an engine, as torch.optim has
     them. All options of the groups may change between steps: schedulers change ``lr``, and some
-    ``betas`` or ``weight_decay``.
+    ``betas``, ``momentum`` or ``weight_decay``.
 
     The groups have their parameters' names as ``param_names``. Their ``params`` are placeholders:
     gradients are the engine's, so nothing can be done with them here."""
@@ -30,15 +27,17 @@ class EngineOptimizer(torch.optim.Optimizer):
         self,
         groups: Sequence[ParameterGroup],
         parameters: Mapping[str, nn.Parameter],
+        state_names: Mapping[str, Sequence[str]],
         *,
         step: Callable[[], object],
         require_no_gradient: Callable[[str], None],
         state_dict: Callable[[], dict[str, Any]],
         load_state_dict: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """``step`` makes a step of the engine, with ``learning_rates()``; ``require_no_gradient``
-        raises, in the name of its argument, between a backward pass and its step; the others are
-        those of the engine, for the optimizer's part."""
+        """``state_names`` has the names of the state of each trained parameter. ``step`` makes a
+        step of the engine, with ``learning_rates()``; ``require_no_gradient`` raises, in the name
+        of its argument, between a backward pass and its step; the others are those of the engine,
+        for the optimizer's part."""
         self._complete = False
         super().__init__(
             [
@@ -46,25 +45,23 @@ class EngineOptimizer(torch.optim.Optimizer):
                     "params": [(name, parameters[name]) for name in group.names],
                     "param_names": [],
                     "lr": group.lr,
-                    "betas": group.betas,
-                    "eps": group.eps,
-                    "weight_decay": group.weight_decay,
+                    **group.options,
                 }
                 for group in groups
             ],
             # OneCycleLR and CyclicLR look here for what they may change beside the rate.
-            {name: getattr(groups[0], name) for name in OPTIONS},
+            {"lr": groups[0].lr, **groups[0].options},
         )
         self._complete = True
         self._placeholders = parameters
         # The state is the engine's. torch.distributed.checkpoint takes an optimizer without any for
         # one that has to make a step first, and reads the names of what a parameter has.
-        for parameter in parameters.values():
-            if parameter.requires_grad:
-                self.state[parameter] = dict.fromkeys(("step", *MOMENTS))
+        for name, names in state_names.items():
+            self.state[parameters[name]] = dict.fromkeys(names)
         self._given: torch.optim.Optimizer | None = None
         self._given_rates: list[Any] = []
-        self._groups = tuple(groups)
+        self.made = tuple(groups)
+        """The groups as ``shard`` has got them."""
         self._step = step
         self._require_no_gradient = require_no_gradient
         self._state_dict = state_dict
@@ -85,21 +82,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [float(group["lr"]) for group in self.param_groups]
 
     def update_options(self) -> tuple[UpdateOptions, ...]:
-        """Return the other numbers of each group as they are now. Raises ConfigError for a value
-        that AdamW does not have."""
-        for index, group in enumerate(self.param_groups):
-            where = f"engine.optimizer.param_groups[{index}]"
-            numbers = (group["betas"], group["eps"], group["weight_decay"])
-            require_valid(where, None, *numbers)
-        return tuple(
-            replace(
-                made,
-                betas=(float(group["betas"][0]), float(group["betas"][1])),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-            ).update_options()
-            for made, group in zip(self._groups, self.param_groups, strict=True)
-        )
+        """Return the other options of each group as they are now. Raises ConfigError for a value
+        that the optimizer does not have."""
+        result = []
+        for index, (made, group) in enumerate(zip(self.made, self.param_groups, strict=True)):
+            options = {name: group[name] for name in made.options}
+            made.require_valid(f"engine.optimizer.param_groups[{index}]", options)
+            result.append(made.update_options(options))
+        return tuple(result)
 
     def take_over(self, given: torch.optim.Optimizer, names_of: ParameterNames) -> None:
         """This optimizer has the groups of ``given``, which is an optimizer no more (``Retired``).
@@ -107,6 +97,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         next step. ``names_of`` has the names of its parameters."""
         self._given = given
         self._given_rates = [group["lr"] for group in given.param_groups]
+        # State that a constructor makes is of whole parameters.
+        given.state.clear()
         for group in given.param_groups:
             group["params"] = [self._placeholders[names_of[own][0]] for own in group["params"]]
         given.__class__ = _retired_class(type(given))  # type: ignore[arg-type]

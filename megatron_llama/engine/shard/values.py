@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from types import MappingProxyType
 
 import torch
@@ -15,7 +16,7 @@ from megatron_llama.engine.comm.collectives import all_gather
 from megatron_llama.engine.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.engine.plan.buckets import PlacedParam
+from megatron_llama.engine.plan.buckets import ALIGN, PlacedParam
 from megatron_llama.engine.shard.holders import Holders
 from megatron_llama.engine.shard.names import ParameterNames, clean_name
 from megatron_llama.engine.shard.placeholders import Absence, Placeholder
@@ -28,7 +29,7 @@ LISTED = 5
 MASTER = "master"
 """The weight itself, among the tensors of a shard; the others are the update rule's state."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state of every trained parameter, by its name in the engine and in torch.optim."""
+"""The state of AdamW for every trained parameter, by its name in the engine and in torch.optim."""
 NO_PLACEHOLDERS: Mapping[str, Placeholder] = MappingProxyType({})
 
 
@@ -107,13 +108,26 @@ class ModuleValues:
     # ``engine.settle()`` first. Written values count after ``engine.publish()``.
 
     def tensors(self, bucket: int) -> dict[str, Tensor]:
-        """Return the master and the moments of a bucket, live: flat tensors of one shard, wherever
-        the update rule keeps them. A frozen bucket has no moments."""
-        tensors = {MASTER: self.engine.masters[bucket]}
-        if self.plan.buckets[bucket].kind.trainable:
-            state = self.engine.rules.by_bucket[bucket].state(bucket)
-            tensors |= {name: state[name] for name in MOMENTS}
-        return tensors
+        """Return the master and the state of a bucket's elements, live: flat tensors of one shard,
+        wherever the update rule keeps them. A frozen bucket has no state. Moments in 8 bits have
+        some tensors with a number for each block of ALIGN elements."""
+        state = self.state(bucket)
+        of_elements = {name: tensor for name, tensor in state.items() if tensor.dim()}
+        return {MASTER: self.engine.masters[bucket], **of_elements}
+
+    def state(self, bucket: int) -> dict[str, Tensor]:
+        """Return the state of a bucket, live: flat tensors of one shard, and numbers, of no dim."""
+        if not self.plan.buckets[bucket].kind.trainable:
+            return {}
+        return self.engine.rules.by_bucket[bucket].state(bucket)
+
+    def numbers(self, bucket: int) -> dict[str, Tensor]:
+        """Return the numbers among the state of a bucket, live. All its parameters share them."""
+        return {name: tensor for name, tensor in self.state(bucket).items() if not tensor.dim()}
+
+    def state_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the state of a parameter."""
+        return tuple(self.state(self.bucket_of[name]))
 
     def write(self, name: str, what: str, values: Tensor, start: int = 0) -> None:
         """Copy ``values``, elements of the flattened parameter from ``start`` on, to where they
@@ -128,18 +142,42 @@ class ModuleValues:
             at = segment.in_shard + low - segment.in_param
             shard[at : at + high - low].copy_(values[low - start : high - start])
 
+    def write_blocks(self, name: str, what: str, values: Tensor) -> None:
+        """Copy the numbers of all blocks of a parameter to where they lie in this rank's shard."""
+        segment = self._segments.get(name)
+        if segment is not None:
+            # A shard is cut at multiples of ALIGN, and so begins with a block.
+            shard = self.tensors(self.bucket_of[name])[what]
+            at, first = segment.in_shard // ALIGN, segment.in_param // ALIGN
+            count = -(-segment.length // ALIGN)
+            shard[at : at + count].copy_(values[first : first + count])
+
+    def of_blocks(self, bucket: int, what: str) -> bool:
+        """Whether a tensor has a number for each block, and not for each element."""
+        return len(self.tensors(bucket)[what]) < len(self.engine.masters[bucket])
+
+    def state_shape(self, name: str, what: str) -> tuple[int, ...]:
+        """Return the shape of a parameter's state."""
+        shape = self.shape(name)
+        return (-(-prod(shape) // ALIGN),) if self.of_blocks(self.bucket_of[name], what) else shape
+
     def gather(self, bucket: int, what: str = MASTER) -> Tensor:
         """Return the whole bucket, flat, on the device, in the dtype of the shard. Collective over
         the ranks that share the bucket."""
         shard = self.tensors(bucket)[what].to(self.engine.mesh.device)
-        whole = torch.empty(self.plan.buckets[bucket].numel, dtype=shard.dtype, device=shard.device)
+        numel = len(shard) * self.plan.shards
+        whole = torch.empty(numel, dtype=shard.dtype, device=shard.device)
         all_gather(whole, shard, self.engine.mesh.dp_gather).wait()
         return whole
 
     def parameters(self, bucket: int, whole: Tensor) -> Iterator[tuple[PlacedParam, Tensor]]:
-        """Yield each parameter of a whole bucket as a view of its shape."""
+        """Yield each parameter of a whole bucket as a view of its shape; numbers of blocks flat."""
+        of_blocks = len(whole) < self.plan.buckets[bucket].numel
         for placed in self.plan.buckets[bucket].placements:
-            yield placed, whole[placed.start : placed.stop].view(placed.spec.shape)
+            if of_blocks:
+                yield placed, whole[placed.start // ALIGN : -(-placed.stop // ALIGN)]
+            else:
+                yield placed, whole[placed.start : placed.stop].view(placed.spec.shape)
 
     def broadcast(self, tensor: Tensor, axis: Axis | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield rank 0's values of a tensor as (first element, flat piece on the device). On other

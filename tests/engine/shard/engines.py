@@ -143,7 +143,7 @@ def sharded(
     names = {parameter: name for name, parameter in module.named_parameters()}
     for parameter, name in names.items():
         shape = tuple(parameter.shape)
-        decay = parameter.requires_grad and groups[group_of[name]].weight_decay != 0
+        decay = parameter.requires_grad and groups[group_of[name]].options["weight_decay"] != 0
         spec = ParamSpec(
             name,
             shape,

@@ -51,6 +51,15 @@ WAYS: dict[str, Callable[[nn.Sequential], Any]] = {
     "ml.group of parameters": lambda module: ml.AdamW(groups=[ml.group(module[0].parameters(), lr=1e-2)]),
     "torch.optim.AdamW": lambda module: torch.optim.AdamW(module.parameters()),
     "torch.optim.AdamW with groups": grouped,
+    "schedule-free": lambda module: ml.ScheduleFreeAdamW(),
+    "bf16": lambda module: ml.AdamW(betas=(0.9, 0.95), exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
+    "8 bits": lambda module: ml.AdamW(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
+    "amsgrad": lambda module: torch.optim.AdamW(module.parameters(), amsgrad=True),
+    "SGD": lambda module: torch.optim.SGD(module.parameters()),
+    "SGD with momentum in a group": lambda module: torch.optim.SGD(
+        [{"params": module[0].parameters()}, {"params": module[1:].parameters(), "momentum": 0.9, "dampening": 0.1}]
+    ),
+    "Adagrad": lambda module: torch.optim.Adagrad(module.parameters()),
 }
 
 
@@ -74,7 +83,7 @@ def live_and_planned(place: Place, way: str, strategy: str) -> list[tuple[int, i
         **{"optimizer_offload": "none", "reduction": "mean", "static_order": True, "find_unused": False, "offload_options": {}},
         **options,
     )
-    engine_options = defaults.for_engine(torch.float32, (), ranks=place.world_size)
+    engine_options = defaults.for_engine(torch.float32, engine.optimizer.made, ranks=place.world_size)
     planned = sum(size for name, size in state_bytes(engine_options, plan).items() if name != "scalars") + host_buffer_bytes(engine_options, plan, dp=place.world_size)
     planned += sum(buffer.nbytes for buffer in module.buffers())
     counts = []
@@ -82,6 +91,7 @@ def live_and_planned(place: Place, way: str, strategy: str) -> list[tuple[int, i
         if steps:
             module(torch.ones(2, WIDTH)).square().mean().backward()
             engine.step()
+        engine._engine.settle()  # gathers and updates under way have memory of their own
         mine = {address: tensor for address, tensor in alive().items() if address not in before}
         counts.append((sum(tensor.untyped_storage().nbytes() for tensor in mine.values()), planned))
     engine.close()
