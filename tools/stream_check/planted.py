@@ -59,14 +59,15 @@ _MEASURING = frozenset({"devices.synchronize", "devices.timed_event"})
 """Functions of ``device.py`` that exist for measurements."""
 
 
-_CHECKS = frozenset({"parameters.wait_unsharded"})
+_CHECKING = "engine/shard/backward.py"
+"""The file whose waits for parameters only check."""
 _CHECK = "an access has waited already: this raises where the slot holds another unit meanwhile"
 
 
 def reason(call: Call) -> str:
     """Return why no race is expected without the call; "" if one is."""
     called = call.text.partition("(")[0]
-    if call.file.startswith(f"megatron_llama/engine/{_USERS}/") and called in _CHECKS:
+    if call.file.endswith(_CHECKING) and called.endswith(".wait_unsharded"):
         return _CHECK
     return _CLOCK if called in _MEASURING else ""
 
