@@ -234,7 +234,7 @@ def test_what_cannot_be_frozen_is_refused_by_name(cluster: Cluster) -> None:
 def parted(place: Place, kind: str) -> str:
     """Ranks that freeze other layers, or of which one freezes none."""
     module = net(0)
-    engine = ml.shard(module, units=[Block])
+    engine = ml.shard(module, units=[Block], optimizer=ml.AdamW(groups=groups()))
 
     def step() -> None:
         module(inputs(0, 0)).sum().backward()
