@@ -33,7 +33,7 @@ from megatron_llama.engine.pieces import (
     shard_pieces,
 )
 from megatron_llama.engine.plan.specs import Rectangle
-from megatron_llama.engine.rules.update_rule import bias_corrections
+from megatron_llama.engine.rules.bias_correction import bias_corrections
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of every parameter that AdamW updates, in fp32 or bf16."""

@@ -164,6 +164,8 @@ class OverlappedDistributedOptimizer:
         self.numbers = (self._squared_norms, self._total, self._unclipped_scale)
         """The memory of norms and scales."""
         self._announced: tuple[LearningRate, float] | None = None
+        self.frozen: frozenset[int] = frozenset()
+        """Trainable buckets that the steps leave as they are, with their state."""
         self._updated: dict[int, Future | None] = {}
         """Buckets that have been updated during this step's backward, and the end of the update if
         threads make it."""
@@ -257,6 +259,13 @@ class OverlappedDistributedOptimizer:
             self.gradients.begin_rounds(counting)
         self.parameters.begin(accesses)
         return self.loss_scale.value
+
+    def freeze(self, buckets: frozenset[int]) -> None:
+        """Leave these buckets alone in the coming steps, whose ``counting`` expects none of their
+        gradients. Called between steps, alike by all ranks."""
+        self.frozen = buckets
+        for bucket in buckets:
+            self._squared_norms[bucket] = 0.0  # that of the last gradient
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """Start forward passes that no update follows."""
@@ -400,7 +409,7 @@ class OverlappedDistributedOptimizer:
             divisor = loss_scale * self._grad_divisor
             self.gradients.finish_all()
             updated = self._updated
-            remaining = set(self.gradients.trainable) - updated.keys()
+            remaining = set(self.gradients.trainable) - updated.keys() - self.frozen
             not_yet_invalidated = {b for b in updated if not self.bucket_plan.has_own_slot(b)}
             self.parameters.invalidate(sorted(remaining | not_yet_invalidated))
             total, skip_updates = self._grad_norm(skip_update)

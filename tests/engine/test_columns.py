@@ -28,7 +28,7 @@ from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.plan.buckets import BucketPlan, Segment
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec
 from megatron_llama.engine.plan.zenflow import hot_column_count
-from megatron_llama.engine.rules.update_rule import bias_corrections
+from megatron_llama.engine.rules.bias_correction import bias_corrections
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

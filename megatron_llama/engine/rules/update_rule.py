@@ -10,7 +10,6 @@ threads or put updates off (``engine/offload``); by default they do nothing.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -246,19 +245,6 @@ def rounded_adamw_step(
         )
         first.keep(piece, state["exp_avg"], step=step, skip=skip)
         second.keep(piece, state["exp_avg_sq"], step=step, skip=skip)
-
-
-def bias_corrections(
-    counts: Tensor, options: UpdateOptions, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return 1 - beta1^n and the square root of 1 - beta2^n for elements that get their n-th
-    update; ``counts`` has n in any shape."""
-    n = counts.to(torch.float64)
-    first, second = (
-        -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
-        for beta in (options.adam_beta1, options.adam_beta2)
-    )
-    return first.to(dtype), second.sqrt().to(dtype)
 
 
 class AdamW(UpdateRule):

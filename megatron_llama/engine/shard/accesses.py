@@ -17,6 +17,7 @@ from torch import nn
 from megatron_llama.engine.counting import Counting, PlannedCounting
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.engine.shard.freezing import Freezing
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounting
 from megatron_llama.engine.shard.order import REDUCTION, AccessOrder, StepPlan
@@ -24,6 +25,7 @@ from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, Resolve
 from megatron_llama.engine.shard.readers import outside_of_its_unit
 from megatron_llama.engine.shard.specs import ModuleUnit
+from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import TrainingError, UserError
 
 
@@ -68,6 +70,8 @@ class StepProgress:
     begun: bool = False
     """Whether a pass of it has begun."""
     in_backward: bool = False
+    outside: bool = False
+    """Whether the backward pass under way belongs to no step: its forward pass trained nothing."""
     backward_passes: int = 0
     """Those that have ended."""
     broken: str | None = None
@@ -108,9 +112,7 @@ class Accesses:
         self.suspended = False
         """Whether the modules hold whole parameters, so that calls are none of the engine's
         business."""
-        self.frozen = not engine.gradients.trainable
-        """Whether nothing is trained: then no pass belongs to a step, and gradients may flow
-        through the model at any time, to its inputs."""
+        self.freezing = Freezing(engine, holders)
         self.refusal: str | None = None
         """Why no pass may run any more."""
         self.listed = False
@@ -157,8 +159,34 @@ class Accesses:
                 if name in self.part_of
                 else self._refuser(model, owners[name])
                 for name, parameter in holders.parameters.items()
-            }
+            },
+            self.freezing.ask,
         )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing is trained: then no pass belongs to a step, and gradients may flow
+        through the model at any time, to its inputs."""
+        return self.freezing.everything
+
+    def train_what_is_asked(self) -> None:
+        """Let the passes from now on train the parameters that ``requires_grad_`` was called for.
+        Collective if there are others than before. Raises PassError within a step."""
+        if not self.freezing.asked:
+            return
+        if self.step.begun:
+            raise self.refuse(
+                PassError(
+                    "requires_grad_",
+                    got=f"another value for {named(self.freezing.asked)} within a step",
+                    expected="calls between steps, or back to what it was before the next pass",
+                    do="call it after engine.step(), or run what needs no gradients under "
+                    "torch.no_grad()",
+                )
+            )
+        buckets = self.freezing.asked_buckets()
+        self.order.agree_to_freeze(buckets)
+        self.freezing.freeze(buckets)
 
     def begin_step(self) -> None:
         """Begin a step of the engine, by the plan if there is one."""
@@ -172,7 +200,9 @@ class Accesses:
         if plan is None or self._find_unused:
             # Ranks that may leave out different parameters have no rounds in common.
             make = UnusedCounting if self._find_unused else OpenCounting
-            counting = self.open_counting = make(gradients, self._agree_to_reduce)
+            counting = self.open_counting = make(
+                gradients, self._agree_to_reduce, self.freezing.buckets
+            )
         else:
             counting = PlannedCounting(plan.rounds, self.engine.bucket_plan.label)
             self.open_counting = None

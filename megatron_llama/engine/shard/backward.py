@@ -41,7 +41,7 @@ class BackwardPasses:
         self._hooks: list[RemovableHandle] = []
         holders = accesses.holders
         for name, parameter in holders.parameters.items():
-            if parameter.requires_grad:
+            if accesses.freezing.may_train(name):
                 self.deliver_from(parameter, name)
                 if name in accesses.part_of:
                     # A torch.autograd.Function of the user gets the placeholder itself.
@@ -65,7 +65,9 @@ class BackwardPasses:
             # An input that is handed on, or what others have computed, comes later in backward.
             node = value.grad_fn
             if node is not None and node._sequence_nr() >= begin:
-                hook = hook or _BeforeBackward(self, unit, self._step.generation)
+                hook = hook or _BeforeBackward(
+                    self, unit, self._step.generation, outside=self._accesses.frozen
+                )
                 value.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _refuse_view(self, unit: Unit, value: Tensor) -> None:
@@ -80,8 +82,9 @@ class BackwardPasses:
                     do="return a clone(), or leave the module out of units",
                 )
 
-    def begin_unit(self, unit: Unit, generation: int) -> None:
-        """The backward pass of one call of a unit begins. ``generation`` is that of the call."""
+    def begin_unit(self, unit: Unit, generation: int, *, outside: bool) -> None:
+        """The backward pass of one call of a unit begins. ``generation`` is that of the call;
+        ``outside`` says that nothing was trained then."""
         if generation != self._step.generation:
             raise self._accesses.refuse(
                 PassError(
@@ -102,20 +105,22 @@ class BackwardPasses:
                     do='take strategy="optim_grads", or param_slots="all"',
                 )
             )
-        self.enter()
+        self.enter(outside=outside)
         if unit.pooled and self._accesses.current is not unit:
             self._accesses.access(unit, backward=True)
             self._accesses.hold_in_backward(unit)
 
-    def enter(self) -> None:
-        """Something happens in a backward pass: begin it, unless it has begun."""
+    def enter(self, *, outside: bool = False) -> None:
+        """Something happens in a backward pass: begin it, unless it has begun. ``outside`` says
+        that it belongs to no step."""
         step = self._step
         if step.in_backward:
             return
         self._accesses.require_usable()
-        if not self._accesses.frozen:
+        if not outside:
             self._require_planned()
-            self._accesses.listed = True
+        self._accesses.listed = not outside
+        step.outside = outside
         step.in_backward = True
         self._accesses.current = None
         Variable._execution_engine.queue_callback(self._end)
@@ -143,7 +148,7 @@ class BackwardPasses:
     def _end(self) -> None:
         """Every gradient of a backward pass has been delivered."""
         self._accesses.release_held()
-        if self._accesses.frozen:
+        if self._step.outside:
             self._step.in_backward = False
             return
         self._accesses.order.agree_unplanned(END_OF_BACKWARD)
@@ -214,8 +219,12 @@ class BackwardPasses:
                 of_engine._deliver(name, grad)
 
         with torch._C.DisableTorchFunctionSubclass():
+            trained = parameter.requires_grad
+            # One that is frozen now may be trained later, and takes no hook.
+            parameter.requires_grad_(True)
             add_hook = parameter.register_post_accumulate_grad_hook
             self._hooks.append(add_hook(deliver))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
 
     def _deliver(self, name: str, grad: Tensor | None) -> None:
         """Add a gradient to the slot of the parameter of this name."""
@@ -245,13 +254,16 @@ class BackwardPasses:
 class _BeforeBackward:
     """A hook on the outputs of one call."""
 
-    def __init__(self, passes: BackwardPasses, unit: Unit, generation: int) -> None:
+    def __init__(
+        self, passes: BackwardPasses, unit: Unit, generation: int, *, outside: bool
+    ) -> None:
         self._passes = passes
         self._unit = unit
         self._generation = generation
+        self._outside = outside
 
     def __call__(self, grad: Tensor) -> None:
-        self._passes.begin_unit(self._unit, self._generation)
+        self._passes.begin_unit(self._unit, self._generation, outside=self._outside)
 
 
 def unannounced(name: str) -> PassError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from megatron_llama.engine.handle import BucketParamHandle
@@ -14,7 +15,12 @@ from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.plan.buckets import PlacedParam
 from megatron_llama.engine.shard.linear import waits_itself
 from megatron_llama.engine.shard.names import ParameterNames
-from megatron_llama.engine.shard.placeholders import Placeholder, Resolve, ShardedParameterError
+from megatron_llama.engine.shard.placeholders import (
+    AskToTrain,
+    Placeholder,
+    Resolve,
+    ShardedParameterError,
+)
 from megatron_llama.engine.shard.specs import ModuleUnit
 
 
@@ -57,6 +63,11 @@ class Holders:
         self.parameters: dict[str, nn.Parameter] = {}
         """By name, the parameter whose values are in the engine's slot while its unit runs."""
         self.placeholders: dict[str, Placeholder] = {}
+        self.trained: dict[str, bool] = {}
+        """By name, whether the parameter requires a gradient in the passes that run."""
+        self._ask_to_train: AskToTrain | None = None
+        self._stand_ins: dict[str, list[nn.Parameter]] = {name: [] for name in self.places}
+        """By name, what stands for the parameter in some passes, beside its placeholder."""
 
     def attach(self, placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
         """Make the parameter of a view of a slot: the engine calls this for each."""
@@ -64,11 +75,21 @@ class Holders:
         vars(parameter).update(self.attributes[placed.spec.name])
         attach_param_handle(parameter, replace(handle, waits=self._explained))
         self.parameters[placed.spec.name] = parameter
+        self.trained[placed.spec.name] = placed.spec.trainable
 
-    def make_placeholders(self, resolve: Mapping[str, Resolve]) -> None:
-        """Make the placeholder of each parameter, with what it asks before it refuses."""
+    def make_placeholders(self, resolve: Mapping[str, Resolve], ask_to_train: AskToTrain) -> None:
+        """Make the placeholder of each parameter, with what it asks before it refuses.
+        ``ask_to_train`` is told what ``requires_grad`` shall be."""
+        self._ask_to_train = ask_to_train
         for name in self.parameters:
             self.placeholders[name] = self.placeholder(name, resolve[name])
+
+    def set_trained(self, name: str, trained: bool) -> None:
+        """Let a parameter require a gradient from the next pass on, or none."""
+        self.trained[name] = trained
+        for stand_in in (self.parameters[name], *self._stand_ins[name]):
+            with torch._C.DisableTorchFunctionSubclass():
+                stand_in.requires_grad_(trained)
 
     def placeholder(self, name: str, resolve: Resolve) -> Placeholder:
         """Return a new placeholder of a parameter."""
@@ -80,8 +101,16 @@ class Holders:
             parameter.device,
             resolve,
             requires_grad=parameter.requires_grad,
+            ask_to_train=self._ask_to_train,
         )
         vars(made).update(self.attributes[name])
+        return made
+
+    def stand_in(self, name: str, resolve: Resolve) -> Placeholder:
+        """Return a placeholder that stands for a parameter in some passes, and requires a gradient
+        where that does."""
+        made = self.placeholder(name, resolve)
+        self._stand_ins[name].append(made)
         return made
 
     def waited_for_when_read(self, names: Iterable[str]) -> bool:
@@ -108,6 +137,7 @@ class Holders:
             [p for places in self.places.values() for p in places if p.module in owned],
             self.parameters,
             self.placeholders,
+            self.trained,
         )
 
 
@@ -119,6 +149,7 @@ class UnitHolders:
         places: Iterable[Place],
         parameters: Mapping[str, nn.Parameter],
         placeholders: Mapping[str, nn.Parameter],
+        trained: Mapping[str, bool],
     ) -> None:
         self._direct: list[tuple[MutableMapping[str, nn.Parameter | None], str, str]] = []
         self._others: list[Place] = []
@@ -132,21 +163,22 @@ class UnitHolders:
         names = dict.fromkeys(name for *_, name in self._direct)
         names |= dict.fromkeys(place.name for place in self._others)
         self._in_forward = parameters
-        self._trained = [(parameters[name], parameters[name].requires_grad, name) for name in names]
+        self._trained = trained
+        self._own = [(parameters[name], name) for name in names]
         # They count what users write: gathers and updates write the slot, which has its own.
-        self._versions = [parameter._version for parameter, *_ in self._trained]
+        self._versions = [parameter._version for parameter, _ in self._own]
 
     def changed(self) -> str | None:
         """Return the name of a parameter whose ``requires_grad`` is no longer what it was."""
-        for parameter, trained, name in self._trained:
-            if parameter.requires_grad is not trained:
+        for parameter, name in self._own:
+            if parameter.requires_grad is not self._trained[name]:
                 return name
         return None
 
     def written(self) -> str | None:
         """Return the name of a parameter that has been changed in place since this was asked last.
         Gathers and updates write the slot and count no change (``Tensor.data``)."""
-        for position, (parameter, _, name) in enumerate(self._trained):
+        for position, (parameter, name) in enumerate(self._own):
             if parameter._version != self._versions[position]:
                 self._versions[position] = parameter._version
                 return name
@@ -154,9 +186,7 @@ class UnitHolders:
 
     def let_wait(self, late: Mapping[str, nn.Parameter]) -> None:
         """Let what is in ``late`` stand for parameters in forward passes from now on."""
-        self._in_forward = {
-            name: late.get(name, self._parameters[name]) for *_, name in self._trained
-        }
+        self._in_forward = {name: late.get(name, self._parameters[name]) for _, name in self._own}
 
     def hold_in_forward(self) -> None:
         """Let the unit's modules hold the parameters themselves, or what stands for them."""

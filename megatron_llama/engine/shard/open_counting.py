@@ -9,7 +9,7 @@ makes another round of it, and rounds are summed. The rounds of a step are the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_llama.engine.counting import Counting, GradientRounds
 from megatron_llama.engine.gradients import GradientBuckets
@@ -22,14 +22,16 @@ class OpenCounting(Counting):
     allows_unused = False
     """Whether parameters may have no contribution in a step."""
 
-    def __init__(self, gradients: GradientBuckets, agree: Callable[[int], None]) -> None:
+    def __init__(
+        self, gradients: GradientBuckets, agree: Callable[[int], None], frozen: Collection[int] = ()
+    ) -> None:
         """``agree`` is called before a bucket is reduced because another one needs its slot. That
         follows from what this rank has written, so ranks that may differ in it have to agree here:
-        it raises on all of them if they do."""
+        it raises on all of them if they do. ``frozen`` are the buckets that get no gradients."""
         super().__init__()
         self._agree = agree
         self._each_pass = gradients.reduce_every_microbatch
-        self.ended_by_step = gradients.trainable
+        self.ended_by_step = [b for b in gradients.trainable if b not in frozen]
         self.sequence: list[str] = []
         """The parameters of this backward pass's contributions, one by one. Ranks with the same
         sequence reduce the same buckets in the same order, now and by the rounds that are
@@ -62,6 +64,7 @@ class OpenCounting(Counting):
         return {
             bucket: [name for name in names if name not in written]
             for bucket, names in buckets.items()
+            if bucket in self.ended_by_step
         }
 
     def rounds(self) -> GradientRounds:
@@ -95,14 +98,16 @@ class UnusedCounting(OpenCounting):
 
     allows_unused = True
 
-    def __init__(self, gradients: GradientBuckets, agree: Callable[[int], None]) -> None:
+    def __init__(
+        self, gradients: GradientBuckets, agree: Callable[[int], None], frozen: Collection[int] = ()
+    ) -> None:
         """Raises ValueError for buckets that share slots or are reduced after every microbatch."""
         slots = {gradients.bucket_plan.gradient_slots[bucket] for bucket in gradients.trainable}
         if gradients.reduce_every_microbatch or len(slots) < len(gradients.trainable):
             raise ValueError(
                 "unused parameters need a gradient slot for each bucket, for all steps"
             )
-        super().__init__(gradients, agree)
+        super().__init__(gradients, agree, frozen)
 
     def end_step(self, names: Iterable[str]) -> Sequence[int]:
         super().end_step(names)

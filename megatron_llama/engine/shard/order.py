@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from zlib import crc32
 
 from megatron_llama.engine.counting import GradientRounds
 from megatron_llama.engine.plan.weight_access import WeightAccess
@@ -33,7 +34,8 @@ LOADING = -8
 GATHERED = -9
 END_OF_GATHERED = -10
 INITIALIZE = -11
-REDUCTION = -12
+REQUIRES_GRAD = -12
+REDUCTION = -13
 """Codes on which ranks agree beside accesses. ``REDUCTION - n`` is the reduction of bucket n."""
 IN_STEPS = (END_OF_BACKWARD, STEP, DISCARD)
 WORDS = MappingProxyType(
@@ -49,6 +51,7 @@ WORDS = MappingProxyType(
         GATHERED: "engine.gathered() before step {}",
         END_OF_GATHERED: "the end of engine.gathered() before step {}",
         INITIALIZE: "engine.initialize() before step {}",
+        REQUIRES_GRAD: "other trained parameters from step {} on",
     }
 )
 
@@ -81,8 +84,9 @@ class AccessOrder:
         self._peers = peers
         self.static = static
         self._finds_unused = finds_unused
-        self._plans: dict[int, StepPlan] = {}
-        """By the number of microbatches."""
+        self._plans: dict[tuple[int, frozenset[int]], StepPlan] = {}
+        """By the number of microbatches, and the trainable buckets that are frozen."""
+        self._frozen: frozenset[int] = frozenset()
         self._microbatches = 0
         self._successors: dict[WeightAccess | None, int] = {}
         """The unit that followed each access when it came last."""
@@ -110,7 +114,7 @@ class AccessOrder:
     def begin_step(self, microbatches: int) -> StepPlan | None:
         """Start a step. Returns its plan if a step of as many microbatches has been recorded."""
         self._microbatches = microbatches
-        self.plan = self._plans.get(microbatches)
+        self.plan = self._plans.get((microbatches, self._frozen))
         self._made = []
         self._last = None
         self._whole = True
@@ -120,6 +124,12 @@ class AccessOrder:
         numbers = self._numbers(TRAINING, microbatches)
         self._peers.begin_meeting(numbers, self._compare)
         return self.plan
+
+    def agree_to_freeze(self, buckets: frozenset[int]) -> None:
+        """Make sure that all ranks freeze these buckets from now on, and no others. Collective.
+        Raises OrderError on all ranks."""
+        self._peers.meet(self._numbers(REQUIRES_GRAD, fingerprint(buckets)), self._compare)
+        self._frozen = buckets
 
     def begin_evaluation(self) -> None:
         """An evaluation pass begins."""
@@ -219,6 +229,13 @@ class AccessOrder:
         if len({(code, place) for code, place, _ in by_rank}) == 1:
             return None
         codes = {code for code, _, _ in by_rank}
+        if codes == {REQUIRES_GRAD}:
+            return OrderError(
+                "requires_grad_",
+                got=f"other trained parameters than on rank 0 on {_unlike_first(by_rank)}",
+                expected="the same on all ranks",
+                do="freeze and train the same parameters on all ranks",
+            )
         words = {
             rank: self._point(code, number)
             + (f" with microbatches={place}" if codes == {TRAINING} else "")
@@ -258,7 +275,8 @@ class AccessOrder:
         # A step in which a pass was broken off has accesses that no other step has.
         if self.plan is not None or not self.static or not self._whole:
             return False
-        self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())
+        made = StepPlan(tuple(self._made), rounds())
+        self._plans[self._microbatches, self._frozen] = made
         return len(self._plans) == 1
 
     def close_step(self) -> None:
@@ -298,6 +316,16 @@ class AccessOrder:
 
     def _described(self, access: WeightAccess) -> str:
         return f"{'backward' if access.backward else 'forward'} of {self._names[access.unit]}"
+
+
+def fingerprint(buckets: frozenset[int]) -> int:
+    """Return a number by which ranks compare what they freeze."""
+    return crc32(",".join(map(str, sorted(buckets))).encode())
+
+
+def _unlike_first(by_rank: Sequence[tuple[int, ...]]) -> str:
+    ranks = [rank for rank, said in enumerate(by_rank) if said[1] != by_rank[0][1]]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _code(access: WeightAccess, *, evaluation: bool = False) -> int:

@@ -257,7 +257,7 @@ class Passes:
         recomputes = in_backward_pass()
         outermost = not accesses.active
         if recomputes:
-            self._backward.enter()
+            self._backward.enter(outside=self._accesses.frozen)
         elif outermost:
             self._begin_forward()
         if unit.casts:
@@ -325,9 +325,10 @@ class Passes:
             if (name := unit.holders.changed()) is not None:
                 raise PassError(
                     name,
-                    got=f"requires_grad={self._holders.parameters[name].requires_grad}",
-                    expected="what it was in shard()",
-                    do="freeze parameters before shard()",
+                    got=f"requires_grad={self._holders.parameters[name].requires_grad}, set inside "
+                    "of the model",
+                    expected="what it was when the pass began",
+                    do="call requires_grad_ between steps",
                 )
             if (name := unit.holders.written()) is not None:
                 raise PassError(
@@ -349,7 +350,10 @@ class Passes:
         self._note_broken_backward()
         self._accesses.require_usable()
         self._require_values()
-        self._accesses.listed = torch.is_grad_enabled() and not self._accesses.frozen
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._accesses.train_what_is_asked()
+        self._accesses.listed = trains and not self._accesses.frozen
         if not self._accesses.listed:
             self._order.begin_evaluation()
             if not self._step.begun:
@@ -417,8 +421,8 @@ class Passes:
                 self._engine.parameters.wait_unsharded(bucket, name)
             return parameter
 
-        made = self._holders.placeholder(name, resolve)
-        if parameter.requires_grad:
+        made = self._holders.stand_in(name, resolve)
+        if self._accesses.freezing.may_train(name):
             self._backward.deliver_from(made, name)
         return made
 
@@ -438,7 +442,7 @@ class Passes:
                 "engine.step()",
                 got="a model without trained parameters",
                 expected="something to train",
-                do="leave the call out, or let parameters require gradients before shard()",
+                do="leave the call out, or let parameters require gradients",
             )
         if self._step.backward_passes != self._step.microbatches or not self._step.begun:
             raise self._accesses.refuse(
@@ -484,7 +488,10 @@ class Passes:
                 do="call it where engine.step() would be called",
             )
         # A rank may fail before its first pass of a step that others have begun.
-        plan = None if self._step.begun else self._order.begin_step(self._step.microbatches)
+        plan = None
+        if not self._step.begun:
+            accesses.train_what_is_asked()
+            plan = self._order.begin_step(self._step.microbatches)
         self._order.agree(DISCARD)
         made = (self._step.begun, self._order.position, self._engine.gradients.reduced_rounds)
         with self._peers.explained():
@@ -541,7 +548,8 @@ class Passes:
         counting = self._accesses.open_counting
         if counting is not None and counting.allows_unused:
             return
-        missing = self._engine.gradients.without_gradient()
+        trained = self._holders.trained
+        missing = tuple(n for n in self._engine.gradients.without_gradient() if trained[n])
         by_rank = all_gather_object(missing, self._peers.axis)
         if any(by_rank):
             rank = next(rank for rank, names in enumerate(by_rank) if names)
@@ -562,7 +570,7 @@ def _whole(model: nn.Module, *, casts: bool) -> Unit:
         name="the model",
         index=-1,
         reads=(),
-        holders=UnitHolders((), {}, {}),
+        holders=UnitHolders((), {}, {}, {}),
         pooled=False,
         inside=frozenset(),
         slots=frozenset(),

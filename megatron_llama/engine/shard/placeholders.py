@@ -41,8 +41,11 @@ _ALLOWED = frozenset(
     }
 )
 """Functions that are answered without values."""
+_SETS_REQUIRES_GRAD = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 Resolve = Callable[["Placeholder"], nn.Parameter | None]
 """Returns the parameter itself if it may be read now."""
+AskToTrain = Callable[[str, bool], None]
+"""Notes that a parameter, by name, shall be trained from now on, or not."""
 
 
 class ShardedParameterError(UserError, RuntimeError):
@@ -69,8 +72,8 @@ ON_RANK_0 = Absence(
 
 class Placeholder(nn.Parameter):
     """A parameter without values: ``shape``, ``dtype``, ``device``, ``numel()`` and
-    ``requires_grad`` are those of the parameter, and everything else raises
-    ``ShardedParameterError``.
+    ``requires_grad`` are those of the parameter, ``requires_grad_`` is noted for the next pass, and
+    everything else raises ``ShardedParameterError``.
 
     While the model runs, a parameter that has a slot of its own may be read anywhere in it (a tied
     weight, a weight that another module reads): then the operation gets the parameter itself."""
@@ -79,6 +82,7 @@ class Placeholder(nn.Parameter):
     """For messages."""
     absence: Absence
     _resolve: Resolve
+    _ask_to_train: AskToTrain | None
 
     @staticmethod
     def __new__(
@@ -90,6 +94,7 @@ class Placeholder(nn.Parameter):
         resolve: Resolve,
         *,
         requires_grad: bool,
+        ask_to_train: AskToTrain | None = None,
         absence: Absence = SHARDED,
     ) -> Placeholder:
         """Make the placeholder of one parameter; ``resolve`` is asked before anything is
@@ -101,6 +106,7 @@ class Placeholder(nn.Parameter):
         made.parameter_name = name
         made.absence = absence
         made._resolve = resolve
+        made._ask_to_train = ask_to_train
         made._is_param = True
         return made
 
@@ -131,6 +137,12 @@ class Placeholder(nn.Parameter):
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _SETS_REQUIRES_GRAD and args[0]._ask_to_train is not None:
+            placeholder = args[0]
+            trained = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+            placeholder._ask_to_train(placeholder.parameter_name, trained)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(placeholder, trained)
         return func(
             *(_resolved(value, func) for value in args),
             **{name: _resolved(value, func) for name, value in kwargs.items()},
@@ -183,7 +195,7 @@ def _refused(placeholder: Placeholder, what: str) -> ShardedParameterError:
     if what in ("grad", "grad = ..."):
         do = "gradients live in the engine: clip with shard(clip=), read result.grad_norm"
     elif what in ("requires_grad_", "requires_grad = ..."):
-        do = "freeze parameters before shard()"
+        do = "freeze parameters outside of engine.gathered()"
     else:
         do = placeholder.absence.do
     return ShardedParameterError(

@@ -31,7 +31,7 @@ from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.options import ADAM, UpdateOptions
 from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
-from megatron_llama.engine.rules.update_rule import bias_corrections
+from megatron_llama.engine.rules.bias_correction import bias_corrections
 from megatron_llama.engine.shard.data_mesh import new_group
 from megatron_llama.engine.shard.names import clean_name
 from megatron_llama.engine.shard.optimizer import ParameterGroup, require_valid

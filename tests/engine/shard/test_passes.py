@@ -542,14 +542,6 @@ def test_parameters_on_the_meta_device_are_named_until_they_have_values() -> Non
         assert model(part(0, 0, 0)).isfinite().all()
 
 
-def test_a_parameter_that_is_frozen_after_the_fact_is_refused() -> None:
-    model = net()
-    with sharded(model) as engine:
-        steps(engine, 1)
-        with pytest.raises(ShardedParameterError, match="freeze parameters before shard"):
-            model.blocks[0].requires_grad_(False)
-
-
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_parameter_that_changes_inside_of_a_pass_is_refused(trained: bool) -> None:
     model = net("plain" if trained else "frozen")

@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.plan.buckets import ALIGN, Segment, align_up
-from megatron_llama.engine.rules.update_rule import adamw_step, bias_corrections
+from megatron_llama.engine.rules.bias_correction import bias_corrections
+from megatron_llama.engine.rules.update_rule import adamw_step
 
 ROWS_OF = 1 << 16
 """Elements that are worked on at once where an operation takes two or three passes on the host:

@@ -1,0 +1,116 @@
+"""Parameters that are trained in some steps and frozen in others, by ``requires_grad_``.
+
+Adapters that are switched, layers that thaw one after the other, the discriminator of a GAN while
+its generator learns: all of them call ``requires_grad_`` between steps. Placeholders note it, and
+the next pass that trains makes it so on all ranks. A frozen bucket gets no gradient, no update and
+no weight decay, and its moments and step count stay, as in torch.optim.
+
+What is updated together is frozen together, so that a bucket has one step count. Parameters that
+are to be frozen apart from others of their unit need a group of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.engine.pieces import rule_progress
+from megatron_llama.engine.shard.holders import Holders
+from megatron_llama.engine.shard.placeholders import ShardedParameterError
+from megatron_llama.engine.shard.values import named
+from megatron_llama.errors import TrainingError, describe, listing
+
+
+class FreezeError(TrainingError, RuntimeError):
+    """``requires_grad_`` at a moment, or for parameters, where the engine cannot follow it."""
+
+
+class Freezing:
+    """The parameters that are trained now, and those that shall be from the next pass on."""
+
+    def __init__(self, engine: OverlappedDistributedOptimizer, holders: Holders) -> None:
+        self._engine = engine
+        self._holders = holders
+        plan = engine.bucket_plan
+        self._names = {
+            bucket: [placed.spec.name for placed in plan.buckets[bucket].placements]
+            for bucket in engine.gradients.trainable
+        }
+        """The parameters of each bucket that may be trained."""
+        self._trainable = {name for names in self._names.values() for name in names}
+        self._asked: dict[str, bool] = {}
+        """By parameter, what ``requires_grad`` shall be where that is not what it is."""
+        self.buckets: frozenset[int] = frozenset()
+        """The trainable buckets that are frozen now."""
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is trained now."""
+        return len(self.buckets) == len(self._names)
+
+    @property
+    def asked(self) -> Collection[str]:
+        """The parameters that shall be trained and are not, or the other way round."""
+        return self._asked.keys()
+
+    def may_train(self, name: str) -> bool:
+        """Whether a parameter was trained in ``shard``, so that it may be now."""
+        return name in self._trainable
+
+    def ask(self, name: str, trained: bool) -> None:
+        """Note that a parameter shall be trained, or not. Raises ShardedParameterError for one that
+        was frozen in ``shard``: it has no gradient, no master and no moments."""
+        if trained and name not in self._trainable:
+            raise ShardedParameterError(
+                name,
+                got="requires_grad=True",
+                expected="False as in shard(), which has made no optimizer state for it",
+                do="let it require a gradient before shard(), and freeze it after that until it is "
+                "trained",
+            )
+        if self._holders.trained[name] == trained:
+            self._asked.pop(name, None)
+        else:
+            self._asked[name] = trained
+
+    def asked_buckets(self) -> frozenset[int]:
+        """Return the buckets that shall be frozen. Raises FreezeError for parameters that are
+        updated together and shall not be frozen together."""
+        asked = {**self._holders.trained, **self._asked}
+        problems = []
+        if rule_progress(self._engine) is not None:
+            problems.append(
+                describe(
+                    "requires_grad_",
+                    got=f"another value for {named(self._asked)}",
+                    expected='what it was in shard(), with optimizer_offload="zenflow"',
+                    do='take optimizer_offload="exact" or "none"',
+                )
+            )
+        for bucket, names in self._names.items():
+            frozen = [name for name in names if not asked[name]]
+            trained = [name for name in names if asked[name]]
+            if frozen and trained:
+                problems.append(
+                    describe(
+                        self._engine.bucket_plan.label(bucket),
+                        got=f"requires_grad=False for {named(frozen)} and True for "
+                        f"{named(trained)}",
+                        expected="one value for what is updated together",
+                        do="give them groups of their own, as in "
+                        f'shard(optimizer=ml.AdamW(groups=[ml.group("{frozen[0]}")]))',
+                    )
+                )
+        if problems:
+            raise FreezeError(listing("requires_grad_ after shard():", problems))
+        return frozenset(
+            bucket for bucket, names in self._names.items() if not any(asked[n] for n in names)
+        )
+
+    def freeze(self, buckets: frozenset[int]) -> None:
+        """Train what was asked from now on: ``buckets`` are those of ``asked_buckets``."""
+        for name, trained in self._asked.items():
+            self._holders.set_trained(name, trained)
+        self._asked.clear()
+        self.buckets = buckets
+        self._engine.freeze(buckets)
