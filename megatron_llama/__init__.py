@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_llama.engine.shard.engine import ModuleEngine
     from megatron_llama.engine.shard.optimizer import AdamW, group
     from megatron_llama.engine.shard.shard import shard
+    from megatron_llama.engine.shard.unit_policies import unit
     from megatron_llama.errors import UserError
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
     from megatron_llama.train.api.common.trained import Trained
@@ -64,6 +65,7 @@ __all__ = (
     "sft",
     "shard",
     "train",
+    "unit",
     "verify",
 )
 
@@ -98,6 +100,7 @@ _MODULES = MappingProxyType(
         "sft": "tune.api.sft",
         "shard": "engine.shard.shard",
         "train": "train.api.train",
+        "unit": "engine.shard.unit_policies",
         "verify": "converter.api.verify",
     }
 )

@@ -221,6 +221,7 @@ class ModuleEngine:
         self._require_between_steps("engine.gathered()")
         self._passes.meet(GATHERED)
         self._passes.suspended = True
+        self._passes.shows_masters = modify
         self._linears.detach()
         self._marks.detach()
         try:
@@ -232,6 +233,7 @@ class ModuleEngine:
             self._linears.attach()
             self._marks.attach()
             self._passes.suspended = False
+            self._passes.shows_masters = False
             if modify:
                 self._passes.values_changed()
 
@@ -267,10 +269,12 @@ class ModuleEngine:
         self._require_between_steps("engine.initialize()")
         self._passes.meet(INITIALIZE)
         self._passes.suspended = True
+        self._passes.shows_masters = True
         try:
             initialize(self._values, self._units, fn)
         finally:
             self._passes.suspended = False
+            self._passes.shows_masters = False
             self._passes.values_changed()
 
     def state_dict(self) -> dict[str, Any]:

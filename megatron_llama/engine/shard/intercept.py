@@ -67,15 +67,15 @@ class InterceptedModel(Intercepted):
         if not sharded:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
-        probe = torch.empty(0, dtype=sharded[0].dtype, device=sharded[0].device)
-        converted = fn(probe)
-        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
-            raise ShardedParameterError(
-                "model",
-                got=f"a move to {converted.dtype} on {converted.device}",
-                expected=f"{probe.dtype} on {probe.device}, as in shard()",
-                do="move it before shard(), or give shard(dtype=)",
-            )
+        for dtype, device in dict.fromkeys((p.dtype, p.device) for p in sharded):
+            converted = fn(torch.empty(0, dtype=dtype, device=device))
+            if (converted.dtype, converted.device) != (dtype, device):
+                raise ShardedParameterError(
+                    "model",
+                    got=f"a move to {converted.dtype} on {converted.device}",
+                    expected=f"{dtype} on {device}, as in shard()",
+                    do="move it before shard(), or give shard(dtype=)",
+                )
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else fn(buffer)

@@ -20,14 +20,14 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from megatron_llama.engine.comm.object_collectives import all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.pieces import rule_progress
 from megatron_llama.engine.shard.accesses import Accesses, PassError, Unit, in_backward_pass
 from megatron_llama.engine.shard.backward import BackwardPasses, unannounced
+from megatron_llama.engine.shard.casts import Casts, unit_casts
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.intercept import Forward, Interceptor, intercept, intercept_model
 from megatron_llama.engine.shard.names import clean_name
@@ -89,7 +89,8 @@ class Passes:
         find_unused: bool,
         require_values: Callable[[], None],
     ) -> None:
-        """``require_values`` raises while parameters have none, or others than their masters."""
+        """``cast_to`` is the dtype to which floating inputs of the model are cast; None: they are
+        not. ``require_values`` raises while parameters have none, or others than their masters."""
         self._model = model
         self._engine = engine
         self._holders = holders
@@ -98,9 +99,10 @@ class Passes:
         peers.end_waits = WeakMethod(engine.fail)
         peers.counts = WeakMethod(self._counts)
         peers.position = WeakMethod(self._position)
-        self._cast_to = cast_to
         self._require_values = require_values
-        casts = cast_to is not None
+        self.shows_masters = False
+        """Whether the whole parameters that modules hold while calls are none of the engine's
+        business are in the dtype of the masters."""
         self._accesses = Accesses(
             model,
             units,
@@ -109,13 +111,15 @@ class Passes:
             order,
             peers,
             microbatches=microbatches,
-            casts=casts,
+            casts=unit_casts(units, model, cast_to, engine.dtype),
             find_unused=find_unused,
         )
         self._step = self._accesses.step
         self._backward = BackwardPasses(self._accesses)
         # Calls of the model begin and end its passes, where it is no unit as well.
-        around = [] if any(unit.module is model for unit in units) else [_whole(model, casts=casts)]
+        around = (
+            [] if any(unit.module is model for unit in units) else [_whole(model, Casts(cast_to))]
+        )
         for unit in (*around, *self._accesses.units):
             self._intercept(unit)
 
@@ -126,17 +130,20 @@ class Passes:
         begin = hidden(self._begin)
         finish = hidden(self._finish)
         fail = hidden(self._fail)
+        cast_inputs = hidden(unit.casts.cast_inputs)
+        cast_outputs = hidden(unit.casts.cast_outputs)
 
         def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = begin(unit, args, kwargs)
             if call is None:
-                # Inside of ``gathered(modify=True)`` parameters have the dtype of the masters;
-                # ``only`` may have chosen this unit's alone.
-                if unit.casts and next(unit.module.parameters()).dtype == self._cast_to:
-                    args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
-                return forward(*args, **kwargs)
+                # Masters all have one dtype, but frozen parameters have no others than those that
+                # compute; ``gathered(only=)`` may have chosen this unit's alone.
+                if not self.shows_masters or _dtype(unit.module) == unit.casts.inputs:
+                    args, kwargs = cast_inputs(args, kwargs)
+                output = forward(*args, **kwargs)
+                return output if self.shows_masters else cast_outputs(output)
             try:
-                output = forward(*call.args, **call.kwargs)
+                output = cast_outputs(forward(*call.args, **call.kwargs))
             except BaseException as error:
                 fail(call, error)
                 raise
@@ -260,8 +267,7 @@ class Passes:
             self._backward.enter()
         elif outermost:
             self._begin_forward()
-        if unit.casts:
-            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        args, kwargs = unit.casts.cast_inputs(args, kwargs)
         call = _Call(
             unit,
             args,
@@ -422,11 +428,6 @@ class Passes:
             self._backward.deliver_from(made, name)
         return made
 
-    def _cast(self, value: Tensor) -> Tensor:
-        if value.is_floating_point() and value.dtype != self._cast_to:
-            return value.to(self._cast_to)
-        return value
-
     # The step
 
     def end_step(self, step: Callable[[], StepResult]) -> StepResult:
@@ -555,7 +556,12 @@ class Passes:
             )
 
 
-def _whole(model: nn.Module, *, casts: bool) -> Unit:
+def _dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the first parameter of a module; None if it has none."""
+    return next((parameter.dtype for parameter in module.parameters()), None)
+
+
+def _whole(model: nn.Module, casts: Casts) -> Unit:
     """Return the model as what runs around its units: it reads no weights itself."""
     return Unit(
         module=model,

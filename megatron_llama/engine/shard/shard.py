@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from megatron_llama.engine.shard.initial import (
 )
 from megatron_llama.engine.shard.linear import AttachedLinears
 from megatron_llama.engine.shard.marks import Marks
-from megatron_llama.engine.shard.model_checks import model_device, model_problems
+from megatron_llama.engine.shard.model_checks import model_device, model_problems, usual_dtype
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.names import ParameterNames, parameter_names
 from megatron_llama.engine.shard.optimizer import AdamW, ParameterGroup, parameter_groups
@@ -35,12 +35,20 @@ from megatron_llama.engine.shard.shard_options import ShardOptions
 from megatron_llama.engine.shard.snapshot import Snapshot
 from megatron_llama.engine.shard.specs import (
     ModuleUnit,
+    kept_parameters,
     module_units,
-    unit_predicate,
+    own_dtypes,
+    sharing_problems,
     unit_problems,
     unit_specs,
 )
 from megatron_llama.engine.shard.state import StateLayout, state_layout
+from megatron_llama.engine.shard.unit_policies import (
+    DTYPE_NAMES,
+    UnitPolicy,
+    policy_problems,
+    unit_policies,
+)
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import ConfigError, describe, listing
 
@@ -50,7 +58,7 @@ TORCHS_DEFAULTS = AdamW()
 def shard(
     model: nn.Module,
     *,
-    units: Iterable[type[nn.Module]] | Callable[[nn.Module], bool] = (),
+    units: Iterable[type[nn.Module] | UnitPolicy] | Callable[[nn.Module], bool] = (),
     strategy: str = "optim_grads_params",
     optimizer: AdamW | torch.optim.Optimizer = TORCHS_DEFAULTS,
     clip: float = 0.0,
@@ -104,10 +112,11 @@ def shard(
             print(model[2].weight.norm())
     ```
 
-    ``units`` are module classes, or a predicate of a module. The parameters of a unit are gathered
-    together, others by themselves. ``strategy`` is what each rank has a share of: ``no_shard``
-    (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1), ``optim_grads`` (gradients as well;
-    ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3, FSDP).
+    ``units`` are module classes and what ``ml.unit`` returns, or a predicate of a module. The
+    parameters of a unit are gathered together, others by themselves. ``strategy`` is what each rank
+    has a share of: ``no_shard`` (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1),
+    ``optim_grads`` (gradients as well; ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3,
+    FSDP).
     ``optimizer`` is ``ml.AdamW``, or a torch.optim.AdamW of the model's parameters. ``clip`` is the
     largest global L2 norm of the gradient; 0: no clipping.
     ``mesh`` is a DeviceMesh (with two dims: replicas and shards), a process group, or None: all
@@ -130,7 +139,7 @@ def shard(
     Rank 0's values of parameters and buffers count. Raises ConfigError with all that is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
-    is_unit = unit_predicate(units)
+    policies = unit_policies(units)
     names = parameter_names(model)
     options = ShardOptions(
         strategy=strategy,
@@ -150,23 +159,36 @@ def shard(
     )
     device = model_device(model, mesh)
     # All problems at once: a job of many processes takes minutes to start again.
-    problems = [*options.problems(), *model_problems(model, names, dtype, device, mesh)]
-    all_units = [] if problems else module_units(model, names, is_unit)
-    if all_units and units:
+    all_units = module_units(model, names, policies)
+    problems = [
+        *options.problems(),
+        *model_problems(model, names, dtype, own_dtypes(all_units), device, mesh),
+    ]
+    if not problems and policies:
         problems += unit_problems(model, all_units)
+    by_name = {unit.name: unit.module for unit in all_units if not unit.is_root_part}
+    compute_dtype = dtype or usual_dtype(names, own_dtypes(all_units))
+    problems += policy_problems(policies, by_name, compute_dtype, optimizer_offload)
+    problems += sharing_problems(all_units)
     if problems:
         raise ConfigError(listing("shard:", problems))
-    _warn_of_rounding(names, dtype)
+    _warn_of_rounding(names, dtype, own_dtypes(all_units))
     groups = parameter_groups(optimizer, names)
-    unit_names = [unit.name for unit in all_units if not unit.is_root_part]
+    described = [
+        f"{unit.name} {unit.policy.options or ''}".strip()
+        for unit in all_units
+        if not unit.is_root_part
+    ]
     before = Snapshot(model)
     data = data_mesh(mesh, device)
     try:
         # First: ranks with other options would make other groups, and wait for each other.
         require_same_model(model, data.world)
-        require_same_options(options.agreed(unit_names, groups), data.world)
+        require_same_options(options.agreed(described, groups), data.world)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
-        engine = _build(options, model, names, all_units, groups, data, state_layout(data, mesh))
+        layout = state_layout(data, mesh)
+        assert compute_dtype is not None
+        engine = _build(options, model, names, all_units, groups, data, layout, compute_dtype)
         if isinstance(optimizer, torch.optim.Optimizer):
             engine.optimizer.take_over(optimizer, names)
         return engine
@@ -177,20 +199,23 @@ def shard(
         raise
 
 
-def _warn_of_rounding(names: ParameterNames, dtype: torch.dtype | None) -> None:
+def _warn_of_rounding(
+    names: ParameterNames, dtype: torch.dtype | None, own: Mapping[str, torch.dtype]
+) -> None:
     """Warn of frozen parameters that lose bits: masters in fp32 exist for what is trained."""
-    rounded = [
-        name
-        for parameter, (name, *_) in names.items()
-        if dtype is not None
-        and not parameter.requires_grad
-        and torch.promote_types(parameter.dtype, dtype) != dtype
-    ]
+    rounded = {}
+    for parameter, (name, *_) in names.items():
+        kept_in = own.get(name, dtype)
+        if kept_in is None or parameter.requires_grad:
+            continue
+        if torch.promote_types(parameter.dtype, kept_in) != kept_in:
+            rounded[name] = kept_in
     if rounded:
         warnings.warn(
             describe(
                 f"shard: {named(rounded)}",
-                got=f"values of more bits in frozen parameters, which are kept in {dtype}",
+                got=f"values of more bits in frozen parameters, which are kept in "
+                f"{' or '.join(dict.fromkeys(map(str, rounded.values())))}",
                 expected="to be told: state dicts have the rounded values",
                 do="convert them before shard(), which ends this warning, or save them from the "
                 "file that they came from",
@@ -207,12 +232,18 @@ def _build(
     groups: Sequence[ParameterGroup],
     mesh: Mesh,
     layout: StateLayout,
+    compute_dtype: torch.dtype,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
-    compute_dtype = options.dtype or next(model.parameters()).dtype
     engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size)
+    dtypes = {
+        name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
+    }
     bucket_plan = module_bucket_plan(
-        unit_specs(names, units, groups), engine_options, shards=mesh.dp_shard.size
+        unit_specs(names, units, groups, dtypes),
+        engine_options,
+        shards=mesh.dp_shard.size,
+        kept=kept_parameters(units),
     )
     # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
-from megatron_llama.engine.options import BF16, FP32, FP64, EngineOptions, UpdateOptions
+from megatron_llama.engine.options import EngineOptions, UpdateOptions
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.engine.shard.optimizer import ParameterGroup
+from megatron_llama.engine.shard.unit_policies import COMPUTE_DTYPES, DTYPE_NAMES
 from megatron_llama.errors import describe
 
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
-DTYPE_NAMES = MappingProxyType({torch.float32: FP32, torch.bfloat16: BF16, torch.float64: FP64})
-COMPUTE_DTYPES = tuple(DTYPE_NAMES)
-"""Not fp16: gradients would underflow, and the engine cannot scale a loss that it does not see."""
 REDUCTIONS = ("mean", "sum")
 OFFLOADS = ("none", "exact", "zenflow")
 
