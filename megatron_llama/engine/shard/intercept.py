@@ -82,10 +82,17 @@ class InterceptedModel(Intercepted):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: each step starts with the gradients of its own backward passes. Raises
+        """Do nothing: each step starts with the gradients of its own backward passes. Those of
+        parameters that ``shard`` was told to ignore are the user's, and are zeroed. Raises
         TrainingError between a backward pass and its step, where ``engine.discard`` throws
         gradients away."""
         self.__dict__[_REQUIRE_NO_GRADIENT]("model.zero_grad")
+        for parameter in self.parameters():
+            if not isinstance(parameter, Placeholder) and parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,12 @@ from megatron_llama.errors import counted, describe
 Ranks = DeviceMesh | dist.ProcessGroup | None
 
 
-def model_device(model: nn.Module, mesh: Ranks) -> torch.device | None:
+def model_device(parameters: Collection[nn.Parameter], mesh: Ranks) -> torch.device | None:
     """Return the device of the engine: that of the DeviceMesh, else that of the parameters, else
     (on the meta device) this process's accelerator."""
     if isinstance(mesh, DeviceMesh):
         return torch.device(mesh.device_type) if mesh.device_type == "cpu" else None
-    held_on = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    held_on = {parameter.device for parameter in parameters if not parameter.is_meta}
     on_accelerator = {device for device in held_on if not devices.is_host(device)}
     if on_accelerator:
         return next(iter(on_accelerator))

@@ -12,7 +12,7 @@ only if another unit came in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -87,10 +87,12 @@ class Passes:
         microbatches: int,
         cast_to: torch.dtype | None,
         find_unused: bool,
+        ignored: Collection[nn.Parameter],
         require_values: Callable[[], None],
     ) -> None:
         """``cast_to`` is the dtype to which floating inputs of the model are cast; None: they are
-        not. ``require_values`` raises while parameters have none, or others than their masters."""
+        not. ``ignored`` are parameters that the engine does not have. ``require_values`` raises
+        while parameters have none, or others than their masters."""
         self._model = model
         self._engine = engine
         self._holders = holders
@@ -99,6 +101,7 @@ class Passes:
         peers.end_waits = WeakMethod(engine.fail)
         peers.counts = WeakMethod(self._counts)
         peers.position = WeakMethod(self._position)
+        self._ignored = frozenset(ignored)
         self._require_values = require_values
         self.shows_masters = False
         """Whether the whole parameters that modules hold while calls are none of the engine's
@@ -527,7 +530,9 @@ class Passes:
         added = [
             clean_name(name)
             for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and not isinstance(parameter, Placeholder)
+            if parameter.requires_grad
+            and not isinstance(parameter, Placeholder)
+            and parameter not in self._ignored
         ]
         if added:
             raise PassError(

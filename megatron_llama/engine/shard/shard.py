@@ -17,6 +17,7 @@ from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.engine.shard.data_mesh import add_shard_axes, close_data_mesh, data_mesh
 from megatron_llama.engine.shard.engine import ModuleEngine
 from megatron_llama.engine.shard.holders import Holders
+from megatron_llama.engine.shard.ignored import OWN, RANK0, Ignored, IgnoredParameters
 from megatron_llama.engine.shard.initial import (
     first_values,
     require_same_model,
@@ -74,6 +75,8 @@ def shard(
     reduction: str = "mean",
     static_order: bool = True,
     find_unused: bool = False,
+    ignored: Ignored = (),
+    ignored_values: str = RANK0,
     **offload_options: Any,
 ) -> ModuleEngine:
     """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
@@ -135,12 +138,19 @@ def shard(
     agree before each unit, and less is prefetched. ``find_unused=True`` trains parameters that got
     no gradient with a gradient of zero, so that weight decay and moments go on, unlike in DDP;
     without it they are an error.
+    ``ignored`` are parameters that stay as and where they are, whole on every rank: names or
+    patterns of names, modules, parameters. The engine does not move, cast, gather, reduce or update
+    them; if they require gradients, their ``.grad`` is this rank's, and yours to reduce and use.
+    State dicts have them as they are. ``ignored_values="own"`` leaves each rank its own values, of
+    its own parameters (experts that the ranks share out); a state dict has those of its rank.
 
     Rank 0's values of parameters and buffers count. Raises ConfigError with all that is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
     policies = unit_policies(units)
-    names = parameter_names(model)
+    all_names = parameter_names(model)
+    left_out = IgnoredParameters(ignored, all_names, own_values=ignored_values == OWN)
+    names = left_out.without(all_names)
     options = ShardOptions(
         strategy=strategy,
         clip=clip,
@@ -155,9 +165,10 @@ def shard(
         reduction=reduction,
         static_order=static_order,
         find_unused=find_unused,
+        ignored_values=ignored_values,
         offload_options=offload_options,
     )
-    device = model_device(model, mesh)
+    device = model_device(names.keys(), mesh)
     # All problems at once: a job of many processes takes minutes to start again.
     all_units = module_units(model, names, policies)
     problems = [
@@ -170,9 +181,11 @@ def shard(
     compute_dtype = dtype or usual_dtype(names, own_dtypes(all_units))
     problems += policy_problems(policies, by_name, compute_dtype, optimizer_offload)
     problems += sharing_problems(all_units)
+    problems += left_out.problems(optimizer)
     if problems:
         raise ConfigError(listing("shard:", problems))
     _warn_of_rounding(names, dtype, own_dtypes(all_units))
+    left_out.warn_of_gradients()
     groups = parameter_groups(optimizer, names)
     described = [
         f"{unit.name} {unit.policy.options or ''}".strip()
@@ -183,12 +196,16 @@ def shard(
     data = data_mesh(mesh, device)
     try:
         # First: ranks with other options would make other groups, and wait for each other.
-        require_same_model(model, data.world)
-        require_same_options(options.agreed(described, groups), data.world)
+        apart = left_out.parameters if left_out.own_values else {}
+        common = [name for name in left_out.parameters if name not in apart]
+        require_same_model(model, data.world, apart.values())
+        require_same_options(options.agreed(described, groups, common), data.world)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
         layout = state_layout(data, mesh)
         assert compute_dtype is not None
-        engine = _build(options, model, names, all_units, groups, data, layout, compute_dtype)
+        engine = _build(
+            options, model, names, all_units, groups, data, layout, compute_dtype, left_out
+        )
         if isinstance(optimizer, torch.optim.Optimizer):
             engine.optimizer.take_over(optimizer, names)
         return engine
@@ -233,6 +250,7 @@ def _build(
     mesh: Mesh,
     layout: StateLayout,
     compute_dtype: torch.dtype,
+    ignored: IgnoredParameters,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
     engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size)
@@ -251,6 +269,8 @@ def _build(
     engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
     try:
         values = first_values(engine, model, names, holders)
+        values.ignored = dict(ignored.aliases())
+        ignored.share(values)
         # Before the classes of modules change: it looks for what is exactly an nn.Linear.
         linears = AttachedLinears(model)
         by_unit = strategy_named(options.strategy).by_unit
@@ -272,6 +292,7 @@ def _build(
             microbatches=options.microbatches,
             cast_to=options.dtype,
             find_unused=options.find_unused,
+            ignored=ignored.parameters.values(),
             require_values=values.require_usable,
         )
         # Last: everything before reads the values of the module's own parameters.

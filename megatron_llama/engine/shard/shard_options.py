@@ -11,6 +11,7 @@ import torch
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 from megatron_llama.engine.options import EngineOptions, UpdateOptions
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.engine.shard.ignored import WHOSE_VALUES
 from megatron_llama.engine.shard.optimizer import ParameterGroup
 from megatron_llama.engine.shard.unit_policies import COMPUTE_DTYPES, DTYPE_NAMES
 from megatron_llama.errors import describe
@@ -37,13 +38,16 @@ class ShardOptions:
     reduction: str
     static_order: bool
     find_unused: bool
+    ignored_values: str
     offload_options: Mapping[str, Any]
 
-    def agreed(self, units: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, object]:
+    def agreed(
+        self, units: Sequence[str], groups: Sequence[ParameterGroup], ignored: Sequence[str]
+    ) -> dict[str, object]:
         """Return everything that all ranks have to give alike, by name."""
         given = {name: value for name, value in vars(self).items() if name != "offload_options"}
         first = {"units": units, "strategy": self.strategy, "optimizer": groups}
-        return {**first, **given, **self.offload_options}
+        return {**first, "ignored": ignored, **given, **self.offload_options}
 
     def for_engine(
         self, dtype: torch.dtype, groups: Sequence[ParameterGroup], *, ranks: int
@@ -72,6 +76,7 @@ class ShardOptions:
             ("strategy", self.strategy, STRATEGIES),
             ("reduction", self.reduction, REDUCTIONS),
             ("optimizer_offload", self.optimizer_offload, OFFLOADS),
+            ("ignored_values", self.ignored_values, WHOSE_VALUES),
             ("dtype", self.dtype, (None, *COMPUTE_DTYPES)),
             ("reduce_dtype", self.reduce_dtype, (None, torch.float32, torch.bfloat16)),
         ):

@@ -143,6 +143,8 @@ class _Search:
     def _give(self, module: nn.Module, owner: ModuleUnit) -> None:
         owner.owned.append(module)
         for parameter in _own(module):
+            if parameter not in self._names:
+                continue  # the user leaves it out
             name = self._names[parameter][0]
             # A weight that is shared within a unit is gathered once.
             if name not in owner.parameters:

@@ -30,6 +30,7 @@ MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of every trained parameter, by its name in the engine and in torch.optim."""
 NO_PLACEHOLDERS: Mapping[str, Placeholder] = MappingProxyType({})
+NO_PARAMETERS: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class ModuleValues:
@@ -50,6 +51,8 @@ class ModuleValues:
         self.plan = engine.bucket_plan
         self.aliases = {own[0]: own for own in names.values()}
         """All names of each parameter: a shared one has several."""
+        self.ignored: Mapping[str, nn.Parameter] = NO_PARAMETERS
+        """The parameters that the engine leaves as they are, under all of their names."""
         self.uninitialized: set[str] = set()
         """Names of parameters and buffers that have no values."""
         self.bucket_of = {
