@@ -22,16 +22,18 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from megatron_llama.engine.comm.object_collectives import all_gather_object
+from megatron_llama.engine.comm.object_collectives import AGREEMENT, all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.pieces import rule_progress
 from megatron_llama.engine.shard.accesses import Accesses, PassError, Unit, in_backward_pass
 from megatron_llama.engine.shard.backward import BackwardPasses, unannounced
+from megatron_llama.engine.shard.buffers import broadcast_buffers
 from megatron_llama.engine.shard.casts import Casts, unit_casts
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.intercept import Forward, Interceptor, intercept, intercept_model
 from megatron_llama.engine.shard.names import clean_name
 from megatron_llama.engine.shard.order import (
+    BUFFERS,
     DISCARD,
     EVALUATION,
     MODEL_STATE,
@@ -88,11 +90,13 @@ class Passes:
         cast_to: torch.dtype | None,
         find_unused: bool,
         ignored: Collection[nn.Parameter],
+        shares_buffers: bool,
         require_values: Callable[[], None],
     ) -> None:
         """``cast_to`` is the dtype to which floating inputs of the model are cast; None: they are
-        not. ``ignored`` are parameters that the engine does not have. ``require_values`` raises
-        while parameters have none, or others than their masters."""
+        not. ``ignored`` are parameters that the engine does not have. ``shares_buffers`` says
+        whether rank 0's buffers are those of all ranks. ``require_values`` raises while parameters
+        have no values, or others than their masters."""
         self._model = model
         self._engine = engine
         self._holders = holders
@@ -102,6 +106,9 @@ class Passes:
         peers.counts = WeakMethod(self._counts)
         peers.position = WeakMethod(self._position)
         self._ignored = frozenset(ignored)
+        self._shares_buffers = shares_buffers
+        self._shared_before: int | None = None
+        """The backward pass of the step for which buffers were shared last."""
         self._require_values = require_values
         self.shows_masters = False
         """Whether the whole parameters that modules hold while calls are none of the engine's
@@ -200,6 +207,9 @@ class Passes:
         # come earlier than on the others, and replicas would go apart.
         if not reads or rule_progress(self._engine) is not None:
             self._order.agree(code)
+            # Whichever rank writes a buffer to a checkpoint. What each has whole asks nobody.
+            if code == MODEL_STATE and self._shares_buffers:
+                self._receive_buffers()
 
     def _counts(self) -> Counts:
         order, engine = self._order, self._engine
@@ -367,6 +377,17 @@ class Passes:
                 self._engine.begin_evaluation(())
         elif not self._step.begun:
             self._accesses.begin_step()
+        # Not between the forward passes of one backward pass: it would read other buffers than
+        # they did.
+        shares = self._accesses.listed and self._shares_buffers
+        if shares and self._shared_before != self._step.backward_passes:
+            self._order.agree(BUFFERS)
+            self._receive_buffers()
+            self._shared_before = self._step.backward_passes
+
+    def _receive_buffers(self) -> None:
+        with self._peers.explained(), self._peers.axis.recorder.waiting(AGREEMENT):
+            broadcast_buffers(self._model, self._peers.axis)
 
     def _settling_sends(self) -> bool:
         """Whether the beginning of an evaluation may gather weights: those of updates that were put
@@ -522,6 +543,7 @@ class Passes:
         self._step.in_backward = False
         self._step.broken = None
         self._step.backward_passes = 0
+        self._shared_before = None
         self._step.generation += 1
         self._order.forget()
 

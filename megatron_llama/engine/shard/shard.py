@@ -77,6 +77,7 @@ def shard(
     find_unused: bool = False,
     ignored: Ignored = (),
     ignored_values: str = RANK0,
+    buffers: str = OWN,
     **offload_options: Any,
 ) -> ModuleEngine:
     """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
@@ -144,7 +145,12 @@ def shard(
     State dicts have them as they are. ``ignored_values="own"`` leaves each rank its own values, of
     its own parameters (experts that the ranks share out); a state dict has those of its rank.
 
-    Rank 0's values of parameters and buffers count. Raises ConfigError with all that is wrong."""
+    ``buffers="own"`` lets each rank keep the buffers that its passes change (batch norm's running
+    statistics), as FSDP2 does; with ``"rank0"`` a training pass begins with rank 0's, as in DDP,
+    and sharded state dicts have these.
+
+    Rank 0's first values of parameters and buffers count. Raises ConfigError with all that is
+    wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
     policies = unit_policies(units)
@@ -166,6 +172,7 @@ def shard(
         static_order=static_order,
         find_unused=find_unused,
         ignored_values=ignored_values,
+        buffers=buffers,
         offload_options=offload_options,
     )
     device = model_device(names.keys(), mesh)
@@ -293,6 +300,7 @@ def _build(
             cast_to=options.dtype,
             find_unused=options.find_unused,
             ignored=ignored.parameters.values(),
+            shares_buffers=options.buffers == RANK0,
             require_values=values.require_usable,
         )
         # Last: everything before reads the values of the module's own parameters.

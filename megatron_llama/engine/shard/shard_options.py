@@ -11,6 +11,7 @@ import torch
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 from megatron_llama.engine.options import EngineOptions, UpdateOptions
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.engine.shard.buffers import WHOSE_BUFFERS
 from megatron_llama.engine.shard.ignored import WHOSE_VALUES
 from megatron_llama.engine.shard.optimizer import ParameterGroup
 from megatron_llama.engine.shard.unit_policies import COMPUTE_DTYPES, DTYPE_NAMES
@@ -39,6 +40,7 @@ class ShardOptions:
     static_order: bool
     find_unused: bool
     ignored_values: str
+    buffers: str
     offload_options: Mapping[str, Any]
 
     def agreed(
@@ -77,6 +79,7 @@ class ShardOptions:
             ("reduction", self.reduction, REDUCTIONS),
             ("optimizer_offload", self.optimizer_offload, OFFLOADS),
             ("ignored_values", self.ignored_values, WHOSE_VALUES),
+            ("buffers", self.buffers, WHOSE_BUFFERS),
             ("dtype", self.dtype, (None, *COMPUTE_DTYPES)),
             ("reduce_dtype", self.reduce_dtype, (None, torch.float32, torch.bfloat16)),
         ):
