@@ -24,7 +24,7 @@ def broadcast_buffers(model: nn.Module, axis: Axis) -> None:
         if axis.rank == 0:
             return
         sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
-        for buffer, received in zip(buffers, message.split(sizes), strict=True):
+        for buffer, received in zip(buffers, torch.split_with_sizes(message, sizes), strict=True):
             # A piece of a message begins anywhere, and a view of another dtype does not.
             buffer.copy_(received.clone().view(buffer.dtype).view(buffer.shape))
 
