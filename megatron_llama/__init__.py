@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_llama.converter.api.merge import Merged, merge
     from megatron_llama.converter.api.verify import Verified, verify
     from megatron_llama.data.preprocess import PreprocessReport
+    from megatron_llama.engine.options import LossScaling
     from megatron_llama.engine.shard.engine import ModuleEngine
     from megatron_llama.engine.shard.optimizer import AdamW, group
     from megatron_llama.engine.shard.shard import shard
@@ -40,6 +41,7 @@ __all__ = (
     "Config",
     "Converted",
     "Generated",
+    "LossScaling",
     "Merged",
     "ModuleEngine",
     "Plan",
@@ -76,6 +78,7 @@ _MODULES = MappingProxyType(
         "Config": "config.schema",
         "Converted": "converter.api.convert",
         "Generated": "train.api.generate",
+        "LossScaling": "engine.options",
         "Merged": "converter.api.merge",
         "ModuleEngine": "engine.shard.engine",
         "Plan": "planner.api.plan",

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_llama.engine.comm.object_collectives import AGREEMENT, all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
@@ -45,6 +45,7 @@ from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.engine.shard.positions import Counts, Position
 from megatron_llama.engine.shard.saved_weights import checks_reads
+from megatron_llama.engine.shard.scaled_loss import scaled
 from megatron_llama.engine.shard.specs import ModuleUnit
 
 COMPILE_HINT = (
@@ -230,6 +231,13 @@ class Passes:
             self._peers.waited() > 0,
             self._order.words,
         )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the factor of this step."""
+        loss_scale = self._engine.loss_scale
+        if not loss_scale.dynamic:
+            return loss
+        return scaled(loss, loss_scale.value, self._backward.begin_scaled)
 
     def require_usable(self) -> None:
         """Raise PassError if no pass may run any more."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.options import LossScaling
 from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.engine.shard.data_mesh import add_shard_axes, close_data_mesh, data_mesh
 from megatron_llama.engine.shard.engine import ModuleEngine
@@ -78,6 +79,7 @@ def shard(
     ignored: Ignored = (),
     ignored_values: str = RANK0,
     buffers: str = OWN,
+    loss_scaling: LossScaling | None = None,
     **offload_options: Any,
 ) -> ModuleEngine:
     """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
@@ -131,6 +133,8 @@ def shard(
     ``bucket_size`` is the number of elements of one message where messages are not made by unit.
     ``dtype`` is that of parameters and computation, by default the parameters' own; with bf16
     masters are fp32. Floating inputs of the model and its units are cast to it, as FSDP2 does.
+    With ``torch.float16`` call ``engine.backward(loss)``: the engine scales the loss, by the rule
+    of ``loss_scaling``, and skips steps that overflow.
     ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire.
     ``optimizer_offload`` keeps optimizer state and masters in the host's memory: ``exact``, or
     ``zenflow`` (an approximation); further keywords are the offload options of docs/options.md.
@@ -173,6 +177,7 @@ def shard(
         find_unused=find_unused,
         ignored_values=ignored_values,
         buffers=buffers,
+        loss_scaling=loss_scaling,
         offload_options=offload_options,
     )
     device = model_device(names.keys(), mesh)
@@ -189,6 +194,16 @@ def shard(
     problems += policy_problems(policies, by_name, compute_dtype, optimizer_offload)
     problems += sharing_problems(all_units)
     problems += left_out.problems(optimizer)
+    half = torch.float16 in (compute_dtype, *own_dtypes(all_units).values())
+    if half and optimizer_offload != "none":
+        problems.append(
+            describe(
+                "optimizer_offload",
+                got=f"{optimizer_offload!r} for a model in torch.float16",
+                expected='"none": an overflow skips a step at its end',
+                do="compute in torch.bfloat16, or leave optimizer_offload out",
+            )
+        )
     if problems:
         raise ConfigError(listing("shard:", problems))
     _warn_of_rounding(names, dtype, own_dtypes(all_units))
@@ -260,7 +275,9 @@ def _build(
     ignored: IgnoredParameters,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
-    engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size)
+    trained = any(parameter.requires_grad for parameter in names)
+    scales = trained and torch.float16 in (compute_dtype, *own_dtypes(units).values())
+    engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size, scales=scales)
     dtypes = {
         name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
     }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
-from megatron_llama.engine.options import EngineOptions, UpdateOptions
+from megatron_llama.engine.options import EngineOptions, LossScaling, UpdateOptions
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.engine.shard.buffers import WHOSE_BUFFERS
 from megatron_llama.engine.shard.ignored import WHOSE_VALUES
@@ -41,6 +41,7 @@ class ShardOptions:
     find_unused: bool
     ignored_values: str
     buffers: str
+    loss_scaling: LossScaling | None
     offload_options: Mapping[str, Any]
 
     def agreed(
@@ -52,9 +53,15 @@ class ShardOptions:
         return {**first, "ignored": ignored, **given, **self.offload_options}
 
     def for_engine(
-        self, dtype: torch.dtype, groups: Sequence[ParameterGroup], *, ranks: int
+        self,
+        dtype: torch.dtype,
+        groups: Sequence[ParameterGroup],
+        *,
+        ranks: int,
+        scales: bool = False,
     ) -> EngineOptions:
-        """Return what the engine obeys. ``dtype`` is that in which it computes."""
+        """Return what the engine obeys. ``dtype`` is that in which it computes, ``scales`` says
+        whether something is trained in fp16."""
         offload = OffloadConfig(optimizer_offload=self.optimizer_offload)  # type: ignore[arg-type]
         return EngineOptions(
             strategy=self.strategy,
@@ -68,6 +75,7 @@ class ShardOptions:
             clip=self.clip,
             # A frozen model has no groups, and its engine still wants the numbers of one.
             groups=tuple(group.update_options() for group in groups) or (UpdateOptions(),),
+            loss_scaling=(self.loss_scaling or LossScaling()) if scales else None,
             offload=_chosen(offload, self.offload_options),
             zenflow=_chosen(ZenFlowConfig(), self.offload_options),
         )
@@ -83,14 +91,7 @@ class ShardOptions:
             ("dtype", self.dtype, (None, *COMPUTE_DTYPES)),
             ("reduce_dtype", self.reduce_dtype, (None, torch.float32, torch.bfloat16)),
         ):
-            if value is torch.float16 and name == "dtype":
-                yield describe(
-                    name,
-                    got="torch.float16, whose gradients need a loss scale",
-                    expected="a dtype that needs none: the engine does not see the loss",
-                    do="give dtype=torch.bfloat16, which has the range of fp32",
-                )
-            elif value not in allowed:
+            if value not in allowed:
                 expected = f"one of {', '.join(map(str, allowed))}"
                 yield describe(name, got=repr(value), expected=expected, do=f"give another {name}")
         for name, number, least in (
@@ -108,6 +109,13 @@ class ShardOptions:
         if not 0.0 <= self.clip < float("inf"):
             yield describe(
                 "clip", got=self.clip, expected="a norm, or 0 for none", do="change clip"
+            )
+        if self.loss_scaling is not None and not isinstance(self.loss_scaling, LossScaling):
+            yield describe(
+                "loss_scaling",
+                got=repr(self.loss_scaling),
+                expected="ml.LossScaling(...), or None for its defaults",
+                do="write loss_scaling=ml.LossScaling(initial_loss_scale=4096.0)",
             )
         yield from self._offload_problems()
 

@@ -9,14 +9,16 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from megatron_llama.engine.options import BF16, FP32, FP64
+from megatron_llama.engine.options import BF16, FP16, FP32, FP64
 from megatron_llama.engine.shard.names import WRAPPERS
 from megatron_llama.engine.tensors import at_least_fp32
 from megatron_llama.errors import describe
 
 Match = type[nn.Module] | Callable[[nn.Module], bool]
 """A class of modules, or a predicate of a module."""
-DTYPE_NAMES = MappingProxyType({torch.float32: FP32, torch.bfloat16: BF16, torch.float64: FP64})
+DTYPE_NAMES = MappingProxyType(
+    {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.float64: FP64}
+)
 COMPUTE_DTYPES = tuple(DTYPE_NAMES)
 """The dtypes in which a unit or the model may compute."""
 
