@@ -302,7 +302,10 @@ class ModuleEngine:
         All of it are copies. They are made bucket by bucket: beside them a rank holds one whole
         bucket. ``model.state_dict()`` is its first part."""
         self._require_between_steps("engine.state_dict()")
-        state = {MODEL: model_state(self._values), OPTIMIZER: self._optimizer_state()}
+        state: dict[str, Any] = {
+            MODEL: model_state(self._values),
+            OPTIMIZER: self._optimizer_state(),
+        }
         if self._engine.loss_scale.dynamic:
             state[LOSS_SCALE] = torch.tensor(self._engine.loss_scale.state(), dtype=torch.float64)
         return state
