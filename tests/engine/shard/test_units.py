@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, A
     "class and policy": (net, lambda: [Block, Router, ml.unit(Router, keep=True)], {}, ["1.router: got a match of Router and of ml.unit"]),
     "all at once": (
         net,
-        lambda: [ml.unit(Block, dtype=torch.int8), ml.unit(Router, output_dtype=torch.float16), ml.unit(nn.GRU)],
+        lambda: [ml.unit(Block, dtype=torch.int8), ml.unit(Router, output_dtype=torch.int16), ml.unit(nn.GRU)],
         {"clip": -1.0},
         ["clip: got -1.0", r"ml.unit\(Block\): dtype: got torch.int8", r"ml.unit\(Router\): output_dtype", r"ml.unit\(GRU\): got no module"],
     ),
