@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from megatron_llama.converter.api.merge import Merged, merge
     from megatron_llama.converter.api.verify import Verified, verify
     from megatron_llama.data.preprocess import PreprocessReport
+    from megatron_llama.engine.options import LossScaling
     from megatron_llama.engine.shard.engine import ModuleEngine
-    from megatron_llama.engine.shard.optimizer import AdamW, ScheduleFreeAdamW, elementwise, group
+    from megatron_llama.engine.shard.more_optimizers import ScheduleFreeAdamW, elementwise
+    from megatron_llama.engine.shard.optimizer import AdamW, group
     from megatron_llama.engine.shard.shard import shard
+    from megatron_llama.engine.shard.unit_policies import unit
     from megatron_llama.errors import UserError
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
     from megatron_llama.train.api.common.trained import Trained
@@ -39,6 +42,7 @@ __all__ = (
     "Config",
     "Converted",
     "Generated",
+    "LossScaling",
     "Merged",
     "ModuleEngine",
     "Plan",
@@ -66,6 +70,7 @@ __all__ = (
     "sft",
     "shard",
     "train",
+    "unit",
     "verify",
 )
 
@@ -76,6 +81,7 @@ _MODULES = MappingProxyType(
         "Config": "config.schema",
         "Converted": "converter.api.convert",
         "Generated": "train.api.generate",
+        "LossScaling": "engine.options",
         "Merged": "converter.api.merge",
         "ModuleEngine": "engine.shard.engine",
         "Plan": "planner.api.plan",
@@ -102,6 +108,7 @@ _MODULES = MappingProxyType(
         "sft": "tune.api.sft",
         "shard": "engine.shard.shard",
         "train": "train.api.train",
+        "unit": "engine.shard.unit_policies",
         "verify": "converter.api.verify",
     }
 )

@@ -31,7 +31,8 @@ from megatron_llama.engine.plan.memory import state_bytes
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.names import parameter_names
 from megatron_llama.engine.shard.optimizer import AdamW, parameter_groups
-from megatron_llama.engine.shard.specs import module_units, unit_predicate, unit_specs
+from megatron_llama.engine.shard.specs import module_units, unit_specs
+from megatron_llama.engine.shard.unit_policies import unit_policies
 
 COLUMNS = (
     "masters and moments",
@@ -84,7 +85,7 @@ def our_plan(
         model: Any = llama31_8b(layers)
     names = parameter_names(model)
     groups = parameter_groups(AdamW(), names)
-    units = module_units(model, names, unit_predicate([type(model.model.layers[0])]))
+    units = module_units(model, names, unit_policies([type(model.model.layers[0])]))
     options = EngineOptions(strategy=strategy, param_slots=param_slots, dtype=BF16)
     plan = module_bucket_plan(unit_specs(names, units, groups), options, shards=ranks)
     return options, plan

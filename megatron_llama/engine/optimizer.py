@@ -121,7 +121,7 @@ class OverlappedDistributedOptimizer:
         self.parameters = ParameterBuckets(
             bucket_plan,
             mesh.dp_gather,
-            dtype=dtype,
+            dtypes=[DTYPES[b.kind.dtype or options.dtype] for b in bucket_plan.buckets],
             device=mesh.device,
             comm_queue=comm_queue,
             prefetch_bytes=options.prefetch_bytes,

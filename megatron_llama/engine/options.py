@@ -144,7 +144,11 @@ class EngineOptions:
     @property
     def itemsize(self) -> int:
         """Bytes of a parameter or activation."""
-        return {FP64: 8, FP32: 4, FP16: 2, BF16: 2}[self.dtype]
+        return self.itemsize_of()
+
+    def itemsize_of(self, dtype: str = "") -> int:
+        """Return the bytes of an element of a parameter that has this dtype, or the engine's."""
+        return {FP64: 8, FP32: 4, FP16: 2, BF16: 2}[dtype or self.dtype]
 
     @property
     def master_itemsize(self) -> int:

@@ -23,7 +23,7 @@ from megatron_llama.engine.plan.weight_access import WeightAccess
 
 
 class ParameterBuckets:
-    """Parameter slots of one rank, and its shards in the compute dtype.
+    """Parameter slots of one rank, and its shards in the compute dtype of each bucket.
 
     Two threads call this: the one that computes, and the one that updates buckets during backward.
     The lock covers the bookkeeping. Layers wait for gathers outside of it: the second thread only
@@ -35,7 +35,7 @@ class ParameterBuckets:
         bucket_plan: BucketPlan,
         axis: Axis,
         *,
-        dtype: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         device: torch.device,
         comm_queue: CommQueue,
         prefetch_bytes: int,
@@ -44,8 +44,9 @@ class ParameterBuckets:
         self.bucket_plan = bucket_plan
         self._axis = axis
         self._comm_queue = comm_queue
+        dtype_of = dict(zip(bucket_plan.parameter_slots, dtypes, strict=True))
         self._slots = {
-            slot: torch.zeros(size, dtype=dtype, device=device)
+            slot: torch.zeros(size, dtype=dtype_of[slot], device=device)
             for slot, size in bucket_plan.parameter_slot_numel().items()
         }
         # A bucket always uses the same slot, so views of it never move, and weights that autograd
@@ -67,7 +68,7 @@ class ParameterBuckets:
             for b, (whole, shard) in enumerate(zip(self.unsharded, self.shards, strict=True))
         ]
         self._prefetch = prefetch_plan_of(
-            bucket_plan, torch.empty((), dtype=dtype).element_size(), prefetch_bytes
+            bucket_plan, [whole.nbytes for whole in self.unsharded], prefetch_bytes
         )
         self._in_flight: dict[Slot, tuple[int, Future]] = {}  # the gather's number and its end
         self._updates: dict[int, Future] = {}

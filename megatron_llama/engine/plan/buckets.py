@@ -46,23 +46,12 @@ class BucketKind:
     group: int = 0
     resident: bool = False
     muon: bool = False
+    dtype: str = ""
 
     @staticmethod
     def of(spec: ParamSpec) -> BucketKind:
         """Return the kind of bucket that a parameter belongs to."""
-        return BucketKind(
-            spec.decay,
-            spec.copies,
-            spec.partial_grad,
-            spec.tied,
-            spec.stage,
-            spec.contributions,
-            spec.trainable,
-            spec.adapter,
-            spec.group,
-            spec.resident,
-            spec.muon,
-        )
+        return BucketKind(*(getattr(spec, name) for name in BucketKind.__dataclass_fields__))
 
     @property
     def needs_own_slot(self) -> bool:

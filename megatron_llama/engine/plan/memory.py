@@ -58,7 +58,9 @@ def state_bytes(
     engine allocates them. They do not include offloaded state, nor the buffers of messages
     (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``; ``tp``:
     tensor-parallel ranks."""
-    itemsize = options.itemsize
+    buckets = bucket_plan.buckets
+    itemsizes = [options.itemsize_of(bucket.kind.dtype) for bucket in buckets]
+    of_slot = dict(zip(bucket_plan.parameter_slots, itemsizes, strict=True))
     fp32 = options.master_itemsize
     trainable = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
     trained = sum(map(bucket_plan.shard_numel, trainable))
@@ -73,21 +75,26 @@ def state_bytes(
     if not is_zenflow:
         counted -= len(offloaded)
     apart = sum(
-        bucket_plan.shard_numel(bucket.index)
-        for bucket in bucket_plan.buckets
+        bucket_plan.shard_numel(bucket.index) * itemsizes[bucket.index]
+        for bucket in buckets
         if not bucket_plan.has_own_slot(bucket.index)
     )
     slots = sum(bucket_plan.gradient_slot_numel().values())
     return {
-        "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
-        "parameter shards": apart * itemsize,
+        "parameters": sum(
+            numel * of_slot[slot] for slot, numel in bucket_plan.parameter_slot_numel().items()
+        ),
+        "parameter shards": apart,
         # Reduced gradients have their own memory if microbatches accumulate in it; else they are a
         # part of the slot.
         "gradients": (slots + (trained if reduces_every_microbatch(options) else 0)) * fp32,
         # In fp32 the shard itself is the master copy, unless training uses others.
-        "master weights": sum(map(bucket_plan.shard_numel, updated)) * fp32
-        if itemsize != fp32 or averages
-        else 0,
+        "master weights": fp32
+        * sum(
+            bucket_plan.shard_numel(bucket)
+            for bucket in updated
+            if itemsizes[bucket] != fp32 or averages
+        ),
         "moments": sum(
             bucket_plan.shard_numel(bucket)
             // ALIGN
@@ -223,13 +230,13 @@ def squares_bytes(options: EngineOptions, bucket_plan: BucketPlan) -> int:
 def least_chunk_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
     """Return the smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
     MAX_PIECES."""
-    itemsize = options.itemsize
     wire = options.wire_itemsize
     replicas = dp // bucket_plan.shards
     messages = [(0, 1)]
     for bucket in bucket_plan.buckets:
         shard = bucket_plan.shard_numel(bucket.index)
         if bucket_plan.shards > 1:
+            itemsize = options.itemsize_of(bucket.kind.dtype)
             messages += [(shard, itemsize), (shard * bucket.kind.trainable, wire)]
         if replicas > 1 and bucket.kind.trainable:
             messages.append((min(shard, align_up(-(-shard // replicas), ALIGN)), wire))

@@ -338,12 +338,13 @@ class PrefetchPlan:
             yield bucket
 
 
-def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
-    """Return the plan of gathers. ``itemsize``: bytes of a parameter; ``prefetch_bytes``: 0 for no
-    limit."""
+def prefetch_plan_of(
+    bucket_plan: BucketPlan, sizes: Sequence[int], prefetch_bytes: int
+) -> PrefetchPlan:
+    """Return the plan of gathers. ``prefetch_bytes``: 0 for no limit."""
     return PrefetchPlan(
         slots=bucket_plan.parameter_slots,
-        sizes=[bucket.numel * itemsize for bucket in bucket_plan.buckets],
+        sizes=sizes,
         unit_buckets=bucket_plan.unit_buckets,
         prefetch_bytes=prefetch_bytes or None,
     )

@@ -69,6 +69,8 @@ class ParamSpec:
     fewer than two dims, and the score of a reward model."""
     muon: bool = False
     """Whether Muon updates it, and not AdamW."""
+    dtype: str = ""
+    """The dtype in which it computes, where that is not ``EngineOptions.dtype``."""
 
     @property
     def numel(self) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 from megatron_llama.engine.counting import Counting, PlannedCounting
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.plan.weight_access import WeightAccess
+from megatron_llama.engine.shard.casts import Casts
 from megatron_llama.engine.shard.freezing import Freezing
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounting
@@ -50,8 +51,7 @@ class Unit:
     slots: frozenset[int]
     """The addresses of the memory that it shares with other units, if what autograd saves there can
     be looked at."""
-    casts: bool
-    """Whether floating inputs are cast to the compute dtype."""
+    casts: Casts
     late: frozenset[int] = frozenset()
     """The buckets that forward passes do not wait for: each linear layer waits for its own when it
     is called, so that those in front of it compute meanwhile."""
@@ -95,11 +95,11 @@ class Accesses:
         peers: Peers,
         *,
         microbatches: int,
-        casts: bool,
+        casts: Sequence[Casts],
         find_unused: bool,
     ) -> None:
-        """``casts`` says whether floating inputs of the model and of its units are cast,
-        ``find_unused`` whether ranks may leave out different parameters."""
+        """``casts`` has those of each unit; ``find_unused`` says whether ranks may leave out
+        different parameters."""
         self.engine = engine
         self.holders = holders
         self.order = order
@@ -141,9 +141,9 @@ class Accesses:
                     # What nothing else can take is never wrong, and need not be looked at.
                     if not plan.has_own_slot(bucket)
                 ),
-                casts and (not unit.is_root_part or unit.module is model),
+                unit_casts,
             )
-            for unit in units
+            for unit, unit_casts in zip(units, casts, strict=True)
         ]
         self.part_of = {
             name: self.units[unit.index]

@@ -38,6 +38,8 @@ class BackwardPasses:
         self._accesses = accesses
         self._engine = accesses.engine
         self._step = accesses.step
+        self._scaled_in: int | None = None
+        """The backward pass, by autograd's number, that has begun at a scaled loss."""
         self._hooks: list[RemovableHandle] = []
         holders = accesses.holders
         for name, parameter in holders.parameters.items():
@@ -119,11 +121,30 @@ class BackwardPasses:
         self._accesses.require_usable()
         if not outside:
             self._require_planned()
+            self._require_scaled()
         self._accesses.listed = not outside
         step.outside = outside
         step.in_backward = True
         self._accesses.current = None
         Variable._execution_engine.queue_callback(self._end)
+
+    def begin_scaled(self) -> None:
+        """A backward pass begins at a loss that the engine has scaled."""
+        self._scaled_in = torch._C._current_graph_task_id()
+
+    def _require_scaled(self) -> None:
+        """Raise PassError for gradients in fp16 that no factor keeps from vanishing."""
+        scales = self._engine.loss_scale.dynamic
+        if scales and self._scaled_in != torch._C._current_graph_task_id():
+            raise self._accesses.refuse(
+                PassError(
+                    "backward",
+                    got="a loss that the engine has not scaled",
+                    expected="engine.backward(loss), or engine.scale(loss).backward(): gradients "
+                    "in torch.float16 vanish without a factor",
+                    do="call that, and no GradScaler of torch",
+                )
+            )
 
     def _require_planned(self) -> None:
         """Raise PassError for a backward pass that the step does not have."""

@@ -12,8 +12,9 @@ from typing import Any, Self
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.shard.accesses import PassError
@@ -49,7 +50,11 @@ from megatron_llama.engine.shard.state import (
 )
 from megatron_llama.engine.shard.torch_optimizer import EngineOptimizer
 from megatron_llama.engine.shard.values import ModuleValues
-from megatron_llama.errors import ConfigError
+from megatron_llama.errors import CheckpointError, ConfigError
+
+LOSS_SCALE = "loss_scale"
+"""The part of a state that an engine in fp16 has beside the others: scale, steps without overflow,
+overflows in a row."""
 
 
 class ModuleEngine:
@@ -137,6 +142,17 @@ class ModuleEngine:
         self._require_between_steps("engine.microbatches = ...")
         self._passes.microbatches = count
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the factor by which gradients in torch.float16 do not vanish, which
+        the next ``step`` takes out of them again; of other models the loss itself. The factor
+        follows overflows between steps, and is ``result.loss_scale``."""
+        return self._passes.scale(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a backward pass from the scaled loss: ``engine.scale(loss).backward()``. Models in
+        torch.float16 need it, and all others may use it."""
+        self.scale(loss).backward()  # type: ignore[no-untyped-call]
+
     def step(self, lr: float | None = None) -> StepResult:
         """Update the parameters with the gradient of the last ``microbatches`` backward passes.
 
@@ -222,6 +238,7 @@ class ModuleEngine:
         self._require_between_steps("engine.gathered()")
         self._passes.meet(GATHERED)
         self._passes.suspended = True
+        self._passes.shows_masters = modify
         self._linears.detach()
         self._marks.detach()
         try:
@@ -233,6 +250,7 @@ class ModuleEngine:
             self._linears.attach()
             self._marks.attach()
             self._passes.suspended = False
+            self._passes.shows_masters = False
             if modify:
                 self._passes.values_changed()
 
@@ -268,10 +286,12 @@ class ModuleEngine:
         self._require_between_steps("engine.initialize()")
         self._passes.meet(INITIALIZE)
         self._passes.suspended = True
+        self._passes.shows_masters = True
         try:
             initialize(self._values, self._units, fn)
         finally:
             self._passes.suspended = False
+            self._passes.shows_masters = False
             self._passes.values_changed()
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,7 +303,13 @@ class ModuleEngine:
         All of it are copies. They are made bucket by bucket: beside them a rank holds one whole
         bucket. ``model.state_dict()`` is its first part."""
         self._require_between_steps("engine.state_dict()")
-        return {MODEL: model_state(self._values), OPTIMIZER: self._optimizer_state()}
+        state: dict[str, Any] = {
+            MODEL: model_state(self._values),
+            OPTIMIZER: self._optimizer_state(),
+        }
+        if self._engine.loss_scale.dynamic:
+            state[LOSS_SCALE] = torch.tensor(self._engine.loss_scale.state(), dtype=torch.float64)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a state of the form of ``state_dict``, or its ``model`` or ``optimizer`` alone:
@@ -294,9 +320,31 @@ class ModuleEngine:
         another shape, before anything is changed; without ``strict`` the first two are allowed."""
         self._require_between_steps("engine.load_state_dict()")
         self._passes.meet(LOADING)
+        numbers = None
+        if isinstance(state, Mapping) and LOSS_SCALE in state:
+            numbers = self._loss_scale_of(state[LOSS_SCALE], strict=strict)
+            state = {name: value for name, value in state.items() if name != LOSS_SCALE}
         optimizer = self.optimizer
         load_state_dict(self._values, optimizer.made, optimizer.param_groups, state, strict=strict)
+        if numbers is not None:
+            self._engine.loss_scale.load(numbers)
         self._passes.values_changed()
+
+    def _loss_scale_of(self, value: Any, *, strict: bool) -> list[float] | None:
+        """Return the loss scale of a state; None where this engine has none. Raises CheckpointError
+        on all ranks, before anything is changed."""
+        numbers = value.tolist() if isinstance(value, Tensor) and value.shape == (3,) else []
+        valid = len(numbers) == 3 and numbers[0] > 0 and all(0 <= n < inf for n in numbers)
+        dynamic = self._engine.loss_scale.dynamic
+        with raise_on_all_ranks(self.mesh.world):
+            if (dynamic and not valid) or (strict and not dynamic):
+                raise CheckpointError(
+                    f"engine.load_state_dict: {LOSS_SCALE}",
+                    got=value,
+                    expected="the scale and two counts" if dynamic else "nothing without fp16",
+                    do="load the state of an engine like this, or take it out",
+                )
+        return numbers if dynamic else None
 
     def _load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> Any:
         """Serve ``model.load_state_dict``. Returns None where the parameters are whole."""

@@ -69,7 +69,7 @@ def gathered(
         values.engine.publish()
         return
     values.require_initialized(names)
-    whole = values.whole(chosen.parameters, values.engine.dtype, chosen.device)
+    whole = values.whole(chosen.parameters, computes=True, device=chosen.device)
     parameters = {name: p for name, p in whole.items() if name not in chosen.placeholders}
     before = _digests(parameters.values())
     held = {**parameters, **chosen.placeholders}

@@ -55,7 +55,7 @@ class Holders:
         """By parameter, every place where it is registered: a tied weight has several."""
         for module in model.modules():
             for leaf, parameter in module._parameters.items():
-                if parameter is not None:
+                if parameter is not None and parameter in names:
                     name = names[parameter][0]
                     self.places[name].append(Place(module, leaf, name))
         self.attributes = {own[0]: dict(vars(parameter)) for parameter, own in names.items()}

@@ -29,16 +29,20 @@ Described = tuple[str, tuple[int, ...], str, bool]
 """Name, shape, dtype, and whether it is trained."""
 
 
-def require_same_model(model: nn.Module, axis: Axis) -> None:
+def require_same_model(
+    model: nn.Module, axis: Axis, without: Collection[nn.Parameter] = ()
+) -> None:
     """Raise ConfigError on all ranks unless the parameters and buffers of each rank have the names,
-    shapes and dtypes of rank 0's, in the same order, and the same of them are trained.
-    Collective."""
+    shapes and dtypes of rank 0's, in the same order, and the same of them are trained; those in
+    ``without`` may differ. Collective."""
+    ids = set(map(id, without))
     own: list[Described] = [
         (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         )
+        if id(tensor) not in ids
     ]
     # Equal on all ranks as a rule: then a hash is all that travels.
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
@@ -154,9 +158,18 @@ def initialize(
         # Most buffers are not parameters' neighbours but constants: what has values stays.
         missing = wanted.intersection((*names, *buffers))
         if missing:
+            # A function for a module sets all that it has.
+            ignored = {
+                held: held.detach().clone()
+                for held in values.ignored.values()
+                if any(held is own for module in modules for own in module._parameters.values())
+            }
             with values.changing(names, wanted.intersection(buffers), missing), torch.no_grad():
                 for module in modules:
                     fn(module)
+            with torch.no_grad():
+                for held, value in ignored.items():
+                    held.copy_(value)
     values.engine.publish()
     if values.uninitialized:
         raise ConfigError(

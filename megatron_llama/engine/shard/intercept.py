@@ -67,25 +67,32 @@ class InterceptedModel(Intercepted):
         if not sharded:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
-        probe = torch.empty(0, dtype=sharded[0].dtype, device=sharded[0].device)
-        converted = fn(probe)
-        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
-            raise ShardedParameterError(
-                "model",
-                got=f"a move to {converted.dtype} on {converted.device}",
-                expected=f"{probe.dtype} on {probe.device}, as in shard()",
-                do="move it before shard(), or give shard(dtype=)",
-            )
+        for dtype, device in dict.fromkeys((p.dtype, p.device) for p in sharded):
+            converted = fn(torch.empty(0, dtype=dtype, device=device))
+            if (converted.dtype, converted.device) != (dtype, device):
+                raise ShardedParameterError(
+                    "model",
+                    got=f"a move to {converted.dtype} on {converted.device}",
+                    expected=f"{dtype} on {device}, as in shard()",
+                    do="move it before shard(), or give shard(dtype=)",
+                )
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else fn(buffer)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: each step starts with the gradients of its own backward passes. Raises
+        """Do nothing: each step starts with the gradients of its own backward passes. Those of
+        parameters that ``shard`` was told to ignore are the user's, and are zeroed. Raises
         TrainingError between a backward pass and its step, where ``engine.discard`` throws
         gradients away."""
         self.__dict__[_REQUIRE_NO_GRADIENT]("model.zero_grad")
+        for parameter in self.parameters():
+            if not isinstance(parameter, Placeholder) and parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,38 +12,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.shard.intercept import Intercepted
 from megatron_llama.engine.shard.names import ParameterNames, clean_name
-from megatron_llama.engine.shard.shard_options import COMPUTE_DTYPES
+from megatron_llama.engine.shard.unit_policies import COMPUTE_DTYPES
 from megatron_llama.errors import counted, describe
 
 Ranks = DeviceMesh | dist.ProcessGroup | None
 
 
-def model_device(model: nn.Module, mesh: Ranks) -> torch.device | None:
+def model_device(parameters: Collection[nn.Parameter], mesh: Ranks) -> torch.device | None:
     """Return the device of the engine: that of the DeviceMesh, else that of the parameters, else
     (on the meta device) this process's accelerator."""
     if isinstance(mesh, DeviceMesh):
         return torch.device(mesh.device_type) if mesh.device_type == "cpu" else None
-    held_on = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    held_on = {parameter.device for parameter in parameters if not parameter.is_meta}
     on_accelerator = {device for device in held_on if not devices.is_host(device)}
     if on_accelerator:
         return next(iter(on_accelerator))
     return next(iter(held_on), None)
 
 
+def usual_dtype(names: ParameterNames, own: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """Return the dtype in which a model computes where no other one is asked for: that of its
+    parameters, those first whose units have no dtype of their own. ``own`` has the others' by
+    parameter."""
+    asked = [parameter.dtype for parameter, (name, *_) in names.items() if name in own]
+    usual = [parameter.dtype for parameter, (name, *_) in names.items() if name not in own]
+    dtypes = (*usual, *asked, *own.values())
+    return next((dtype for dtype in dtypes if dtype in COMPUTE_DTYPES), None)
+
+
 def model_problems(
     model: nn.Module,
     names: ParameterNames,
     dtype: torch.dtype | None,
+    own: Mapping[str, torch.dtype],
     device: torch.device | None,
     mesh: Ranks,
 ) -> Iterator[str]:
-    """Yield what the engine cannot do with a model. ``device`` is the model's own."""
-    yield from _parameter_problems(model, names, dtype)
+    """Yield what the engine cannot do with a model. ``own`` are the dtypes of units that have one,
+    by parameter; ``device`` is the model's own."""
+    yield from _parameter_problems(model, names, dtype, own)
     yield from _device_problems(device, mesh)
 
 
 def _parameter_problems(
-    model: nn.Module, names: ParameterNames, dtype: torch.dtype | None
+    model: nn.Module,
+    names: ParameterNames,
+    dtype: torch.dtype | None,
+    own: Mapping[str, torch.dtype],
 ) -> Iterator[str]:
     """Yield what the engine cannot do with the parameters of a model."""
     if not names:
@@ -92,14 +107,18 @@ def _parameter_problems(
             )
     dtypes: dict[torch.dtype, list[str]] = {}
     for parameter, (name, *_) in names.items():
-        dtypes.setdefault(parameter.dtype, []).append(name)
+        if name not in own:
+            dtypes.setdefault(parameter.dtype, []).append(name)
     if dtype is None and len(dtypes) > 1:
         listed = ", ".join(
             f"{kind} of {counted(len(which), 'parameter')} ({which[0]}, ...)"
             for kind, which in dtypes.items()
         )
         yield describe(
-            "dtype", got=f"None for {listed}", expected="one dtype", do="give shard(dtype=)"
+            "dtype",
+            got=f"None for {listed}",
+            expected="one dtype",
+            do="give shard(dtype=), or ml.unit(..., dtype=)",
         )
     elif dtype is None and dtypes and next(iter(dtypes)) not in COMPUTE_DTYPES:
         yield describe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_llama.engine.options import EngineOptions
@@ -23,7 +23,7 @@ from megatron_llama.engine.plan.specs import ParamSpec, UnitSpec
 
 
 def module_bucket_plan(
-    units: Sequence[UnitSpec], options: EngineOptions, *, shards: int
+    units: Sequence[UnitSpec], options: EngineOptions, *, shards: int, kept: Collection[str] = ()
 ) -> BucketPlan:
     """Return the bucket plan of a user's model. ``units`` are in the order in which its modules
     are registered.
@@ -33,7 +33,9 @@ def module_bucket_plan(
     gradient slots are shared. These always have slots of their own: resident parameters, and those
     that several units share, because their gradient is complete only when the last unit has
     written. Parameters in no unit (``is_root_part``) have their own parameter slots, because it is
-    unknown when they are read; their gradients share slots among themselves (``_root_pools``)."""
+    unknown when they are read; their gradients share slots among themselves (``_root_pools``).
+    ``kept`` are parameters in units that stay whole until their update: they have their own
+    parameter slots, too."""
     slots = shared_slots(options)
     gathers_units = strategy_named(options.strategy).by_unit
     users: dict[str, tuple[int, ...]] = {}
@@ -77,7 +79,13 @@ def module_bucket_plan(
     pools = _pools(
         units, [None if b.placements[0].spec.name in apart else b for b in closed], users
     )
-    parameters = _slots_in_pools(pools, slots.parameters)
+    parameters = _slots_in_pools(
+        [
+            OWN_SLOT_POOL if bucket.placements[0].spec.name in kept else pool
+            for bucket, pool in zip(closed, pools, strict=True)
+        ],
+        slots.parameters,
+    )
     roots = _root_pools(
         [b.kind if b.placements[0].spec.name in at_root else None for b in closed],
         1 + max(pools, default=OWN_SLOT_POOL),

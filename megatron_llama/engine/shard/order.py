@@ -34,10 +34,11 @@ LOADING = -8
 GATHERED = -9
 END_OF_GATHERED = -10
 INITIALIZE = -11
-REQUIRES_GRAD = -12
-REDUCTION = -13
+BUFFERS = -12
+REQUIRES_GRAD = -13
+REDUCTION = -14
 """Codes on which ranks agree beside accesses. ``REDUCTION - n`` is the reduction of bucket n."""
-IN_STEPS = (END_OF_BACKWARD, STEP, DISCARD)
+IN_STEPS = (END_OF_BACKWARD, STEP, DISCARD, BUFFERS)
 WORDS = MappingProxyType(
     {
         END_OF_BACKWARD: "the end of a backward pass in step {}",
@@ -51,6 +52,7 @@ WORDS = MappingProxyType(
         GATHERED: "engine.gathered() before step {}",
         END_OF_GATHERED: "the end of engine.gathered() before step {}",
         INITIALIZE: "engine.initialize() before step {}",
+        BUFFERS: "rank 0's buffers for a forward pass of step {}",
         REQUIRES_GRAD: "other trained parameters from step {} on",
     }
 )

@@ -12,7 +12,7 @@ only if another unit came in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +21,19 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from megatron_llama.engine.comm.object_collectives import all_gather_object
+from megatron_llama.engine.comm.object_collectives import AGREEMENT, all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.pieces import rule_progress
 from megatron_llama.engine.shard.accesses import Accesses, PassError, Unit, in_backward_pass
 from megatron_llama.engine.shard.backward import BackwardPasses, unannounced
+from megatron_llama.engine.shard.buffers import broadcast_buffers
+from megatron_llama.engine.shard.casts import Casts, unit_casts
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.intercept import Forward, Interceptor, intercept, intercept_model
 from megatron_llama.engine.shard.names import clean_name
 from megatron_llama.engine.shard.order import (
+    BUFFERS,
     DISCARD,
     EVALUATION,
     MODEL_STATE,
@@ -43,6 +45,7 @@ from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.engine.shard.positions import Counts, Position
 from megatron_llama.engine.shard.saved_weights import checks_reads
+from megatron_llama.engine.shard.scaled_loss import scaled
 from megatron_llama.engine.shard.specs import ModuleUnit
 
 COMPILE_HINT = (
@@ -87,9 +90,14 @@ class Passes:
         microbatches: int,
         cast_to: torch.dtype | None,
         find_unused: bool,
+        ignored: Collection[nn.Parameter],
+        shares_buffers: bool,
         require_values: Callable[[], None],
     ) -> None:
-        """``require_values`` raises while parameters have none, or others than their masters."""
+        """``cast_to`` is the dtype to which floating inputs of the model are cast; None: they are
+        not. ``ignored`` are parameters that the engine does not have. ``shares_buffers`` says
+        whether rank 0's buffers are those of all ranks. ``require_values`` raises while parameters
+        have no values, or others than their masters."""
         self._model = model
         self._engine = engine
         self._holders = holders
@@ -98,9 +106,14 @@ class Passes:
         peers.end_waits = WeakMethod(engine.fail)
         peers.counts = WeakMethod(self._counts)
         peers.position = WeakMethod(self._position)
-        self._cast_to = cast_to
+        self._ignored = frozenset(ignored)
+        self._shares_buffers = shares_buffers
+        self._shared_before: int | None = None
+        """The backward pass of the step for which buffers were shared last."""
         self._require_values = require_values
-        casts = cast_to is not None
+        self.shows_masters = False
+        """Whether the whole parameters that modules hold while calls are none of the engine's
+        business are in the dtype of the masters."""
         self._accesses = Accesses(
             model,
             units,
@@ -109,13 +122,15 @@ class Passes:
             order,
             peers,
             microbatches=microbatches,
-            casts=casts,
+            casts=unit_casts(units, model, cast_to, engine.dtype),
             find_unused=find_unused,
         )
         self._step = self._accesses.step
         self._backward = BackwardPasses(self._accesses)
         # Calls of the model begin and end its passes, where it is no unit as well.
-        around = [] if any(unit.module is model for unit in units) else [_whole(model, casts=casts)]
+        around = (
+            [] if any(unit.module is model for unit in units) else [_whole(model, Casts(cast_to))]
+        )
         for unit in (*around, *self._accesses.units):
             self._intercept(unit)
 
@@ -126,17 +141,20 @@ class Passes:
         begin = hidden(self._begin)
         finish = hidden(self._finish)
         fail = hidden(self._fail)
+        cast_inputs = hidden(unit.casts.cast_inputs)
+        cast_outputs = hidden(unit.casts.cast_outputs)
 
         def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = begin(unit, args, kwargs)
             if call is None:
-                # Inside of ``gathered(modify=True)`` parameters have the dtype of the masters;
-                # ``only`` may have chosen this unit's alone.
-                if unit.casts and next(unit.module.parameters()).dtype == self._cast_to:
-                    args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
-                return forward(*args, **kwargs)
+                # Masters all have one dtype, but frozen parameters have no others than those that
+                # compute; ``gathered(only=)`` may have chosen this unit's alone.
+                if not self.shows_masters or _dtype(unit.module) == unit.casts.inputs:
+                    args, kwargs = cast_inputs(args, kwargs)
+                output = forward(*args, **kwargs)
+                return output if self.shows_masters else cast_outputs(output)
             try:
-                output = forward(*call.args, **call.kwargs)
+                output = cast_outputs(forward(*call.args, **call.kwargs))
             except BaseException as error:
                 fail(call, error)
                 raise
@@ -190,6 +208,9 @@ class Passes:
         # come earlier than on the others, and replicas would go apart.
         if not reads or rule_progress(self._engine) is not None:
             self._order.agree(code)
+            # Whichever rank writes a buffer to a checkpoint. What each has whole asks nobody.
+            if code == MODEL_STATE and self._shares_buffers:
+                self._receive_buffers()
 
     def _counts(self) -> Counts:
         order, engine = self._order, self._engine
@@ -210,6 +231,13 @@ class Passes:
             self._peers.waited() > 0,
             self._order.words,
         )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the factor of this step."""
+        loss_scale = self._engine.loss_scale
+        if not loss_scale.dynamic:
+            return loss
+        return scaled(loss, loss_scale.value, self._backward.begin_scaled)
 
     def require_usable(self) -> None:
         """Raise PassError if no pass may run any more."""
@@ -260,8 +288,7 @@ class Passes:
             self._backward.enter(outside=self._accesses.frozen)
         elif outermost:
             self._begin_forward()
-        if unit.casts:
-            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        args, kwargs = unit.casts.cast_inputs(args, kwargs)
         call = _Call(
             unit,
             args,
@@ -362,6 +389,17 @@ class Passes:
                 self._engine.begin_evaluation(())
         elif not self._step.begun:
             self._accesses.begin_step()
+        # Not between the forward passes of one backward pass: it would read other buffers than
+        # they did.
+        shares = self._accesses.listed and self._shares_buffers
+        if shares and self._shared_before != self._step.backward_passes:
+            self._order.agree(BUFFERS)
+            self._receive_buffers()
+            self._shared_before = self._step.backward_passes
+
+    def _receive_buffers(self) -> None:
+        with self._peers.explained(), self._peers.axis.recorder.waiting(AGREEMENT):
+            broadcast_buffers(self._model, self._peers.axis)
 
     def _settling_sends(self) -> bool:
         """Whether the beginning of an evaluation may gather weights: those of updates that were put
@@ -425,11 +463,6 @@ class Passes:
         if self._accesses.freezing.may_train(name):
             self._backward.deliver_from(made, name)
         return made
-
-    def _cast(self, value: Tensor) -> Tensor:
-        if value.is_floating_point() and value.dtype != self._cast_to:
-            return value.to(self._cast_to)
-        return value
 
     # The step
 
@@ -525,6 +558,7 @@ class Passes:
         self._step.in_backward = False
         self._step.broken = None
         self._step.backward_passes = 0
+        self._shared_before = None
         self._step.generation += 1
         self._order.forget()
 
@@ -533,7 +567,9 @@ class Passes:
         added = [
             clean_name(name)
             for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and not isinstance(parameter, Placeholder)
+            if parameter.requires_grad
+            and not isinstance(parameter, Placeholder)
+            and parameter not in self._ignored
         ]
         if added:
             raise PassError(
@@ -563,7 +599,12 @@ class Passes:
             )
 
 
-def _whole(model: nn.Module, *, casts: bool) -> Unit:
+def _dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the first parameter of a module; None if it has none."""
+    return next((parameter.dtype for parameter in module.parameters()), None)
+
+
+def _whole(model: nn.Module, casts: Casts) -> Unit:
     """Return the model as what runs around its units: it reads no weights itself."""
     return Unit(
         module=model,

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_llama.engine.shard.names import clean_name
 from megatron_llama.engine.shard.placeholders import ShardedParameterError
-from megatron_llama.engine.shard.specs import unwrapped
+from megatron_llama.engine.shard.unit_policies import unwrapped
 
 
 def outside_of_its_unit(

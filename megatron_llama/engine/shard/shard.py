@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.options import LossScaling
 from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.engine.shard.data_mesh import add_shard_axes, close_data_mesh, data_mesh
 from megatron_llama.engine.shard.engine import ModuleEngine
 from megatron_llama.engine.shard.holders import Holders
+from megatron_llama.engine.shard.ignored import OWN, RANK0, Ignored, IgnoredParameters
 from megatron_llama.engine.shard.initial import (
     first_values,
     require_same_model,
@@ -24,7 +26,7 @@ from megatron_llama.engine.shard.initial import (
 )
 from megatron_llama.engine.shard.linear import AttachedLinears
 from megatron_llama.engine.shard.marks import Marks
-from megatron_llama.engine.shard.model_checks import model_device, model_problems
+from megatron_llama.engine.shard.model_checks import model_device, model_problems, usual_dtype
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.names import ParameterNames, parameter_names
 from megatron_llama.engine.shard.optimizer import (
@@ -41,12 +43,20 @@ from megatron_llama.engine.shard.shard_options import ShardOptions
 from megatron_llama.engine.shard.snapshot import Snapshot
 from megatron_llama.engine.shard.specs import (
     ModuleUnit,
+    kept_parameters,
     module_units,
-    unit_predicate,
+    own_dtypes,
+    sharing_problems,
     unit_problems,
     unit_specs,
 )
 from megatron_llama.engine.shard.state import StateLayout, state_layout
+from megatron_llama.engine.shard.unit_policies import (
+    DTYPE_NAMES,
+    UnitPolicy,
+    policy_problems,
+    unit_policies,
+)
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import ConfigError, describe, listing
 
@@ -56,7 +66,7 @@ TORCHS_DEFAULTS = AdamW()
 def shard(
     model: nn.Module,
     *,
-    units: Iterable[type[nn.Module]] | Callable[[nn.Module], bool] = (),
+    units: Iterable[type[nn.Module] | UnitPolicy] | Callable[[nn.Module], bool] = (),
     strategy: str = "optim_grads_params",
     optimizer: Optimizer = TORCHS_DEFAULTS,
     clip: float = 0.0,
@@ -72,6 +82,10 @@ def shard(
     reduction: str = "mean",
     static_order: bool = True,
     find_unused: bool = False,
+    ignored: Ignored = (),
+    ignored_values: str = RANK0,
+    buffers: str = OWN,
+    loss_scaling: LossScaling | None = None,
     **offload_options: Any,
 ) -> ModuleEngine:
     """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
@@ -110,10 +124,11 @@ def shard(
             print(model[2].weight.norm())
     ```
 
-    ``units`` are module classes, or a predicate of a module. The parameters of a unit are gathered
-    together, others by themselves. ``strategy`` is what each rank has a share of: ``no_shard``
-    (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1), ``optim_grads`` (gradients as well;
-    ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3, FSDP).
+    ``units`` are module classes and what ``ml.unit`` returns, or a predicate of a module. The
+    parameters of a unit are gathered together, others by themselves. ``strategy`` is what each rank
+    has a share of: ``no_shard`` (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1),
+    ``optim_grads`` (gradients as well; ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3,
+    FSDP).
     ``optimizer`` is ``ml.AdamW``, an elementwise optimizer of torch.optim of the model's parameters
     (AdamW, SGD, Adam, RMSprop and others), or one that ``ml.elementwise`` says is. ``clip`` is the
     largest global L2 norm of the gradient; 0: no clipping.
@@ -125,6 +140,8 @@ def shard(
     ``bucket_size`` is the number of elements of one message where messages are not made by unit.
     ``dtype`` is that of parameters and computation, by default the parameters' own; with bf16
     masters are fp32. Floating inputs of the model and its units are cast to it, as FSDP2 does.
+    With ``torch.float16`` call ``engine.backward(loss)``: the engine scales the loss, by the rule
+    of ``loss_scaling``, and skips steps that overflow.
     ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire.
     ``optimizer_offload`` keeps optimizer state and masters in the host's memory: ``exact``, or
     ``zenflow`` (an approximation); further keywords are the offload options of docs/options.md.
@@ -133,12 +150,24 @@ def shard(
     agree before each unit, and less is prefetched. ``find_unused=True`` trains parameters that got
     no gradient with a gradient of zero, so that weight decay and moments go on, unlike in DDP;
     without it they are an error.
+    ``ignored`` are parameters that stay as and where they are, whole on every rank: names or
+    patterns of names, modules, parameters. The engine does not move, cast, gather, reduce or update
+    them; if they require gradients, their ``.grad`` is this rank's, and yours to reduce and use.
+    State dicts have them as they are. ``ignored_values="own"`` leaves each rank its own values, of
+    its own parameters (experts that the ranks share out); a state dict has those of its rank.
 
-    Rank 0's values of parameters and buffers count. Raises ConfigError with all that is wrong."""
+    ``buffers="own"`` lets each rank keep the buffers that its passes change (batch norm's running
+    statistics), as FSDP2 does; with ``"rank0"`` a training pass begins with rank 0's, as in DDP,
+    and sharded state dicts have these.
+
+    Rank 0's first values of parameters and buffers count. Raises ConfigError with all that is
+    wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
-    is_unit = unit_predicate(units)
-    names = parameter_names(model)
+    policies = unit_policies(units)
+    all_names = parameter_names(model)
+    left_out = IgnoredParameters(ignored, all_names, own_values=ignored_values == OWN)
+    names = left_out.without(all_names)
     options = ShardOptions(
         strategy=strategy,
         clip=clip,
@@ -153,31 +182,63 @@ def shard(
         reduction=reduction,
         static_order=static_order,
         find_unused=find_unused,
+        ignored_values=ignored_values,
+        buffers=buffers,
+        loss_scaling=loss_scaling,
         offload_options=offload_options,
     )
-    device = model_device(model, mesh)
+    device = model_device(names.keys(), mesh)
     # All problems at once: a job of many processes takes minutes to start again.
-    problems = [*options.problems(), *model_problems(model, names, dtype, device, mesh)]
-    all_units = [] if problems else module_units(model, names, is_unit)
-    if all_units and units:
+    all_units = module_units(model, names, policies)
+    problems = [
+        *options.problems(),
+        *model_problems(model, names, dtype, own_dtypes(all_units), device, mesh),
+    ]
+    if not problems and policies:
         problems += unit_problems(model, all_units)
+    by_name = {unit.name: unit.module for unit in all_units if not unit.is_root_part}
+    compute_dtype = dtype or usual_dtype(names, own_dtypes(all_units))
+    problems += policy_problems(policies, by_name, compute_dtype, optimizer_offload)
+    problems += sharing_problems(all_units)
+    problems += left_out.problems(optimizer)
+    half = torch.float16 in (compute_dtype, *own_dtypes(all_units).values())
+    if half and optimizer_offload != "none":
+        problems.append(
+            describe(
+                "optimizer_offload",
+                got=f"{optimizer_offload!r} for a model in torch.float16",
+                expected='"none": an overflow skips a step at its end',
+                do="compute in torch.bfloat16, or leave optimizer_offload out",
+            )
+        )
     if problems:
         raise ConfigError(listing("shard:", problems))
-    _warn_of_rounding(names, dtype)
+    _warn_of_rounding(names, dtype, own_dtypes(all_units))
+    left_out.warn_of_gradients()
+    assert compute_dtype is not None
     groups = parameter_groups(optimizer, names)
     if optimizer is not TORCHS_DEFAULTS:
         from megatron_llama.engine.shard.more_optimizers import require_updatable
 
-        require_updatable(groups, optimizer_offload, dtype or next(iter(names)).dtype)
-    unit_names = [unit.name for unit in all_units if not unit.is_root_part]
+        require_updatable(groups, optimizer_offload, compute_dtype)
+    described = [
+        f"{unit.name} {unit.policy.options or ''}".strip()
+        for unit in all_units
+        if not unit.is_root_part
+    ]
     before = Snapshot(model)
     data = data_mesh(mesh, device)
     try:
         # First: ranks with other options would make other groups, and wait for each other.
-        require_same_model(model, data.world)
-        require_same_options(options.agreed(unit_names, groups), data.world)
+        apart = left_out.parameters if left_out.own_values else {}
+        common = [name for name in left_out.parameters if name not in apart]
+        require_same_model(model, data.world, apart.values())
+        require_same_options(options.agreed(described, groups, common), data.world)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
-        engine = _build(options, model, names, all_units, groups, data, state_layout(data, mesh))
+        layout = state_layout(data, mesh)
+        engine = _build(
+            options, model, names, all_units, groups, data, layout, compute_dtype, left_out
+        )
         given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
         if isinstance(given, torch.optim.Optimizer):
             engine.optimizer.take_over(given, names)
@@ -189,20 +250,23 @@ def shard(
         raise
 
 
-def _warn_of_rounding(names: ParameterNames, dtype: torch.dtype | None) -> None:
+def _warn_of_rounding(
+    names: ParameterNames, dtype: torch.dtype | None, own: Mapping[str, torch.dtype]
+) -> None:
     """Warn of frozen parameters that lose bits: masters in fp32 exist for what is trained."""
-    rounded = [
-        name
-        for parameter, (name, *_) in names.items()
-        if dtype is not None
-        and not parameter.requires_grad
-        and torch.promote_types(parameter.dtype, dtype) != dtype
-    ]
+    rounded = {}
+    for parameter, (name, *_) in names.items():
+        kept_in = own.get(name, dtype)
+        if kept_in is None or parameter.requires_grad:
+            continue
+        if torch.promote_types(parameter.dtype, kept_in) != kept_in:
+            rounded[name] = kept_in
     if rounded:
         warnings.warn(
             describe(
                 f"shard: {named(rounded)}",
-                got=f"values of more bits in frozen parameters, which are kept in {dtype}",
+                got=f"values of more bits in frozen parameters, which are kept in "
+                f"{' or '.join(dict.fromkeys(map(str, rounded.values())))}",
                 expected="to be told: state dicts have the rounded values",
                 do="convert them before shard(), which ends this warning, or save them from the "
                 "file that they came from",
@@ -219,12 +283,21 @@ def _build(
     groups: Sequence[ParameterGroup],
     mesh: Mesh,
     layout: StateLayout,
+    compute_dtype: torch.dtype,
+    ignored: IgnoredParameters,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
-    compute_dtype = options.dtype or next(model.parameters()).dtype
-    engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size)
+    trained = any(parameter.requires_grad for parameter in names)
+    scales = trained and torch.float16 in (compute_dtype, *own_dtypes(units).values())
+    engine_options = options.for_engine(compute_dtype, groups, ranks=mesh.dp.size, scales=scales)
+    dtypes = {
+        name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
+    }
     bucket_plan = module_bucket_plan(
-        unit_specs(names, units, groups), engine_options, shards=mesh.dp_shard.size
+        unit_specs(names, units, groups, dtypes),
+        engine_options,
+        shards=mesh.dp_shard.size,
+        kept=kept_parameters(units),
     )
     # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)
@@ -232,6 +305,8 @@ def _build(
     engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
     try:
         values = first_values(engine, model, names, holders)
+        values.ignored = dict(ignored.aliases())
+        ignored.share(values)
         # Before the classes of modules change: it looks for what is exactly an nn.Linear.
         linears = AttachedLinears(model)
         by_unit = strategy_named(options.strategy).by_unit
@@ -253,6 +328,8 @@ def _build(
             microbatches=options.microbatches,
             cast_to=options.dtype,
             find_unused=options.find_unused,
+            ignored=ignored.parameters.values(),
+            shares_buffers=options.buffers == RANK0,
             require_values=values.require_usable,
         )
         # Last: everything before reads the values of the module's own parameters.

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
-from megatron_llama.engine.options import ADAM, BF16, FP32, FP64, EngineOptions, UpdateOptions
+from megatron_llama.engine.options import ADAM, EngineOptions, LossScaling, UpdateOptions
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.engine.shard.buffers import WHOSE_BUFFERS
+from megatron_llama.engine.shard.ignored import WHOSE_VALUES
 from megatron_llama.engine.shard.optimizer import ParameterGroup
+from megatron_llama.engine.shard.unit_policies import COMPUTE_DTYPES, DTYPE_NAMES
 from megatron_llama.errors import describe
 
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
-DTYPE_NAMES = MappingProxyType({torch.float32: FP32, torch.bfloat16: BF16, torch.float64: FP64})
-COMPUTE_DTYPES = tuple(DTYPE_NAMES)
-"""Not fp16: gradients would underflow, and the engine cannot scale a loss that it does not see."""
 REDUCTIONS = ("mean", "sum")
 OFFLOADS = ("none", "exact", "zenflow")
 
@@ -40,18 +39,29 @@ class ShardOptions:
     reduction: str
     static_order: bool
     find_unused: bool
+    ignored_values: str
+    buffers: str
+    loss_scaling: LossScaling | None
     offload_options: Mapping[str, Any]
 
-    def agreed(self, units: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, object]:
+    def agreed(
+        self, units: Sequence[str], groups: Sequence[ParameterGroup], ignored: Sequence[str]
+    ) -> dict[str, object]:
         """Return everything that all ranks have to give alike, by name."""
         given = {name: value for name, value in vars(self).items() if name != "offload_options"}
         first = {"units": units, "strategy": self.strategy, "optimizer": groups}
-        return {**first, **given, **self.offload_options}
+        return {**first, "ignored": ignored, **given, **self.offload_options}
 
     def for_engine(
-        self, dtype: torch.dtype, groups: Sequence[ParameterGroup], *, ranks: int
+        self,
+        dtype: torch.dtype,
+        groups: Sequence[ParameterGroup],
+        *,
+        ranks: int,
+        scales: bool = False,
     ) -> EngineOptions:
-        """Return what the engine obeys. ``dtype`` is that in which it computes."""
+        """Return what the engine obeys. ``dtype`` is that in which it computes, ``scales`` says
+        whether something is trained in fp16."""
         offload = OffloadConfig(optimizer_offload=self.optimizer_offload)  # type: ignore[arg-type]
         return EngineOptions(
             strategy=self.strategy,
@@ -66,6 +76,7 @@ class ShardOptions:
             # A frozen model has no groups, and its engine still wants the numbers of one.
             groups=tuple(group.update_options() for group in groups) or (UpdateOptions(),),
             rule=groups[0].rule if groups else ADAM,
+            loss_scaling=(self.loss_scaling or LossScaling()) if scales else None,
             offload=_chosen(offload, self.offload_options),
             zenflow=_chosen(ZenFlowConfig(), self.offload_options),
         )
@@ -76,17 +87,12 @@ class ShardOptions:
             ("strategy", self.strategy, STRATEGIES),
             ("reduction", self.reduction, REDUCTIONS),
             ("optimizer_offload", self.optimizer_offload, OFFLOADS),
+            ("ignored_values", self.ignored_values, WHOSE_VALUES),
+            ("buffers", self.buffers, WHOSE_BUFFERS),
             ("dtype", self.dtype, (None, *COMPUTE_DTYPES)),
             ("reduce_dtype", self.reduce_dtype, (None, torch.float32, torch.bfloat16)),
         ):
-            if value is torch.float16 and name == "dtype":
-                yield describe(
-                    name,
-                    got="torch.float16, whose gradients need a loss scale",
-                    expected="a dtype that needs none: the engine does not see the loss",
-                    do="give dtype=torch.bfloat16, which has the range of fp32",
-                )
-            elif value not in allowed:
+            if value not in allowed:
                 expected = f"one of {', '.join(map(str, allowed))}"
                 yield describe(name, got=repr(value), expected=expected, do=f"give another {name}")
         for name, number, least in (
@@ -104,6 +110,13 @@ class ShardOptions:
         if not 0.0 <= self.clip < float("inf"):
             yield describe(
                 "clip", got=self.clip, expected="a norm, or 0 for none", do="change clip"
+            )
+        if self.loss_scaling is not None and not isinstance(self.loss_scaling, LossScaling):
+            yield describe(
+                "loss_scaling",
+                got=repr(self.loss_scaling),
+                expected="ml.LossScaling(...), or None for its defaults",
+                do="write loss_scaling=ml.LossScaling(initial_loss_scale=4096.0)",
             )
         yield from self._offload_problems()
 

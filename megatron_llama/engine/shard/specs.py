@@ -7,17 +7,23 @@ owned directly by a module around units. A parameter belongs to the innermost un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+import torch
 from torch import nn
 
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.engine.shard.names import WRAPPERS, ParameterNames, clean_name
 from megatron_llama.engine.shard.optimizer import ParameterGroup
+from megatron_llama.engine.shard.unit_policies import UnitPolicy, policy_of, unwrapped
 from megatron_llama.errors import describe
 
 IsUnit = Callable[[nn.Module], bool]
+NO_POLICY = UnitPolicy(nn.Module, explicit=False)
+"""That of root parts."""
+NO_DTYPES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass
@@ -36,34 +42,15 @@ class ModuleUnit:
     """The modules whose own parameters belong to it."""
     parameters: list[str] = field(default_factory=list)
     """The parameters of these modules by name."""
+    policy: UnitPolicy = NO_POLICY
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(module)`` wraps, or the module itself."""
-    inner = module._modules.get(WRAPPERS[0])
-    return module if inner is None else inner
-
-
-def unit_predicate(units: IsUnit | Iterable[type[nn.Module]]) -> IsUnit:
-    """Return the predicate that says whether a module is a unit, of classes or of a predicate. A
-    module that torch.compile has wrapped counts as what it wraps. Raises TypeError."""
-    if isinstance(units, Iterable):
-        classes = tuple(units)
-        for module_class in classes:
-            if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
-                raise TypeError(
-                    f"shard(units): got {module_class!r} in it, expected classes of modules; give "
-                    "units=[LlamaDecoderLayer], say, or a predicate of a module"
-                )
-        return lambda module: isinstance(unwrapped(module), classes)
-    predicate = units
-    return lambda module: bool(predicate(unwrapped(module)))
-
-
-def module_units(model: nn.Module, names: ParameterNames, is_unit: IsUnit) -> list[ModuleUnit]:
+def module_units(
+    model: nn.Module, names: ParameterNames, policies: Sequence[UnitPolicy]
+) -> list[ModuleUnit]:
     """Return the units and root parts of a model in the order of registration, without those that
-    have no parameters."""
-    search = _Search(names, is_unit)
+    have no parameters. A module that some policy matches is a unit."""
+    search = _Search(names, lambda module: any(policy.matches(module) for policy in policies))
     search.visit(model, "", None)
     # There is nothing to gather for the others, and a plan of units has no empty ones.
     kept = [unit for unit in search.units if unit.parameters]
@@ -71,6 +58,8 @@ def module_units(model: nn.Module, names: ParameterNames, is_unit: IsUnit) -> li
     for number, unit in enumerate(kept):
         unit.index = number
         unit.inside = tuple(numbers[outer] for outer in unit.inside if outer in numbers)
+        if not unit.is_root_part:
+            unit.policy = policy_of(policies, unit.module)
     return kept
 
 
@@ -154,6 +143,8 @@ class _Search:
     def _give(self, module: nn.Module, owner: ModuleUnit) -> None:
         owner.owned.append(module)
         for parameter in _own(module):
+            if parameter not in self._names:
+                continue  # the user leaves it out
             name = self._names[parameter][0]
             # A weight that is shared within a unit is gathered once.
             if name not in owner.parameters:
@@ -172,14 +163,48 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False)
 
 
+def own_dtypes(units: Sequence[ModuleUnit]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the parameters whose units have one of their own, by name."""
+    return {
+        name: unit.policy.dtype
+        for unit in units
+        if unit.policy.dtype is not None
+        for name in unit.parameters
+    }
+
+
+def kept_parameters(units: Sequence[ModuleUnit]) -> frozenset[str]:
+    """Return the parameters that are gathered once in a step, by name."""
+    return frozenset(name for unit in units if unit.policy.keep for name in unit.parameters)
+
+
+def sharing_problems(units: Sequence[ModuleUnit]) -> Iterator[str]:
+    """Yield the parameters that units of several dtypes share."""
+    first: dict[str, ModuleUnit] = {}
+    for unit in units:
+        for name in unit.parameters:
+            other = first.setdefault(name, unit)
+            if other.policy.dtype != unit.policy.dtype:
+                yield describe(
+                    name,
+                    got=f"{other.policy.dtype or 'no dtype'} by {other.name} and "
+                    f"{unit.policy.dtype or 'no dtype'} by {unit.name}, which share it",
+                    expected="one dtype",
+                    do="give both the same in ml.unit",
+                )
+
+
 def unit_specs(
-    names: ParameterNames, units: Sequence[ModuleUnit], groups: Sequence[ParameterGroup]
+    names: ParameterNames,
+    units: Sequence[ModuleUnit],
+    groups: Sequence[ParameterGroup],
+    dtypes: Mapping[str, str] = NO_DTYPES,
 ) -> tuple[UnitSpec, ...]:
     """Return what the plans know of each unit. A spec and its only slice have the parameter's
-    name."""
+    name. ``dtypes`` has those of parameters that compute in another one than the engine."""
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
     specs = {
-        name: _spec(name, parameter, group_of.get(name, 0))
+        name: _spec(name, parameter, group_of.get(name, 0), dtypes.get(name, ""))
         for parameter, (name, *_) in names.items()
     }
     return tuple(
@@ -194,7 +219,7 @@ def unit_specs(
     )
 
 
-def _spec(name: str, parameter: nn.Parameter, group: int) -> ParamSpec:
+def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str) -> ParamSpec:
     shape = tuple(parameter.shape)
     return ParamSpec(
         name,
@@ -204,4 +229,5 @@ def _spec(name: str, parameter: nn.Parameter, group: int) -> ParamSpec:
         trainable=parameter.requires_grad,
         group=group,
         resident=len(shape) < 2,
+        dtype=dtype,
     )

@@ -215,7 +215,8 @@ def incompatible_keys(values: ModuleValues, given: Iterable[str]) -> Any:
     left = {clean_name(name) for name in given}
     missing = [own[0] for own in values.aliases.values() if left.isdisjoint(own)]
     expected = {name for own in values.aliases.values() for name in own}
-    for name, _ in (*_persistent_buffers(values.model), *_with_extra_state(values.model)):
+    whole = (*_persistent_buffers(values.model), *values.ignored.items())
+    for name, _ in (*whole, *_with_extra_state(values.model)):
         expected.add(name)
         if name not in left:
             missing.append(name)
@@ -228,7 +229,8 @@ def model_state(values: ModuleValues) -> dict[str, Any]:
     # torch hands out the buffers themselves, which the next forward pass changes.
     return {
         clean_name(name): value
-        if isinstance(value, DTensor) or not isinstance(value, Tensor)
+        if not isinstance(value, Tensor)
+        or (isinstance(value, DTensor) and clean_name(name) not in values.ignored)
         else value.clone()
         for name, value in values.model.state_dict().items()
     }
@@ -424,7 +426,8 @@ class _Loading:
             else:
                 self._missing(name)
         names = {id(buffer): name for name, (_, _, buffer) in values.buffers().items()}
-        for alias, buffer in _persistent_buffers(values.model):
+        names |= {id(parameter): name for name, parameter in values.ignored.items()}
+        for alias, buffer in (*_persistent_buffers(values.model), *values.ignored.items()):
             if alias not in left:
                 self._missing(alias)
             elif self._fits(alias, value := left.pop(alias), tuple(buffer.shape)):

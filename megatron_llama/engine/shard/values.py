@@ -31,6 +31,7 @@ MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of AdamW for every trained parameter, by its name in the engine and in torch.optim."""
 NO_PLACEHOLDERS: Mapping[str, Placeholder] = MappingProxyType({})
+NO_PARAMETERS: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class ModuleValues:
@@ -51,6 +52,8 @@ class ModuleValues:
         self.plan = engine.bucket_plan
         self.aliases = {own[0]: own for own in names.values()}
         """All names of each parameter: a shared one has several."""
+        self.ignored: Mapping[str, nn.Parameter] = NO_PARAMETERS
+        """The parameters that the engine leaves as they are, under all of their names."""
         self.uninitialized: set[str] = set()
         """Names of parameters and buffers that have no values."""
         self.bucket_of = {
@@ -80,6 +83,10 @@ class ModuleValues:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter."""
         return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a parameter computes."""
+        return self.engine.parameters.shards[self.bucket_of[name]].dtype
 
     def require_initialized(self, names: Collection[str] | None = None) -> None:
         """Raise TrainingError while something has no values, of everything or of ``names``."""
@@ -215,15 +222,12 @@ class ModuleValues:
         return buffers
 
     def whole(
-        self,
-        names: Iterable[str],
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        self, names: Iterable[str], *, computes: bool = False, device: torch.device | None = None
     ) -> dict[str, nn.Parameter]:
-        """Return whole parameters in memory of their own, in the dtype of the masters or in
-        ``dtype``, on the engine's device or on ``device``. Those without values are filled as by
-        ``forget``. Beside the result one whole bucket is in memory. Collective: a rank that needs
-        none of the values gives the meta device.
+        """Return whole parameters in memory of their own, in the dtype of the masters or with
+        ``computes`` in that in which each computes, on the engine's device or on ``device``. Those
+        without values are filled as by ``forget``. Beside the result one whole bucket is in memory.
+        Collective: a rank that needs none of the values gives the meta device.
 
         They require no gradient: what a backward pass left in their ``.grad`` would be lost."""
         wanted = set(names)
@@ -233,10 +237,12 @@ class ModuleValues:
             for bucket in sorted({self.bucket_of[name] for name in wanted}):
                 for placed, view in self.parameters(bucket, self.gather(bucket)):
                     if placed.spec.name in wanted:
-                        value = view.to(device or view.device, dtype or view.dtype, copy=True)
+                        name = placed.spec.name
+                        dtype = self.dtype(name) if computes else view.dtype
+                        value = view.to(device or view.device, dtype, copy=True)
                         parameter = nn.Parameter(value, requires_grad=False)
-                        vars(parameter).update(self._attributes[placed.spec.name])
-                        parameters[placed.spec.name] = parameter
+                        vars(parameter).update(self._attributes[name])
+                        parameters[name] = parameter
                 # Before the next gather: it is of this bucket's memory.
                 del view
         for name in wanted & self.uninitialized:
@@ -250,7 +256,7 @@ class ModuleValues:
             made[name] = Placeholder(
                 name,
                 self.shape(name),
-                self.engine.dtype,
+                self.dtype(name),
                 self.engine.mesh.device,
                 _never,
                 requires_grad=self.plan.buckets[self.bucket_of[name]].kind.trainable,

@@ -69,7 +69,8 @@ def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) 
     elements = sum(bucket.numel for bucket in trained)
     frozen = {bucket.index for bucket in bucket_plan.buckets if not bucket.kind.trainable}
     accesses = rank_weight_accesses(config, schedule.ranks[rank], rank=rank)
-    prefetch = prefetch_plan_of(bucket_plan, itemsize, parallel.prefetch_bytes)
+    sizes = [bucket.numel * itemsize for bucket in bucket_plan.buckets]
+    prefetch = prefetch_plan_of(bucket_plan, sizes, parallel.prefetch_bytes)
     counts = count_gathers(prefetch, accesses, frozen)
     gathered = sum(bucket_plan.buckets[bucket].numel * count for bucket, count in counts.items())
     return StepTraffic(

@@ -512,8 +512,8 @@ def test_all_problems_are_named_at_once() -> None:
     ("make", "words"),
     [
         (lambda: sharded(net(), (nn.Conv2d,)), r"units: got no module.*it has .*Block"),
-        (lambda: sharded(net().half()), r"dtype: got None for parameters of torch\.float16"),
-        (lambda: shard(net(), dtype=torch.float16), "dtype: got torch.float16"),
+        (lambda: sharded(net().to(torch.float8_e5m2)), r"dtype: got None for parameters of torch\.float8_e5m2"),
+        (lambda: shard(net(), dtype=torch.int8), "dtype: got torch.int8"),
         (lambda: sharded(nn.Tanh()), "model: got no parameters"),
         (lambda: sharded(sharded(net()).model), "already"),
         (lambda: sharded(nn.LazyLinear(3)), "UninitializedParameter"),
