@@ -162,9 +162,14 @@ class _Engines:
             return self._get_state_dict(model, unwrap=unwrap)
         if not unwrap:
             return {}  # only save_state asks so, and ``save`` has it all
-        return get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)
+        # Tied weights are one tensor, as in a plain model: writers of files keep one of them.
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if first.setdefault(id(parameter), name) in state:
+                state[name] = state[first[id(parameter)]]
+        return state
 
     def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save what engines have in place of their models, in ``save_state``. Collective."""
