@@ -24,12 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from megatron_llama.engine.shard.engine import ModuleEngine
 from megatron_llama.errors import CheckpointError, ConfigError, listing
 from megatron_llama.integrations.schedulers import Following
-from megatron_llama.integrations.steps import (
-    EngineSteps,
-    load_engine,
-    save_engine,
-    shard_for_loop,
-)
+from megatron_llama.integrations.steps import EngineSteps, load_engine, save_engine, shard_for_loop
 
 SAVED_BESIDE = "megatron_llama_engine"
 """In the optimizer's file: its state is in the engine's folder."""
@@ -78,10 +73,10 @@ def prepare(accelerator: Accelerator, *objects: Any, sharding: Mapping[str, Any]
     one optimizer among them. ``sharding`` has arguments of ``ml.shard``: ``units``, ``strategy``
     and others. The engine is ``optimizer.engine``. Collective.
 
-    ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``, ``get_state_dict``, ``save_model``,
-    ``save_state`` and ``load_state`` then do for this model what they do for others. A loop that
-    accumulates without ``accelerator.accumulate`` gives ``microbatches`` in ``sharding``. The norm
-    that ``clip_grad_norm_`` returns may be read after the step."""
+    ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``, ``get_state_dict``,
+    ``save_model``, ``save_state`` and ``load_state`` then do for this model what they do for
+    others. A loop that accumulates without ``accelerator.accumulate`` gives ``microbatches`` in
+    ``sharding``. The norm that ``clip_grad_norm_`` returns may be read after the step."""
     models = [given for given in objects if isinstance(given, nn.Module)]
     optimizers = [given for given in objects if isinstance(given, torch.optim.Optimizer)]
     if len(models) != 1 or len(optimizers) != 1:

@@ -1,6 +1,6 @@
 """The engine in Lightning.
 
-    Trainer(strategy=EngineStrategy(sharding={"units": [Block]}), devices=8).fit(module, loader)
+Trainer(strategy=EngineStrategy(sharding={"units": [Block]}), devices=8).fit(module, loader)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class EngineStrategy(DDPStrategy):  # type: ignore[misc]
     torch.optim has it. Runs with and without the engine load each other's."""
 
     def __init__(self, *, sharding: Mapping[str, Any], **kwargs: Any) -> None:
-        """``sharding`` has arguments of ``ml.shard``: ``units``, ``strategy`` and others. ``kwargs``
-        are those of ``DDPStrategy``."""
+        """``sharding`` has arguments of ``ml.shard``: ``units``, ``strategy`` and others.
+        ``kwargs`` are those of ``DDPStrategy``."""
         super().__init__(**kwargs)
         self._sharding = sharding
         self._steps: EngineSteps | None = None
@@ -81,6 +81,13 @@ class EngineStrategy(DDPStrategy):  # type: ignore[misc]
         # Gradients are the engine's: there are none that the plugin could clip.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         self.precision_plugin.clip_grad_by_value = _refuse_values
+
+    def on_train_start(self) -> None:
+        """Let callbacks know that the step of a loaded checkpoint is saved: they would save it
+        again, and with accumulation that would be in the middle of the next step."""
+        trainer = self.lightning_module.trainer
+        for callback in trainer.checkpoint_callbacks:
+            vars(callback)["_last_global_step_saved"] = trainer.global_step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's ``training_step`` as its forward pass, which the engine sees."""

@@ -1,8 +1,8 @@
 """The engine in Hugging Face's Trainer, and in trainers that are derived from it, such as TRL's.
 
-    EngineTrainer(model, args, train_dataset=data, sharding={"units": [LlamaDecoderLayer]}).train()
+EngineTrainer(model, args, train_dataset=data, sharding={"units": [LlamaDecoderLayer]}).train()
 
-    class EngineDPOTrainer(EngineMixin, DPOTrainer): ...
+class EngineDPOTrainer(EngineMixin, DPOTrainer): ...
 """
 
 from __future__ import annotations
