@@ -32,7 +32,7 @@ SAFETENSORS = "model.safetensors"
 _ENGINES = "_megatron_llama_engines"
 
 
-class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class EngineOptimizer(AcceleratedOptimizer):
     """The optimizer of an engine, as a loop of Accelerate has it: ``step`` and ``zero_grad`` do
     nothing until the gradients of a step are there."""
 

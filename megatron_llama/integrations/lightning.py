@@ -22,12 +22,15 @@ from megatron_llama.integrations.schedulers import Following
 from megatron_llama.integrations.steps import EngineSteps, shard_for_loop
 
 
-class EngineStrategy(DDPStrategy):  # type: ignore[misc]
+class EngineStrategy(DDPStrategy):
     """Trains a LightningModule with the engine. Processes are started, and validation and tests
     without ``fit`` are run, as by ``DDPStrategy``.
 
     Checkpoints are Lightning's files: whole weights (the masters) and the state of the optimizer as
     torch.optim has it. Runs with and without the engine load each other's."""
+
+    model: Any
+    optimizers: Any
 
     def __init__(self, *, sharding: Mapping[str, Any], **kwargs: Any) -> None:
         """``sharding`` has arguments of ``ml.shard``: ``units``, ``strategy`` and others.

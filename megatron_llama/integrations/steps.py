@@ -7,8 +7,9 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_llama.engine.shard.engine import ModuleEngine
 from megatron_llama.engine.shard.shard import shard
@@ -20,7 +21,7 @@ OF_THE_LOOP = ("optimizer", "clip")
 
 
 def shard_for_loop(
-    model: nn.Module,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     sharding: Mapping[str, Any],
     following: Following,
@@ -102,7 +103,7 @@ class EngineSteps:
         self._own = {id(parameter) for parameter in engine.model.parameters()}
         self._trained = {id(p) for p in engine.model.parameters() if p.requires_grad}
 
-    def owns(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def owns(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters whose gradient the engine clips. Raises ConfigError if
         they are only some of them, or others beside them."""
         given = {id(parameter) for parameter in parameters}
@@ -143,11 +144,11 @@ class EngineSteps:
 
 def save_engine(engine: ModuleEngine, folder: str) -> None:
     """Save the state of an engine, each rank its own part. Collective."""
-    dcp.save({"engine": engine.state_dict()}, checkpoint_id=folder)
+    save({"engine": engine.state_dict()}, checkpoint_id=folder)
 
 
 def load_engine(engine: ModuleEngine, folder: str) -> None:
     """Take over what ``save_engine`` has saved, on any number of ranks. Collective."""
     state = {"engine": engine.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     engine.load_state_dict(state["engine"])

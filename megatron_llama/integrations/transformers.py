@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from megatron_llama.engine.shard.engine import ModuleEngine
 from megatron_llama.errors import ConfigError
-from megatron_llama.integrations.accelerate import EngineOptimizer, attach
+from megatron_llama.integrations.accelerate import attach
 from megatron_llama.integrations.steps import load_engine, save_engine
 
 FOLDER = "engine"
@@ -35,6 +35,12 @@ class EngineMixin:
 
     engine: ModuleEngine | None = None
     """Of the model that is trained, from the beginning of ``train``."""
+    # The Trainer's own:
+    accelerator: Any
+    args: Any
+    lr_scheduler: Any
+    model: Any
+    optimizer: Any
 
     def __init__(self, *args: Any, sharding: Mapping[str, Any], **kwargs: Any) -> None:
         """``args`` and ``kwargs`` are those of the Trainer."""
@@ -49,15 +55,13 @@ class EngineMixin:
         super().__init__(*args, **kwargs)
         self._require_one_device_each()
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the Trainer's optimizer, and the engine from it. Collective."""
         if self.engine is not None:
             return self.optimizer
-        given: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        given = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         schedulers = [] if self.lr_scheduler is None else [self.lr_scheduler]
-        own: EngineOptimizer = attach(
-            self.accelerator, self.model, given, self._sharding, schedulers
-        )
+        own = attach(self.accelerator, self.model, given, self._sharding, schedulers)
         self.engine = own.engine
         self.optimizer = own
         _keep_adapters_trained(self.model)
@@ -108,7 +112,7 @@ class EngineMixin:
             )
 
 
-class EngineTrainer(EngineMixin, Trainer):  # type: ignore[misc]
+class EngineTrainer(EngineMixin, Trainer):
     """Hugging Face's Trainer with the engine."""
 
 

@@ -140,8 +140,8 @@ class ModuleEngine:
         """Update the parameters with the gradient of the last ``microbatches`` backward passes.
 
         ``lr`` is the learning rate of all groups; None: each group's own. With ``fewer`` the step
-        may end after fewer backward passes, as the last one of an epoch does: all ranks call it
-        after as many, and reductions that such a step has left are not hidden. Returns ``grad_norm``
+        may end after fewer backward passes, as the last one of an epoch does; all ranks call it
+        after as many, and what is left to be reduced is not hidden. Returns ``grad_norm``
         (over all ranks, after their mean or sum, before clipping) and ``skipped`` as 0-dim tensors
         on the device, which the host does not wait for. A gradient that is not finite changes
         nothing, and ``skipped`` is 1. Raises PassError if there were more or fewer backward
