@@ -21,9 +21,9 @@ EPOCHS, ACCUMULATE = 5, 3
 """Ten batches of a rank make four steps of an epoch, the last of one batch: 20 steps."""
 
 
-def train(sharding: Mapping[str, Any] | None, *, epochs: int = EPOCHS, then: Callable[..., None] = lambda *objects: None, load: Path | None = None) -> Any:
+def train(sharding: Mapping[str, Any] | None, *, mixed: str = "no", epochs: int = EPOCHS, then: Callable[..., None] = lambda *objects: None, load: Path | None = None) -> Any:
     """The loop of Accelerate's documentation. Returns losses, norms and learning rates; ``then`` gets the objects at the end."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, mixed_precision=mixed)
     lm = model()
     no_decay = [p for p in lm.parameters() if p.dim() < 2]
     groups = [{"params": [p for p in lm.parameters() if p.dim() >= 2]}, {"params": no_decay, "weight_decay": 0.0}]
@@ -58,8 +58,8 @@ def train(sharding: Mapping[str, Any] | None, *, epochs: int = EPOCHS, then: Cal
     return found
 
 
-def compare(folder: Path, strategy: str) -> Any:
-    return {"plain": train(None), "engine": train({**UNITS, "strategy": strategy})}
+def compare(folder: Path, strategy: str, mixed: str) -> Any:
+    return {"plain": train(None, mixed=mixed), "engine": train({**UNITS, "strategy": strategy}, mixed=mixed)}
 
 
 def states(folder: Path) -> Any:
