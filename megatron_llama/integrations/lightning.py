@@ -6,6 +6,7 @@ Trainer(strategy=EngineStrategy(sharding={"units": [Block]}), devices=8).fit(mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -92,28 +93,18 @@ class EngineStrategy(DDPStrategy):
         for callback in trainer.checkpoint_callbacks:
             vars(callback)["_last_global_step_saved"] = trainer.global_step
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's ``training_step`` as its forward pass, which the engine sees."""
-        return self._call("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's ``validation_step`` so."""
-        return self._call("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's ``test_step`` so."""
-        return self._call("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's ``predict_step`` so."""
-        return self._call("predict_step", *args, **kwargs)
-
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a step of the module as its forward pass, which the engine sees."""
         if self._steps is None:
             return getattr(super(), name)(*args, **kwargs)
         with self.precision_plugin.forward_context():
             module = self.lightning_module
             return self._forward_redirection(module, module, name, *args, **kwargs)
+
+    training_step = partialmethod(_call, "training_step")
+    validation_step = partialmethod(_call, "validation_step")
+    test_step = partialmethod(_call, "test_step")
+    predict_step = partialmethod(_call, "predict_step")
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
