@@ -12,7 +12,14 @@ BOUND = 1e-6
 """Of losses, gradient norms and learning rates, in fp32: the order of sums is another one."""
 
 
-@pytest.mark.parametrize(("strategy", "mixed", "bound"), [("optim_grads_params", "no", BOUND), ("optim", "no", BOUND), ("optim_grads_params", "bf16", 1e-3)])
+@pytest.mark.parametrize(
+    ("strategy", "mixed", "bound"),
+    [
+        ("optim_grads_params", "no", BOUND),
+        pytest.param("optim", "no", BOUND, marks=pytest.mark.long),
+        pytest.param("optim_grads_params", "bf16", 1e-3, marks=pytest.mark.long),
+    ],
+)
 def test_the_loop_trains_as_under_ddp(tmp_path: Path, strategy: str, mixed: str, bound: float) -> None:
     """Under autocast weights are cast as with DDP, but sums in another order are rounded to bf16 further on."""
     by_kind = found("accelerate_run.py", "compare", tmp_path, strategy, mixed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.ranks import deviation, found
 
 BOUND = 2e-6
@@ -30,6 +32,7 @@ def test_preferences_are_learned_by_adapters_without_a_second_model(tmp_path: Pa
     assert by_kind["same names"] and by_kind["largest difference"] < 1e-6
 
 
+@pytest.mark.long
 def test_instructions_are_learned(tmp_path: Path) -> None:
     by_kind = found("trainer_run.py", "sft", tmp_path)
     assert len(by_kind["plain"]) == 20 and by_kind["plain"][-1][1] < by_kind["plain"][0][1] - 0.5
