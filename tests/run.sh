@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest. Five minutes on two cores, with --all 40.
 #   bash tests/run.sh          all that a change can break
-#   bash tests/run.sh --all    also what is marked long, older processors, the kernels, trackers, launchers, lm-evaluation-harness and Mistral's tokenizers, and the
+#   bash tests/run.sh --all    also what is marked long, older processors, the kernels, trackers, launchers, lm-evaluation-harness, Lightning and Mistral's tokenizers, and the
 #                             documentation in a browser (tests/processors.sh, ...): what .ci/run does
 #   bash tests/run.sh --soak   200 SIGKILLs at random moments, twice: saves that training waits for, and in the background; then what is marked soak, and every case of
 #                             what is marked few
@@ -23,7 +23,7 @@ fi
 folder=$(mktemp --directory)
 trap 'rm -rf "$folder"' EXIT
 status=0
-(.venv/bin/mypy && if [ $# -gt 0 ]; then bash tests/processors.sh && bash tests/kernels.sh && bash tests/trackers.sh && bash tests/launchers.sh && bash tests/site.sh && bash tests/lm_eval.sh && bash tests/mistral.sh; fi) >"$folder/checks" 2>&1 &
+(.venv/bin/mypy && if [ $# -gt 0 ]; then bash tests/processors.sh && bash tests/kernels.sh && bash tests/trackers.sh && bash tests/launchers.sh && bash tests/site.sh && bash tests/lm_eval.sh && bash tests/mistral.sh && bash tests/lightning.sh; fi) >"$folder/checks" 2>&1 &
 # Three at a time on two cores: half of a test's life is waiting for processes. A file stays together, for what its tests share;
 # files come in the order of their folders, so that the long ones among them are not all left for the end.
 .venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=20 "$@" | tee "$folder/tests" || status=$?

@@ -29,7 +29,7 @@ PACKAGE = ROOT / "megatron_llama"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
-    *("errors", "files", "registry", "hooks", "option", "engine", "config", "schedule", "model", "pipeline", "launch", "metrics", "data"),
+    *("errors", "files", "registry", "hooks", "option", "engine", "integrations", "config", "schedule", "model", "pipeline", "launch", "metrics", "data"),
     *("checkpoint", "train", "planner", "converter", "tune", "prove"),
     *("cli", "__main__"),
 )

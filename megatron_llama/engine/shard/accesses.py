@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_llama.engine.counting import Counting, PlannedCounting
+from megatron_llama.engine.counting import Counting
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.engine.shard.casts import Casts
 from megatron_llama.engine.shard.freezing import Freezing
 from megatron_llama.engine.shard.holders import Holders, UnitHolders
 from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounting
-from megatron_llama.engine.shard.order import REDUCTION, AccessOrder, StepPlan
+from megatron_llama.engine.shard.order import REDUCTION, STEP, AccessOrder, StepPlan
 from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, Resolve
 from megatron_llama.engine.shard.readers import outside_of_its_unit
+from megatron_llama.engine.shard.short_steps import EndableCounting
 from megatron_llama.engine.shard.specs import ModuleUnit
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import TrainingError, UserError
@@ -109,6 +110,8 @@ class Accesses:
         self._gathers = engine.mesh.dp_gather.size > 1
         self.open_counting: OpenCounting | None = None
         """The gradients of this step as they are found out; None: they are planned."""
+        self.planned_counting: EndableCounting | None = None
+        """Those of the last step that was planned."""
         self.suspended = False
         """Whether the modules hold whole parameters, so that calls are none of the engine's
         business."""
@@ -204,12 +207,25 @@ class Accesses:
                 gradients, self._agree_to_reduce, self.freezing.buckets
             )
         else:
-            counting = PlannedCounting(plan.rounds, self.engine.bucket_plan.label)
+            counting = EndableCounting(plan.rounds, self.engine.bucket_plan.label)
+            self.planned_counting = counting
             self.open_counting = None
         with self.peers.explained():
             self.engine.begin_step(microbatches, () if plan is None else plan.accesses, counting)
         self.step.begun = True
         self.step.backward_passes = 0
+
+    def end_early(self) -> None:
+        """The step ends after the backward passes so far, which are fewer than it was begun with.
+        All ranks do that together. Raises OrderError."""
+        self.order.shorten(self.step.backward_passes)
+        # Ranks that go on to the next pass would wait for gathers, and these for gradients.
+        if self.order.plan is not None:
+            self.order.agree(STEP)
+        if self.open_counting is None:
+            assert self.planned_counting is not None
+            self.planned_counting.end_early()
+        self.engine.parameters.abandon()
 
     def _agree_to_reduce(self, bucket: int) -> None:
         self.order.agree_unplanned(REDUCTION - bucket)

@@ -153,10 +153,12 @@ class ModuleEngine:
         torch.float16 need it, and all others may use it."""
         self.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, lr: float | None = None) -> StepResult:
+    def step(self, lr: float | None = None, *, fewer: bool = False) -> StepResult:
         """Update the parameters with the gradient of the last ``microbatches`` backward passes.
 
-        ``lr`` is the learning rate of all groups; None: each group's own. Returns ``grad_norm``
+        ``lr`` is the learning rate of all groups; None: each group's own. With ``fewer`` the step
+        may end after fewer backward passes, as the last one of an epoch does; all ranks call it
+        after as many, and what is left to be reduced is not hidden. Returns ``grad_norm``
         (over all ranks, after their mean or sum, before clipping) and ``skipped`` as 0-dim tensors
         on the device, which the host does not wait for. A gradient that is not finite changes
         nothing, and ``skipped`` is 1. Raises PassError if there were more or fewer backward
@@ -183,7 +185,7 @@ class ModuleEngine:
                 self._options = options
             return self._engine.step(rates, clip=self.clip)
 
-        result = self._passes.end_step(update)
+        result = self._passes.end_step(update, fewer=fewer)
         self.result = result
         # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ from collections.abc import Collection
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.pieces import rule_progress
 from megatron_llama.engine.shard.holders import Holders
-from megatron_llama.engine.shard.placeholders import ShardedParameterError
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import TrainingError, describe, listing
 
@@ -58,26 +57,31 @@ class Freezing:
         return name in self._trainable
 
     def ask(self, name: str, trained: bool) -> None:
-        """Note that a parameter shall be trained, or not. Raises ShardedParameterError for one that
-        was frozen in ``shard``: it has no gradient, no master and no moments."""
-        if trained and name not in self._trainable:
-            raise ShardedParameterError(
-                name,
-                got="requires_grad=True",
-                expected="False as in shard(), which has made no optimizer state for it",
-                do="let it require a gradient before shard(), and freeze it after that until it is "
-                "trained",
-            )
+        """Note that a parameter shall be trained, or not."""
         if self._holders.trained[name] == trained:
             self._asked.pop(name, None)
         else:
             self._asked[name] = trained
 
     def asked_buckets(self) -> frozenset[int]:
-        """Return the buckets that shall be frozen. Raises FreezeError for parameters that are
-        updated together and shall not be frozen together."""
+        """Return the buckets that shall be frozen. Raises FreezeError for parameters that were
+        frozen in ``shard``, and for those that are updated together and shall not be frozen
+        together."""
         asked = {**self._holders.trained, **self._asked}
         problems = []
+        # Not where it is asked: adapters are switched on and off again around passes without
+        # gradients, and a parameter without a gradient may be asked for one meanwhile.
+        untrained = [name for name in self._asked if name not in self._trainable]
+        if untrained:
+            problems.append(
+                describe(
+                    named(untrained),
+                    got="requires_grad=True",
+                    expected="False as in shard(), which has made no optimizer state for them",
+                    do="let them require gradients before shard(), and freeze them after that "
+                    "until they are trained",
+                )
+            )
         if rule_progress(self._engine) is not None:
             problems.append(
                 describe(

@@ -186,6 +186,16 @@ class AccessOrder:
             self._peers.leave(str(error))
         return error
 
+    def shorten(self, passes: int) -> None:
+        """The step under way ends after so many backward passes, fewer than it was begun with.
+        Raises OrderError in the middle of a pass, as far as the plan shows it."""
+        if self.plan is not None:
+            accesses = self.plan.accesses
+            if self.position * self._microbatches != len(accesses) * passes:
+                raise self._another_way("the end of the step", accesses[self._repeated])
+            self.plan = StepPlan(accesses[: self.position], self.plan.rounds)
+        self._microbatches = passes
+
     def break_off(self, position: int) -> None:
         """A forward pass that began at this position has ended with an error. It may be repeated
         from there. A step that is recorded is no plan for others any more."""

@@ -466,8 +466,9 @@ class Passes:
 
     # The step
 
-    def end_step(self, step: Callable[[], StepResult]) -> StepResult:
-        """Run the engine's step if the passes of one have been made. Raises PassError."""
+    def end_step(self, step: Callable[[], StepResult], *, fewer: bool = False) -> StepResult:
+        """Run the engine's step if the passes of one have been made, or with ``fewer`` some of
+        them. Raises PassError."""
         self._note_broken_backward()
         self._accesses.require_usable()
         if self._accesses.frozen:
@@ -477,14 +478,17 @@ class Passes:
                 expected="something to train",
                 do="leave the call out, or let parameters require gradients",
             )
-        if self._step.backward_passes != self._step.microbatches or not self._step.begun:
+        made = self._step.backward_passes
+        if fewer and 0 < made < self._step.microbatches:
+            self._accesses.end_early()
+        elif made != self._step.microbatches or not self._step.begun:
             raise self._accesses.refuse(
                 PassError(
                     "engine.step()",
-                    got=f"{self._step.backward_passes} backward passes",
+                    got=f"{made} backward passes",
                     expected=f"{self._step.microbatches}, as shard(microbatches=) says",
-                    do="call it after so many, set engine.microbatches before the step, or throw "
-                    "the passes away with engine.discard()",
+                    do="call it after so many, set engine.microbatches before the step, give "
+                    "engine.step(fewer=True), or throw the passes away with engine.discard()",
                 )
             )
         if (following := self._order.expected) is not None:
