@@ -40,7 +40,7 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, Tr
 from megatron_llama.config.sections import config_sections
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.groups import close_mesh
-from megatron_llama.engine.plan.offload import NONE, ZENFLOW
+from megatron_llama.engine.offload_options import NONE, ZENFLOW
 from megatron_llama.engine.plan.zenflow import longest_window
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.train.setup.resolve import assemble, check

@@ -68,7 +68,7 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.options import EIGHT_BIT, FP32, SCHEDULE_FREE
 from megatron_llama.engine.pieces import in_blocks, shard_pieces, step_counts, weight_sums
 from megatron_llama.engine.plan.buckets import BucketKind
-from megatron_llama.engine.plan.memory import keeps_fp32
+from megatron_llama.engine.plan.limits import keeps_fp32
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, Rectangle
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.model.plan.lora import adapter_shapes

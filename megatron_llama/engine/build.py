@@ -12,7 +12,7 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import DTYPES, Attach, OverlappedDistributedOptimizer
 from megatron_llama.engine.options import EngineOptions
 from megatron_llama.engine.plan.buckets import BucketPlan
-from megatron_llama.engine.plan.memory import chunk_problem
+from megatron_llama.engine.plan.limits import chunk_problem
 from megatron_llama.engine.rules.registry import RuleInputs, build_update_rules
 from megatron_llama.errors import ConfigError
 

@@ -17,7 +17,7 @@ from megatron_llama.engine.comm.exchange import (
 )
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.plan.buckets import Slot
-from megatron_llama.engine.plan.memory import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS
+from megatron_llama.engine.plan.limits import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS
 
 
 class BucketExchanges:

@@ -16,6 +16,12 @@ from megatron_llama.option import (
     section,
 )
 
+NONE = "none"
+EXACT = "exact"
+ZENFLOW = "zenflow"
+MODES = (NONE, EXACT, ZENFLOW)
+"""The values of --optimizer-offload."""
+
 DIGITS = 6
 """Most digits of a processor's number."""
 _STEPS_OR_AUTO = Check(

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
-import torch
 from torch import nn
 from transformers import Trainer
 
@@ -64,7 +62,6 @@ class EngineMixin:
         own = attach(self.accelerator, self.model, given, self._sharding, schedulers)
         self.engine = own.engine
         self.optimizer = own
-        _keep_adapters_trained(self.model)
         return own
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,26 +111,3 @@ class EngineMixin:
 
 class EngineTrainer(EngineMixin, Trainer):
     """Hugging Face's Trainer with the engine."""
-
-
-def _keep_adapters_trained(model: nn.Module) -> None:
-    """Let PEFT switch adapters in passes without gradients, as for the reference of DPO: it says
-    with ``requires_grad_`` which of them are trained, where that means nothing, and takes it back
-    afterwards."""
-    if not hasattr(model, "peft_config"):
-        return
-    for parameter in model.parameters():
-        vars(parameter)["requires_grad_"] = _RequiresGrad(parameter)
-
-
-class _RequiresGrad:
-    """``requires_grad_`` of one parameter: nothing where no gradients are computed."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = ref(parameter)
-
-    def __call__(self, requires_grad: bool = True) -> Any:
-        parameter = self._parameter()
-        if parameter is None or not torch.is_grad_enabled():
-            return parameter
-        return type(parameter).requires_grad_(parameter, requires_grad)

@@ -14,7 +14,7 @@ from megatron_llama.engine.comm.exchange import carried_by_gloo
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import DTYPES, OverlappedDistributedOptimizer
 from megatron_llama.engine.options import MUON
-from megatron_llama.engine.plan.memory import chunk_problem
+from megatron_llama.engine.plan.limits import chunk_problem
 from megatron_llama.errors import ConfigError
 from megatron_llama.pipeline.plan.run_engine import (
     compute_dtype_name,

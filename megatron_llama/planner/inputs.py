@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig, TrainingConfig
-from megatron_llama.engine.plan.offload import MODES
+from megatron_llama.engine.offload_options import MODES
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.planner.calibration import Calibration, calibration_of

@@ -8,8 +8,8 @@ from shlex import quote
 from typing import Any
 
 from megatron_llama.config.parse import differences, flag
+from megatron_llama.engine.offload_options import NONE
 from megatron_llama.engine.plan.memory import sized
-from megatron_llama.engine.plan.offload import NONE
 from megatron_llama.errors import describe
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.planner.candidate import Candidate

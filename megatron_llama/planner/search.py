@@ -8,8 +8,8 @@ from itertools import islice, product
 from typing import Any
 
 from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.engine.offload_options import NONE
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
-from megatron_llama.engine.plan.offload import NONE
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.coefficients import Coefficients

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.engine.offload_options import EXACT, NONE
 from megatron_llama.engine.plan.buckets import strategy_named
-from megatron_llama.engine.plan.offload import EXACT, NONE
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.plan.zenflow import longest_window, sends_fp32
 from megatron_llama.model.plan.itemsize import compute_itemsize

@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.native import load, require_complete, save
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.comm.streams import Future
 from megatron_llama.engine.pieces import shard_pieces
-from megatron_llama.engine.plan.memory import UPDATE_PIECE
+from megatron_llama.engine.plan.limits import UPDATE_PIECE
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import CheckpointError
 from megatron_llama.launch.launcher import Place

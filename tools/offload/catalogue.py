@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.engine.offload_options import ZenFlowConfig
-from megatron_llama.engine.plan.offload import EXACT, NONE, ZENFLOW, offload_plan
+from megatron_llama.engine.offload_options import EXACT, NONE, ZENFLOW, ZenFlowConfig
+from megatron_llama.engine.plan.offload import offload_plan
 from megatron_llama.engine.plan.zenflow import longest_window
 from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan
 

@@ -14,8 +14,9 @@ from megatron_llama.engine.comm.machine import machine_name
 from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.engine.offload.copies import Copies, open_copies
 from megatron_llama.engine.offload.worker import HostWorker, rank_cores
+from megatron_llama.engine.offload_options import EXACT, ZENFLOW
 from megatron_llama.engine.plan.memory import sized, state_bytes
-from megatron_llama.engine.plan.offload import EXACT, ZENFLOW, OffloadPlan, offload_plan
+from megatron_llama.engine.plan.offload import OffloadPlan, offload_plan
 from megatron_llama.engine.plan.zenflow import AUTO
 from megatron_llama.engine.rules.registry import RuleInputs
 from megatron_llama.engine.rules.update_rule import AdamW, UpdateRule, UpdateRules

@@ -6,15 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_llama.engine.offload_options import NONE, ZENFLOW
 from megatron_llama.engine.options import EngineOptions
 from megatron_llama.engine.plan.buckets import ALIGN, BucketPlan, align_up
 from megatron_llama.engine.plan.zenflow import AUTO, hot_column_count, sends_fp32, steps_of
 
-NONE = "none"
-EXACT = "exact"
-ZENFLOW = "zenflow"
-MODES = (NONE, EXACT, ZENFLOW)
-"""The values of --optimizer-offload."""
 STAGED = 2
 """Buffers for weights in the compute dtype on their way to the device: one is filled while the
 other one is copied."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.offload_options import EXACT, NONE, ZENFLOW
 from megatron_llama.engine.options import ADAM, MUON, SCHEDULE_FREE, TORCH, EngineOptions
 from megatron_llama.engine.plan.buckets import BucketPlan
-from megatron_llama.engine.plan.offload import EXACT, NONE, ZENFLOW
 from megatron_llama.engine.rules.update_rule import AdamW, UpdateRules
 from megatron_llama.registry import Registry
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_llama.engine.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.engine.options import UpdateOptions
-from megatron_llama.engine.plan.memory import UPDATE_PIECE
+from megatron_llama.engine.plan.limits import UPDATE_PIECE
 from megatron_llama.engine.rules.registry import RuleInputs
 from megatron_llama.engine.rules.update_rule import Shard, UpdateRule, UpdateRules
 

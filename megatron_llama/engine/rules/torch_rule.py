@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from megatron_llama.engine.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.options import TorchGroup, UpdateOptions
-from megatron_llama.engine.plan.memory import UPDATE_PIECE
+from megatron_llama.engine.plan.limits import UPDATE_PIECE
 from megatron_llama.engine.rules.registry import RuleInputs
 from megatron_llama.engine.rules.update_rule import Shard, UpdateRule, UpdateRules
 from megatron_llama.errors import TrainingError, describe

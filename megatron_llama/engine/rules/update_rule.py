@@ -21,7 +21,7 @@ from megatron_llama.engine.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.engine.options import EIGHT_BIT, UpdateOptions
 from megatron_llama.engine.plan.buckets import BucketKind, Segment
-from megatron_llama.engine.plan.memory import UPDATE_PIECE, keeps_fp32
+from megatron_llama.engine.plan.limits import UPDATE_PIECE, keeps_fp32
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.rules.moments import Moment, Tables, open_moment
 

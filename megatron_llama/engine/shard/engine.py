@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import inf
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakMethod
 
 import torch
@@ -19,12 +19,10 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.shard.accesses import PassError
 from megatron_llama.engine.shard.data_mesh import close_data_mesh
-from megatron_llama.engine.shard.gathered import Only, gathered
 from megatron_llama.engine.shard.initial import initialize
 from megatron_llama.engine.shard.intercept import intercept_states
 from megatron_llama.engine.shard.linear import AttachedLinears
 from megatron_llama.engine.shard.marks import Marks
-from megatron_llama.engine.shard.masters import Masters, publish_masters
 from megatron_llama.engine.shard.optimizer import ParameterGroup
 from megatron_llama.engine.shard.order import (
     END_OF_GATHERED,
@@ -43,14 +41,16 @@ from megatron_llama.engine.shard.state import (
     StateLayout,
     hook_state_dict,
     incompatible_keys,
-    load_state_dict,
     model_state,
-    optimizer_state,
     require_savable,
 )
 from megatron_llama.engine.shard.torch_optimizer import EngineOptimizer
 from megatron_llama.engine.shard.values import ModuleValues
 from megatron_llama.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.shard.gathered import Only
+    from megatron_llama.engine.shard.masters import Masters
 
 LOSS_SCALE = "loss_scale"
 """The part of a state that an engine in fp16 has beside the others: scale, steps without overflow,
@@ -237,6 +237,9 @@ class ModuleEngine:
         the chosen buffers; without it a change is an error. ``copy.deepcopy(model)`` and
         ``torch.save(model)`` give the plain model where all parameters are whole, of its own
         classes and with nothing of the engine; parameters require no gradient."""
+        # What training itself does not need is imported where it is asked for.
+        from megatron_llama.engine.shard.gathered import gathered
+
         self._require_between_steps("engine.gathered()")
         self._passes.meet(GATHERED)
         self._passes.suspended = True
@@ -269,6 +272,8 @@ class ModuleEngine:
         the same piece (``no_shard``, hybrid sharding), the first one's counts. Raises TrainingError
         where something has no values, and in the next forward pass where pieces have been written
         otherwise."""
+        from megatron_llama.engine.shard.masters import Masters
+
         self._require_between_steps("engine.masters()")
         self._values.require_initialized()
         if not modify and self._values.require_unwritten is not None:
@@ -277,6 +282,8 @@ class ModuleEngine:
         return Masters(self._values, self._publish_masters if modify else None)
 
     def _publish_masters(self) -> None:
+        from megatron_llama.engine.shard.masters import publish_masters
+
         publish_masters(self._values)
         self._passes.values_changed()
 
@@ -320,6 +327,8 @@ class ModuleEngine:
 
         Raises CheckpointError on all ranks with everything that is missing, unexpected or of
         another shape, before anything is changed; without ``strict`` the first two are allowed."""
+        from megatron_llama.engine.shard.optimizer_states import load_state_dict
+
         self._require_between_steps("engine.load_state_dict()")
         self._passes.meet(LOADING)
         numbers = None
@@ -358,6 +367,8 @@ class ModuleEngine:
         return incompatible_keys(self._values, given)
 
     def _optimizer_state(self) -> dict[str, Any]:
+        from megatron_llama.engine.shard.optimizer_states import optimizer_state
+
         self._require_between_steps("engine.optimizer.state_dict()")
         self._passes.meet(OPTIMIZER_STATE)
         optimizer = self.optimizer

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
+from megatron_llama.engine.offload_options import NONE
 from megatron_llama.engine.plan.memory import sized
-from megatron_llama.engine.plan.offload import NONE
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.configs import PlanConfig
 from megatron_llama.planner.inputs import MODEL_HINT, machine_of, with_precision

@@ -9,9 +9,8 @@ from dataclasses import replace
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
 from megatron_llama.engine.options import EIGHT_BIT, FP32, SCHEDULE_FREE
+from megatron_llama.engine.plan.limits import UPDATE_PIECE, chunk_problem
 from megatron_llama.engine.plan.memory import (
-    UPDATE_PIECE,
-    chunk_problem,
     host_buffer_bytes,
     moment_names,
     planned_muon,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.schema import Config
-from megatron_llama.engine.plan.offload import NONE
+from megatron_llama.engine.offload_options import NONE
 
 
 def offload_warnings(config: Config) -> Iterator[str]:
