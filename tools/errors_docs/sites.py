@@ -33,7 +33,10 @@ PASSING_ON = frozenset(
         *("errors.UserError.__init__", "config.fields.Fields.problem"),
         *("config.parse._Reader.problem", "checkpoint.index._IndexReader._error"),
         "converter.torch_dist.flat_buckets.FlatBuckets._error",
-        *("engine.shard.optimizer_states._Loading._problem", "train.doctor.findings.Finding.problem"),
+        *(
+            "engine.shard.optimizer_states._Loading._problem",
+            "train.doctor.findings.Finding.problem",
+        ),
         *("tune.sft.problems.UnusableError.at", "tune.sft.problems.UnusableError.followed"),
         "data.tokenizer.library.foreign_reader",
     }
