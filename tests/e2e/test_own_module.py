@@ -82,13 +82,19 @@ def test_a_trainer_of_transformers_trains(tmp_path: Path) -> None:
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, around a small model in one process. What the last one loads is what was saved."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    units, *blocks = blocks
     assert len(blocks) == 7
     generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
     monkeypatch.chdir(tmp_path)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False)
-    )
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False)
+    model, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
     ids = torch.arange(8)[None]
+    layer = other.model.layers[0]
+    said = {"model": other, "ml": ml, "torch": torch, "DecoderLayer": type(layer), "Router": type(layer.mlp), "RMSNorm": type(other.model.norm)}
+    exec(units, said)
+    with said["engine"] as engine:
+        other(input_ids=ids, labels=ids).loss.backward()
+        assert not engine.step().skipped
     with (
         ml.shard(model, units=[type(model.model.layers[0])]) as engine,
         ml.shard(generator) as generator_engine,
