@@ -38,7 +38,16 @@ SECTIONS = (
     (
         "Your own model",
         "The engine around any `nn.Module`.",
-        ("shard", "ModuleEngine", "AdamW", "group", "ScheduleFreeAdamW", "elementwise"),
+        (
+            "shard",
+            "ModuleEngine",
+            "unit",
+            "AdamW",
+            "group",
+            "ScheduleFreeAdamW",
+            "elementwise",
+            "LossScaling",
+        ),
     ),
     (
         "Training LLaMA",
