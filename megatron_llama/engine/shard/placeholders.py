@@ -41,7 +41,9 @@ _ALLOWED = frozenset(
     }
 )
 """Functions that are answered without values."""
-_SETS_REQUIRES_GRAD = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
+_SETS_REQUIRES_GRAD = frozenset(
+    {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+)
 Resolve = Callable[["Placeholder"], nn.Parameter | None]
 """Returns the parameter itself if it may be read now."""
 AskToTrain = Callable[[str, bool], None]

@@ -28,7 +28,10 @@ class EndableCounting(PlannedCounting):
         """The step ends here, between two backward passes, and no further one will come."""
         self._ends_here = True
         # A final sum has been added up over the replicas already, and may not be once more.
-        self.ended_by_step = tuple(b for b in self._begun if b not in self._final)
+        # A frozen bucket has no rounds at all, and the gradient of an earlier step.
+        self.ended_by_step = tuple(
+            b for b in self._begun if b not in self._final and self._rounds.by_bucket[b]
+        )
 
     def begin_round(self, bucket: int, number: int) -> bool:
         is_planned = super().begin_round(bucket, number)
@@ -48,6 +51,7 @@ class EndableCounting(PlannedCounting):
         return {
             bucket: [name for name in names if name not in written]
             for bucket, names in buckets.items()
+            if self._rounds.by_bucket[bucket]
         }
 
     def end_step(self, names: Iterable[str]) -> Sequence[int]:

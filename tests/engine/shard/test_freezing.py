@@ -118,13 +118,14 @@ def trained(place: Place, strategy: str, case: str, clip: float, options: dict[s
         freeze(plain, step)
         assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in plain.parameters()]
         mean = torch.zeros(())
-        for microbatch in range(2):
-            loss = loss_of(module, 2 * step + microbatch, place.rank) / 2
+        passes = 1 if step % 4 == 3 else 2  # some steps end early, as the last one of an epoch
+        for microbatch in range(passes):
+            loss = loss_of(module, 2 * step + microbatch, place.rank) / passes
             loss.backward()
             mean += loss.detach() / place.world_size
-        result = engine.step()
+        result = engine.step(fewer=passes < 2)
         dist.all_reduce(mean)
-        exact = sum(loss_of(plain, 2 * step + microbatch, rank) for microbatch in range(2) for rank in range(place.world_size)) / (2 * place.world_size)
+        exact = sum(loss_of(plain, 2 * step + microbatch, rank) for microbatch in range(passes) for rank in range(place.world_size)) / (passes * place.world_size)
         exact.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or float("inf"))
         optimizer.step()
