@@ -305,10 +305,13 @@ class ParallelConfig:
     )
     """Largest piece in which the gloo backend sends gathers and reductions."""
     reduce_bucket_size: int = option(
-        40_000_000, check=POSITIVE, small=scaled("several messages, as yours")
+        0,
+        check=replace(NOT_NEGATIVE, do="give 0 for the default"),
+        small=scaled("several messages, as yours"),
     )
-    """Elements in one data-parallel message. Messages hold whole parameters: one exceeds this only
-    when a single parameter does."""
+    """Elements in one data-parallel message. 0: 40 million, or a million for each rank that shares
+    a copy of the model, whichever is more, so that a ring over many ranks sends no tiny pieces.
+    Messages hold whole parameters: one exceeds this only when a single parameter does."""
     recompute_granularity: Literal["none", "selective", "full"] = option("none", small=KEPT)
     """Activations to compute again in backward instead of keeping them: norm and SwiGLU outputs
     (selective), or whole blocks (full)."""

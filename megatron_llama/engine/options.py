@@ -108,8 +108,9 @@ class EngineOptions:
     of them, so that each is gathered once in a step."""
     grad_slots: int = 2
     """Units whose whole gradients a rank holds at a time, where gradients are sharded."""
-    bucket_size: int = 40_000_000
-    """The most elements of one message, if buckets are filled by size and not by unit."""
+    bucket_size: int = 0
+    """The most elements of one message, if buckets are filled by size and not by unit. 0: as
+    ``largest_message`` says."""
     dtype: str = FP32
     """Dtype of parameters and activations: fp32, bf16, fp16 or fp64. Masters and gradients are in
     fp32, or with fp64 in fp64."""
@@ -140,6 +141,11 @@ class EngineOptions:
     """The part of the optimizer that the host holds and updates."""
     zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
     """The windows and columns of offload by ZenFlow."""
+
+    def largest_message(self, shards: int) -> int:
+        """Return the most elements of one message over ``shards`` ranks. By default pieces of a
+        ring are a million elements and more, as Megatron-LM's are (``--ddp-bucket-size``)."""
+        return self.bucket_size or max(40_000_000, 1_000_000 * shards)
 
     @property
     def itemsize(self) -> int:

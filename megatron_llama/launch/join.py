@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_llama.config.schema import ParallelConfig
 from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.groups import SCALARS, communicator_options
 from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.launch import flight_recorder
@@ -26,6 +27,7 @@ from megatron_llama.launch.network import (
     interface_of,
     require_master,
 )
+from megatron_llama.launch.open_files import require_open_files
 from megatron_llama.launch.rendezvous import meet
 from megatron_llama.launch.store import host_named, open_store
 
@@ -54,8 +56,12 @@ def join(
         return world_axis(place.rank, 1, recorder, None), device
     if place.joined:
         # The program's group may have no backend for values of the host, or none for the device.
+        timeout = backend_timeout(parallel)
         group = dist.new_group(
-            timeout=backend_timeout(parallel), backend=devices.backend(device), group_desc="world"
+            timeout=timeout,
+            backend=devices.backend(device),
+            pg_options=world_options(device, timeout),
+            group_desc="world",
         )
         return world_axis(place.rank, place.world_size, recorder, group), device
     if not dist.is_initialized():
@@ -93,6 +99,7 @@ def join_group(
     world_size = place.world_size
     require_master(place)
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it
+    require_open_files(world_size, rank=rank, in_launcher=by_launcher)
     store = open_store(place, patience, hosts=rank == 0 and not by_launcher)
     start = None
     if watch is not None:
@@ -111,8 +118,18 @@ def join_group(
         os.environ.setdefault(GLOO_LAZY, "1")
     flight_recorder.turn_on(os.environ)
     dist.init_process_group(
-        devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
+        devices.backend(device),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        pg_options=world_options(device, timeout),
     )
+
+
+def world_options(device: torch.device, timeout: timedelta) -> Any:
+    """Return NCCL's options for the process group of all ranks; on a host None."""
+    return communicator_options(device, timeout, urgent=False, max_ctas=SCALARS)
 
 
 def world_axis(

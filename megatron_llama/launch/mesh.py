@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.engine.comm.groups import use_once
+from megatron_llama.engine.comm.groups import communicator_options, use_once
 from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.errors import ClusterError
@@ -261,18 +261,12 @@ class _AxisBuilder:
 
     def _options(self, name: str) -> object:
         """Return NCCL's options for the communicators of an axis; on a host None."""
-        if devices.is_host(self.device):
-            return None
         group = _STREAM_GROUPS.get(name)
-        # A kernel of a stream with high priority starts before the waiting kernels of other
-        # streams. So the compute stream does not hold up a message that other ranks wait for.
-        options = dist.ProcessGroupNCCL.Options(
-            is_high_priority_stream=group in self.parallel.high_priority_stream_groups
-        )
-        # torch warns of options whose timeout differs from the group's.
-        options._timeout = self.timeout
-        if group == "pp" and self.parallel.nccl_pp_max_ctas:
+        return communicator_options(
+            self.device,
+            self.timeout,
+            urgent=group in self.parallel.high_priority_stream_groups,
             # A message of the pipeline has a whole pass to arrive in, and its kernel takes
             # multiprocessors away from that pass for as long as it waits for its peer.
-            options.config.max_ctas = self.parallel.nccl_pp_max_ctas
-        return options
+            max_ctas=self.parallel.nccl_pp_max_ctas if group == "pp" else 0,
+        )

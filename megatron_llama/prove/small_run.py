@@ -12,7 +12,12 @@ from megatron_llama.engine.offload_options import ZenFlowConfig
 from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.engine.plan.zenflow import longest_window
 from megatron_llama.model.plan.params import parameter_count, partition_of
-from megatron_llama.pipeline.plan.run_engine import parameter_slots, rank_bucket_plan
+from megatron_llama.pipeline.plan.run_engine import (
+    engine_options,
+    parameter_slots,
+    rank_bucket_plan,
+    shard_count,
+)
 from megatron_llama.prove.case import STEPS
 from megatron_llama.prove.given import SMALL
 from megatron_llama.prove.world import World
@@ -117,7 +122,8 @@ def small_buffers(yours: Config, world: World, here: Config, small: World) -> di
         )
     plan = rank_bucket_plan(here, dp=small.replicas)
     full = rank_bucket_plan(yours, dp=world.replicas)
-    if full.numel > parallel.reduce_bucket_size:
+    shards = shard_count(parallel, world.replicas)
+    if full.numel > engine_options(yours).largest_message(shards):
         chosen["reduce_bucket_size"] = max(1, plan.numel // MESSAGES)
     block = _block(here) / _block(yours)
     if parallel.prefetch_bytes:

@@ -27,7 +27,7 @@ from megatron_llama.schedule import Op, forward_only, link_of, schedule_named
 from megatron_llama.schedule.actions import RECEIVES, SENDS
 
 from tests.harness import Cluster
-from tests.launch.communicators import Group, Imagined, Noted, Use, noted, waits_of
+from tests.launch.communicators import Group, Imagined, Noted, Options, Use, noted, waits_of
 from tests.launch.test_mesh import AXES, Case
 from tests.parallel.cases import Layout, trainer
 
@@ -252,11 +252,12 @@ def test_values_of_the_host_need_few_sockets(cluster: Cluster) -> None:
 
 
 def test_a_device_makes_gloo_connect_late() -> None:
-    """The group of all ranks is asked for with both backends, and with the variable set before."""
+    """The group of all ranks is asked for with both backends, with the variable set before, and for scalars on a GPU."""
     asked = dict[str, object]()
 
-    def init(backend: str, **options: object) -> None:
-        asked.update(backend=backend, lazy=os.environ.get(GLOO_LAZY))
+    def init(backend: str, *, pg_options: Options | None, **options: object) -> None:
+        ctas = pg_options and (pg_options.config.max_ctas, pg_options.is_high_priority_stream)
+        asked.update(backend=backend, lazy=os.environ.get(GLOO_LAZY), ctas=ctas)
 
     place, store = Place(0, 2, 0), mock.Mock()
     for device in (GPU, torch.device("cpu")):
@@ -266,9 +267,10 @@ def test_a_device_makes_gloo_connect_late() -> None:
             mock.patch.multiple(joining, require_master=mock.DEFAULT),
             mock.patch.object(devices, "accelerator", return_value=device),
             mock.patch.object(dist, "init_process_group", init),
+            mock.patch.object(dist, "ProcessGroupNCCL", Imagined.ProcessGroupNCCL, create=True),
         ):
             os.environ.pop(GLOO_LAZY, None)
             os.environ["PYTORCH_ALLOC_CONF"] = ""
             with pytest.raises(AttributeError):  # nobody has joined
                 joining.join(Config().parallel, place)[0].group.size()  # type: ignore[union-attr]
-        assert asked == ({"backend": "cpu:gloo,cuda:nccl", "lazy": "1"} if device == GPU else {"backend": "gloo", "lazy": None})
+        assert asked == ({"backend": "cpu:gloo,cuda:nccl", "lazy": "1", "ctas": (1, False)} if device == GPU else {"backend": "gloo", "lazy": None, "ctas": None})

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.mesh import Axis
+
+SCALARS = 1
+"""Thread blocks of a GPU for messages of a few bytes, as all that goes over all ranks is: more only
+keep buffers that nothing fills."""
 
 
 def present_groups() -> tuple[dist.ProcessGroup, ...]:
@@ -43,6 +50,23 @@ def close_mesh() -> None:
     # its own methods) would keep groups until the interpreter shuts down, and a gloo thread that
     # then frees a tensor aborts the process.
     gc.collect()
+
+
+def communicator_options(
+    device: torch.device, timeout: timedelta, *, urgent: bool, max_ctas: int = 0
+) -> Any:
+    """Return NCCL's options for a process group; on a host None. ``max_ctas`` is the most thread
+    blocks of its kernels, each on a multiprocessor; 0: as many as NCCL takes."""
+    if devices.is_host(device):
+        return None
+    # A kernel of a stream with high priority starts before the waiting kernels of other streams. So
+    # the compute stream does not hold up a message that other ranks wait for.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    # torch warns of options whose timeout differs from the group's.
+    options._timeout = timeout
+    if max_ctas:
+        options.config.max_ctas = max_ctas
+    return options
 
 
 def use_once(axes: Iterable[Axis], device: torch.device) -> None:

@@ -291,7 +291,8 @@ def stage_bucket_plan(
     slots = shared_slots(options)
     if strategy_named(options.strategy).by_unit:
         return bucket_plan_by_unit(units, shards=shards, slots=slots)
-    return bucket_plan_by_size(units, shards=shards, cap=options.bucket_size, slots=slots)
+    cap = options.largest_message(shards)
+    return bucket_plan_by_size(units, shards=shards, cap=cap, slots=slots)
 
 
 def shared_slots(options: EngineOptions) -> Slots:

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.engine.comm.groups import leave_group, use_once
+from megatron_llama.engine.comm.groups import SCALARS, communicator_options, leave_group, use_once
 from megatron_llama.engine.comm.host.gloo import end_connections
-from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.errors import ClusterError
 from megatron_llama.registry import imported
@@ -56,7 +55,7 @@ def data_mesh(
     ranks = _ranks(_rows(group))
     if len(ranks) == 1:
         return mesh
-    world = _axis("world", [ranks], devices.backend(device), mesh.recorder)
+    world = _axis("world", [ranks], devices.backend(device), mesh, scalars=True)
     made = (world.group, dist.group.WORLD if joined else None)
     return replace(mesh, world=world, made=tuple(group for group in made if group is not None))
 
@@ -77,19 +76,19 @@ def add_shard_axes(
     # An axis moves tensors of the device only.
     backend = devices.axis_backend(mesh.device) or devices.backend(mesh.device)
     gathers_apart = not devices.one_connection_per_peer(mesh.device)
-    dp = _axis("dp", [_ranks(rows)], backend, mesh.recorder)
+    dp = _axis("dp", [_ranks(rows)], backend, mesh)
     shards = len(shard_lines[0])
     dp_shard = dp
     if shards < dp.size:
-        dp_shard = _axis("dp_shard", shard_lines, backend, mesh.recorder)
+        dp_shard = _axis("dp_shard", shard_lines, backend, mesh)
     dp_replica = dp
     if shards > 1:
         # The shards of one place in their lines.
         replica_lines = list(zip(*shard_lines, strict=True))
-        dp_replica = _axis("dp_replica", replica_lines, backend, mesh.recorder)
+        dp_replica = _axis("dp_replica", replica_lines, backend, mesh)
     dp_gather = replace(dp_shard, name="dp_gather")
     if gathers_apart:
-        dp_gather = _axis("dp_gather", shard_lines, backend, mesh.recorder)
+        dp_gather = _axis("dp_gather", shard_lines, backend, mesh)
     axes = (dp, dp_shard, dp_replica, dp_gather)
     use_once((mesh.world, *axes), mesh.device)
     made = dict.fromkeys(axis.group for axis in axes if axis.group is not None)
@@ -103,15 +102,15 @@ def add_shard_axes(
     )
 
 
-def _axis(name: str, lines: Lines, backend: str, recorder: Recorder) -> Axis:
+def _axis(name: str, lines: Lines, backend: str, mesh: Mesh, scalars: bool = False) -> Axis:
     """Return the axis of the line to which this rank belongs, with a communicator of its own."""
     rank = dist.get_rank()
     line = next(tuple(sorted(line)) for line in lines if rank in line)
     if len(line) == 1:
-        return Axis(name, 0, line, None, recorder)
-    with recorder.waiting(f"the ranks of {name}"):
-        group = new_group(name, line, backend)
-    return Axis(name, line.index(rank), line, group, recorder)
+        return Axis(name, 0, line, None, mesh.recorder)
+    with mesh.recorder.waiting(f"the ranks of {name}"):
+        group = new_group(name, line, backend, device=mesh.device, scalars=scalars)
+    return Axis(name, line.index(rank), line, group, mesh.recorder)
 
 
 def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
@@ -223,10 +222,18 @@ def _shard_lines(rows: Lines, shard_size: int) -> Lines:
     return [ranks[first : first + shards] for first in range(0, size, shards)]
 
 
-def new_group(name: str, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+def new_group(
+    name: str,
+    ranks: tuple[int, ...],
+    backend: str | None = None,
+    *,
+    device: torch.device | None = None,
+    scalars: bool = False,
+) -> dist.ProcessGroup:
     """Make a process group of ``ranks``, which are global and in order, by these ranks alone.
     Collective over them. ``backend`` is by default what the default group has. ``name`` says in
-    torch's logs what the group is for.
+    torch's logs what the group is for. ``device`` is that of its tensors: on a GPU its messages
+    then go before waiting kernels of the computation, unless they are ``scalars``.
 
     ``torch.distributed.new_group(use_local_synchronization=True)`` counts the groups of a process
     for the name of the next one. Where only the members of a group make it, ranks count
@@ -240,7 +247,14 @@ def new_group(name: str, ranks: tuple[int, ...], backend: str | None = None) -> 
     position = ranks.index(dist.get_rank())
     digest = hashlib.sha256("_".join(map(str, ranks)).encode()).hexdigest()[:16]
     count = store.add(f"megatron_llama/{name}/{digest}/{position}", 1)
-    device = next(iter(default._device_types), torch.device("cpu"))
+    bound = next(iter(default._device_types), torch.device("cpu"))
+    # The user's patience is ours, too.
+    patience = default._get_backend(bound).options._timeout
+    options = None
+    if device is not None:  # as the trainer's communicators have them
+        options = communicator_options(
+            device, patience, urgent=not scalars, max_ctas=SCALARS if scalars else 0
+        )
     group: dist.ProcessGroup
     with _members_alone(default):
         group, _ = distributed._new_process_group_helper(
@@ -250,8 +264,8 @@ def new_group(name: str, ranks: tuple[int, ...], backend: str | None = None) -> 
             dist.Backend(backend or distributed._world.pg_map[default][0]),
             store,
             f"megatron_llama {name} {digest} {count}",  # type: ignore[arg-type]
-            # The user's patience is ours, too.
-            timeout=default._get_backend(device).options._timeout,
+            timeout=patience,
+            backend_options=options,
             group_desc=name,
         )
     distributed._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}

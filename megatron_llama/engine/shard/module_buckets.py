@@ -67,11 +67,12 @@ def module_bucket_plan(
         if not shared and (kind.needs_own_slot or not by_unit):
             numbers = ()
         together.setdefault((kind, numbers), []).append(spec)
+    largest = options.largest_message(shards)
     closed = in_backward_order(
         [
             specs
             for (_, numbers), all_specs in together.items()
-            for specs in ([all_specs] if numbers else fill_buckets(all_specs, options.bucket_size))
+            for specs in ([all_specs] if numbers else fill_buckets(all_specs, largest))
         ],
         reverse,
         shards,

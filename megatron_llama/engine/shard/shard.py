@@ -75,7 +75,7 @@ def shard(
     param_slots: int | str = 2,
     grad_slots: int = 2,
     shard_size: int = 0,
-    bucket_size: int = 40_000_000,
+    bucket_size: int = 0,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     optimizer_offload: str = "none",
@@ -137,7 +137,8 @@ def shard(
     ``param_slots`` and ``grad_slots`` are the numbers of units whose whole parameters and gradients
     a rank holds at a time; ``param_slots="all"`` gathers each unit once in a step.
     ``shard_size`` shards within so many neighbours and repeats the shards across (hybrid sharding).
-    ``bucket_size`` is the number of elements of one message where messages are not made by unit.
+    ``bucket_size`` is the number of elements of one message where messages are not made by unit; 0:
+    40 million, or a million for each rank that shares a copy of the model, whichever is more.
     ``dtype`` is that of parameters and computation, by default the parameters' own; with bf16
     masters are fp32. Floating inputs of the model and its units are cast to it, as FSDP2 does.
     With ``torch.float16`` call ``engine.backward(loss)``: the engine scales the loss, by the rule

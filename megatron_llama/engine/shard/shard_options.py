@@ -98,7 +98,7 @@ class ShardOptions:
         for name, number, least in (
             ("microbatches", self.microbatches, 1),
             ("grad_slots", self.grad_slots, 1),
-            ("bucket_size", self.bucket_size, 1),
+            ("bucket_size", self.bucket_size, 0),
             ("shard_size", self.shard_size, 0),
             *(() if self.param_slots == "all" else (("param_slots", self.param_slots, 1),)),
         ):

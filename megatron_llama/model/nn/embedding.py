@@ -44,7 +44,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         local, outside = ctx.saved_tensors
         if outside is not None:
-            grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+            # Not 0.0, which would turn a -0.0 of the view into 0.0 wherever it is added.
+            grad = grad.masked_fill(outside.unsqueeze(-1), -0.0)
         handle: ParamHandle | None = ctx.handle
         if handle is None:
             zeros = grad.new_zeros(ctx.weight_shape)
@@ -74,11 +75,22 @@ def _add_rows(view: Tensor, rows: Tensor, grad: Tensor, untrained: int | None) -
     if devices.is_host(view.device):
         view.index_add_(0, rows, values)
     else:
-        view.index_put_((rows,), values, accumulate=True)
+        view.index_put_((spread_idle(rows, values, len(view)),), values, accumulate=True)
     # One row is put back, rather than a mask applied to all of grad, which may not be written.
     if kept is not None:
         view[untrained].copy_(kept)
     return view
+
+
+def spread_idle(rows: Tensor, values: Tensor, count: int) -> Tensor:
+    """Return ``rows`` [n], each below ``count``, where the values [n, h] that are nothing but zeros
+    go to other rows, one after the other.
+
+    A GPU adds the values of one row one after the other: 8,192 tokens of which 7,168 belong to
+    other tp ranks, or are padding behind the last label, would be as many additions in a row. Zeros
+    may be added anywhere."""
+    idle = torch.linalg.vector_norm(values, ord=math.inf, dim=-1) == 0.0  # False for NaN
+    return torch.where(idle, torch.arange(len(rows), device=rows.device) % count, rows)
 
 
 def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from megatron_llama.config.schema import ModelConfig, ParallelConfig
+from megatron_llama.engine.options import EngineOptions
 from megatron_llama.engine.plan.buckets import (
     ALIGN,
     OWN_SLOT_POOL,
@@ -285,6 +286,11 @@ def test_strategies() -> None:
 def test_parameter_slots(strategy: str, slots: str, stages: int, expected: int | None) -> None:
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, param_slots=slots, pipeline_model_parallel_size=stages)
     assert parameter_slots(parallel) == expected
+
+
+@pytest.mark.parametrize(("given", "shards", "largest"), [(0, 8, 40_000_000), (0, 1024, 1_024_000_000), (5000, 1024, 5000)])
+def test_the_default_message_grows_with_the_ranks(given: int, shards: int, largest: int) -> None:
+    assert EngineOptions(bucket_size=given).largest_message(shards) == largest
 
 
 def test_labels_name_unit_and_parameters() -> None:

@@ -97,6 +97,26 @@ def test_meshes_of_four_processes(cluster: Cluster) -> None:
     cluster.run(4, check_meshes)
 
 
+def told(place: Place) -> list[tuple[str, bool, int]]:
+    """Of each communicator of a hybrid mesh in the order in which they are made: its device, whether it is urgent, its thread blocks."""
+    asked: list[tuple[str, bool, int]] = []
+
+    def note(device: torch.device, timeout: timedelta, *, urgent: bool, max_ctas: int) -> None:
+        assert timeout == patience(dist.group.WORLD)
+        asked.append((device.type, urgent, max_ctas))
+
+    with patch("megatron_llama.engine.shard.data_mesh.communicator_options", note):
+        mesh = sharded_mesh(None, 2, CPU)
+    assert total(mesh.dp) == 6.0
+    return asked
+
+
+def test_what_nccl_is_told_is_what_the_trainer_tells_it(cluster: Cluster) -> None:
+    """All ranks send scalars; dp, its shards and its replicas go before the computation (``launch/test_communicators.py`` has the trainer's)."""
+    for asked in cluster.run(4, told):
+        assert asked == [("cpu", False, 1), *[("cpu", True, 0)] * 3]
+
+
 def check_part(place: Place) -> tuple[tuple[int, ...], str]:
     """Ranks 1 and 3 have a group of their own, in which nobody else takes part."""
     group = dist.new_group([1, 3])

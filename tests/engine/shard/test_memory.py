@@ -90,7 +90,7 @@ def live_and_planned(place: Place, way: str, strategy: str) -> list[tuple[int, i
     engine = ml.shard(module, units=[Block], optimizer=given, **options)
     plan = engine._engine.bucket_plan
     defaults = ShardOptions(
-        **{"microbatches": 1, "param_slots": 2, "grad_slots": 2, "shard_size": 0, "bucket_size": 40_000_000, "dtype": None, "reduce_dtype": None},
+        **{"microbatches": 1, "param_slots": 2, "grad_slots": 2, "shard_size": 0, "bucket_size": 0, "dtype": None, "reduce_dtype": None},
         **{"optimizer_offload": "none", "reduction": "mean", "static_order": True, "find_unused": False, "ignored_values": "rank0", "buffers": "own", "loss_scaling": None, "offload_options": {}},
         **options,
     )

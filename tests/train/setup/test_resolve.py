@@ -320,7 +320,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"seq_length": 0}, 1, "--seq-length: got 0"),
         ({"rms_norm_eps": 0.0}, 1, "--rms-norm-eps: got 0.0"),
         ({"log_interval": 0}, 1, "--log-interval: got 0"),
-        ({"reduce_bucket_size": 0}, 1, "--reduce-bucket-size: got 0"),
+        ({"reduce_bucket_size": -1}, 1, "--reduce-bucket-size: got -1"),
         ({"distributed_timeout_minutes": 0.0}, 1, "--distributed-timeout-minutes: got 0.0"),
         ({"lr": -1.0}, 1, "--lr: got -1.0, expected 0 or more"),
         ({"clip_grad": -1.0}, 1, "--clip-grad: got -1.0, expected 0 or more"),
