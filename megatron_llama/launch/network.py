@@ -15,7 +15,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -77,18 +77,17 @@ def choose_interface(store: Store, place: Place, given: Mapping[str, str]) -> st
     if not place.may_span_machines:
         return None
     own = _source_towards(place.master_addr, place.master_port)
-    sources = _exchange(store, place, "source", None if is_loopback(own) else own)
-    if len(set(sources)) == 1:
+    source = None if is_loopback(own) else own
+    remote = _agreed(store, place, "source", source, _other_machine)
+    if remote is None:
         return None  # one machine
     if is_loopback(own):  # the machine of rank 0, whose name leads to itself: as others come to it
-        remote = next(address for address in sources if address is not None)
         own = _source_towards(remote, place.master_port)
     name = interface_of(own)
-    problem = _problem(place, own, name, given)
-    problems = [text for text in _exchange(store, place, "problem", problem) if text is not None]
-    if problems:
+    problem = _agreed(store, place, "problem", _problem(place, own, name, given), _first)
+    if problem is not None:
         _stay_for_readers(store, place)
-        error = ClusterError(problems[0])
+        error = ClusterError(problem)
         error.everywhere = True
         raise error
     return None if GLOO in given or name == LOOPBACK else name
@@ -119,11 +118,33 @@ def _problem(place: Place, own: str, name: str | None, given: Mapping[str, str])
     return None
 
 
-def _exchange(store: Store, place: Place, what: str, value: str | None) -> list[str | None]:
-    """Return the value of every rank, in rank order. Collective."""
+def _agreed(
+    store: Store,
+    place: Place,
+    what: str,
+    value: str | None,
+    agree: Callable[[Sequence[str | None]], str | None],
+) -> str | None:
+    """Return what ``agree`` makes of the values of all ranks, in rank order. Collective.
+
+    Rank 0 alone reads them all. If every rank did, a job of 16,384 would ask its one store for
+    268 million values."""
     keys = [f"{what}/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], json.dumps(value))
-    return [json.loads(text) for text in store.multi_get(keys)]
+    if place.rank == 0:
+        store.set(what, json.dumps(agree([json.loads(text) for text in store.multi_get(keys)])))
+    agreed: str | None = json.loads(store.get(what))
+    return agreed
+
+
+def _first(values: Sequence[str | None]) -> str | None:
+    """Return the first of the values that is one."""
+    return next((value for value in values if value is not None), None)
+
+
+def _other_machine(sources: Sequence[str | None]) -> str | None:
+    """Return an address that a machine has for others; None if there is one machine only."""
+    return _first(sources) if len(set(sources)) > 1 else None
 
 
 def _stay_for_readers(store: Store, place: Place) -> None:

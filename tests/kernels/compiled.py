@@ -1,4 +1,4 @@
-"""Compile every kernel for a GPU that is not here, through the functions that launch it, at the sizes of 7B and 8B models.
+"""Compile every kernel for a GPU that is not here, through the functions that launch it, at the sizes of models from 7B to 405B.
 
 Prints one JSON object: for each kernel and size of model, the most registers and bytes of stack of a thread, as NVIDIA's own tool reads
 them from the machine code, and how often its PTX says ``.f64``. Nothing runs: tensors are the host's, and launching ends when the code is there."""
@@ -111,6 +111,7 @@ def main(capability: int) -> None:
         ("8b", torch.bfloat16, 4096, 14336, 128256),
         ("13b", torch.float16, 5120, 13824, 32000),
         ("65b", torch.bfloat16, 8192, 22016, 32000),
+        ("405b", torch.bfloat16, 16384, 53248, 128256),
         ("fp32", torch.float32, 4096, 11008, 32000),
     ):
         compiler.case = name

@@ -12,7 +12,8 @@ from tests.kernels.closeness import DTYPES, as_near_as_torch, draw, error
 
 pytestmark = pytest.mark.kernels
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-ROWS = pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 96), (37, 1, 130), (2, 3, 1024)], ids=str)
+SHAPES = ((1, 1, 1), (3, 2, 96), (37, 1, 130), (2, 3, 1024))
+ROWS = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 BESIDE = pytest.mark.parametrize("beside", [False, True], ids=["alone", "with the residual stream"])
@@ -34,7 +35,7 @@ def test_norm(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch
 
 
 @EACH_DTYPE
-@ROWS
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 1, 16384)], ids=str)
 @BESIDE
 @ONE_PLUS
 def test_norm_backward(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_llama.launch import network
 from megatron_llama.launch.join import join
 from megatron_llama.launch.launcher import Place, place_from_environment
 from megatron_llama.launch.network import interface_of, require_master
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
 from tests.machines import Machine, run_on
 
@@ -42,13 +43,45 @@ class SlowReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.store.wait(keys)
+    def get(self, key: str) -> bytes:
+        self.store.wait([key])
         deadline = time.monotonic() + HOLD_SECONDS
         with suppress(DistError):
             while time.monotonic() < deadline:
-                self.store.check(keys)
+                self.store.check([key])
+        return self.store.get(key)
+
+
+class Counted:
+    """A store that counts the values that its user reads."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.read = store, 0
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.read += 1
+        return self.store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.read += len(keys)
         return self.store.multi_get(keys)
+
+
+@pytest.mark.parametrize(("sources", "expected"), [(["a", "a", "a"], None), ([None, "b", "b"], "b"), ([None, None, None], None), (["b", "a", None], "b")])
+def test_rank_0_alone_reads_what_all_ranks_say(sources: list[str | None], expected: str | None) -> None:
+    """In a job of thousands the store answers each value that is read, one after the other."""
+    shared = HashStore()
+    stores = [Counted(shared) for _ in sources]
+
+    def ask(rank: int) -> str | None:
+        return network._agreed(stores[rank], Place(rank, len(sources), 0), "source", sources[rank], network._other_machine)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        assert list(pool.map(ask, range(len(sources)))) == [expected] * len(sources)
+    assert [store.read for store in stores] == [len(sources) + 1, 1, 1]
 
 
 @dataclass(frozen=True)
@@ -75,8 +108,8 @@ class Ranks:
         launched = {"RANK": rank, "WORLD_SIZE": sum(SIZES), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": SIZES[machine], "GROUP_RANK": machine}
         os.environ.update({name: str(value) for name, value in launched.items()}, MASTER_PORT="29500")
         if rank == self.slow:
-            exchange = network._exchange
-            network._exchange = lambda store, *args: exchange(SlowReader(store), *args)  # type: ignore[arg-type]
+            agreed = network._agreed
+            network._agreed = lambda store, *args: agreed(SlowReader(store), *args)  # type: ignore[arg-type]
         try:
             join(ParallelConfig(distributed_timeout_minutes=self.minutes), place_from_environment())
             ranks = torch.tensor(float(rank))

@@ -57,6 +57,14 @@ def _forward(
 
 
 @triton.jit
+def _factor(weight, columns, inside, ONE_PLUS: tl.constexpr):
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if ONE_PLUS:
+        factor += 1.0
+    return factor
+
+
+@triton.jit
 def _backward(
     grad,
     stream,
@@ -70,14 +78,14 @@ def _backward(
     share,
     HAS_STREAM: tl.constexpr,
     ONE_PLUS: tl.constexpr,
+    KEEPS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if ONE_PLUS:
-        factor += 1.0
+    if KEEPS_WEIGHT:
+        kept = _factor(weight, columns, inside, ONE_PLUS)
     summed = tl.zeros([BLOCK], tl.float32)
     for row in range(program * share, tl.minimum(program * share + share, rows)):
         place = tl.cast(row, tl.int64) * width + columns
@@ -86,8 +94,15 @@ def _backward(
         upstream = tl.load(grad + place, mask=inside, other=0.0)
         product = upstream.to(tl.float32) * normed
         summed += product
+        factor = kept if KEEPS_WEIGHT else _factor(weight, columns, inside, ONE_PLUS)
         # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
         along = tl.sum(product * factor, 0) / width
+        if not KEEPS_WEIGHT:
+            # Nor do these stay in registers over the sum: they are in the cache. Without a barrier
+            # the compiler takes the two loads for one.
+            tl.debug_barrier()
+            factor = _factor(weight, columns, inside, ONE_PLUS)
+            upstream = tl.load(grad + place, mask=inside, other=0.0)
         result = (upstream.to(tl.float32) * factor - normed * along) * inverse
         if HAS_STREAM:
             result += tl.load(stream + place, mask=inside, other=0.0).to(tl.float32)
@@ -146,6 +161,8 @@ def norm_backward(
         names = {
             "HAS_STREAM": stream is not None,
             "ONE_PLUS": one_plus,
+            # 32 warps leave 64 registers to a thread.
+            "KEEPS_WEIGHT": _warps(block) < 32,
             "BLOCK": block,
             "num_warps": _warps(block),
         }
@@ -156,5 +173,6 @@ def norm_backward(
 
 
 def _warps(block: int) -> int:
-    """Return the warps for 16 elements a thread, within what a program may have."""
-    return min(16, max(1, block // 512))
+    """Return the warps for 16 elements a thread, within what a program may have. With 32 elements
+    backward does not fit into registers at a width of 16,384."""
+    return min(32, max(1, block // 512))
