@@ -4,8 +4,10 @@ that a connection broke, and when one stops they only wait.
 A thread on every rank looks at the job's store once a second, and writes there where its rank is.
 The first rank whose communication fails, or does not finish within the timeout, sets an alarm in
 the store. The threads answer it, also those of ranks that are stuck in a collective. So a rank that
-does not answer is gone or stopped, unless it has announced its end before. A rank that then does
-not leave by itself is ended by its thread, so that no rank hangs.
+does not answer is gone or stopped, unless it has announced its end before. One rank reads the
+answers and writes what it finds, for all: the store of a job of thousands, which answers one
+request after the other, could not tell every rank about every other one in time. A rank that then
+does not leave by itself is ended by its thread, so that no rank hangs.
 
 A separate thread does this, because the loop may be inside a collective, or inside the launch of a
 kernel: the host of a GPU that stands still goes on until the queue of launches is full, and then
@@ -29,7 +31,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -42,10 +45,15 @@ from megatron_llama.launch.processes import STOPPED, TRACED, Process, this_proce
 from megatron_llama.launch.store import connect
 
 POLL_SECONDS = 1.0
-"""How often a rank writes its position and looks for an alarm."""
+"""How often a rank writes its position and looks for an alarm, in jobs that their store can answer
+so often."""
+STORE_SECONDS = 5e-5
+"""How long the store needs for one request, on a slow host."""
+STORE_SHARE = 0.2
+"""The part of its time that requests which all ranks repeat may take."""
 ANSWER_SECONDS = 5.0
 """How long the ranks have to answer an alarm: several polls, since a loaded machine may keep the
-thread from running."""
+thread from running, and how long the rank that reads them may take."""
 LEAVE_SECONDS = 10.0
 """How long a rank that heard the alarm has to leave by itself before its watch ends it, and how
 long rank 0 waits at its end for the ends of the others."""
@@ -58,6 +66,16 @@ STDERR = 2
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
 """How long a rank waits for the store itself, whose host may be the process that was stopped."""
 ALARM = "alarm"
+ANSWERS = "answers"
+"""A line of JSON of each rank that has heard the alarm: its number and its position."""
+ENDED = "ended"
+"""A line of each rank that has announced its end."""
+ANSWERED, GONE, READ_FLIGHTS = "answered", "gone", "flights"
+"""How many have answered, announced their end, and sent the notes of their flight recorder."""
+READER = "reader"
+READERS = 3
+"""How many ranks try to read the answers, one after the other: the first may die as well."""
+FINDINGS = "findings"
 FAILED = "failed"
 STUCK = "stuck"
 
@@ -173,6 +191,9 @@ class Watch:
         self._hosted: Store | None = None
         self._threads: list[threading.Thread] = []
         self._siblings: dict[int, Process] = {}
+        self._posted = Position("nowhere yet", waits=False)
+        self._answering = threading.Lock()
+        self._answered = False
 
     def keep(self, store: Store) -> None:
         """Keep the job's store open until the watch is over. The process group, which uses it too,
@@ -216,7 +237,9 @@ class Watch:
         """Announce the end of this rank. Rank 0 may host the store, so it stays for a while, until
         all others have ended too; if one of them sets the alarm, until they know who is missing."""
         try:
+            _append(store, ENDED, str(self._place.rank))
             store.set(_left(self._place.rank), "yes")
+            store.add(GONE, 1)
             if self._place.rank:
                 return
             others = range(1, self._place.world_size)
@@ -231,9 +254,23 @@ class Watch:
         except RuntimeError:
             return  # the host of the store is gone, and this rank needs no other any more
 
+    def _pace(self, least: float) -> float:
+        """Return how often a rank may ask the store, in seconds: all ranks do."""
+        return max(least, self._place.world_size * STORE_SECONDS / STORE_SHARE)
+
     def _post(self, store: Store) -> None:
-        position = [hang_report(self.recorder), waiting(self.recorder) is not None]
-        store.set(_where(self._place.rank), json.dumps(position))
+        self._posted = Position(hang_report(self.recorder), waiting(self.recorder) is not None)
+        store.set(_where(self._place.rank), json.dumps(astuple(self._posted)))
+
+    def _answer(self, store: Store) -> None:
+        """Answer the alarm, once, with the position that this rank has posted last: one that fails
+        is elsewhere by now."""
+        with self._answering:
+            if not self._answered:
+                line = [self._place.rank, *astuple(self._posted)]
+                _append(store, ANSWERS, json.dumps(line))
+                store.add(ANSWERED, 1)
+                self._answered = True
 
     def _stuck_for(self) -> float:
         """Seconds for which the rank has been waiting, or has stood still where it should not."""
@@ -261,7 +298,7 @@ class Watch:
         self._noted = True
 
     def _run(self, store: Store) -> None:
-        while not self._over.wait(POLL_SECONDS):
+        while not self._over.wait(self._pace(POLL_SECONDS)):
             try:
                 self._post(store)
                 self._learn_siblings(store)
@@ -271,16 +308,17 @@ class Watch:
                     self._note_standstill(store)
                 if not store.check([ALARM]):
                     continue
-                store.set(_answer(self._place.rank), "here")
+                self._answer(store)
                 if _is_of_stuck(store):
                     notes = read_within(READ_SECONDS, LEAVE_SECONDS)
                     store.set(_flight(self._place.rank), flight_recorder.encode(notes))
+                    store.add(READ_FLIGHTS, 1)
             except RuntimeError:
                 pass  # the host of the store is gone, which every rank notices
-            if self._over.wait(ANSWER_SECONDS):
+            if self._over.wait(self._answer_seconds):
                 return
             # Read them now, while the host of the store still waits for readers.
-            diagnosis = self._read_answers(store)
+            diagnosis = self._findings(store)
             if self._ended.is_set():  # this rank leaves, and rank 0 does so when all others know
                 return
             if not self._over.wait(0.0 if diagnosis.stuck else LEAVE_SECONDS):
@@ -354,45 +392,58 @@ class Watch:
         for rank, text in zip(missing, store.multi_get(keys), strict=True):
             self._siblings[rank] = Process(**json.loads(text))
 
+    @property
+    def _answer_seconds(self) -> float:
+        """The time to answer: a rank hears the alarm at its next poll."""
+        return ANSWER_SECONDS + self._pace(POLL_SECONDS) - POLL_SECONDS
+
     def _hear_answers(self, store: Store) -> Diagnosis:
         """Wait until all ranks have answered the alarm, or the time to answer is over."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        for rank in range(self._place.world_size):
-            _appears(store, (_answer(rank), _left(rank)), deadline)
-        if _is_of_stuck(store):
-            for rank in range(self._place.world_size):
-                if store.check([_answer(rank)]):
-                    _appears(store, (_flight(rank), _left(rank)), deadline)
-        return self._read_answers(store)
+        deadline = time.monotonic() + self._answer_seconds
+        pause = self._pace(ASK_SECONDS)
+        stuck = _is_of_stuck(store)
+        while time.monotonic() < deadline and not store.check([FINDINGS]):
+            answered = store.add(ANSWERED, 0)
+            heard = answered + store.add(GONE, 0) >= self._place.world_size
+            if heard and (not stuck or store.add(READ_FLIGHTS, 0) >= answered):
+                break
+            time.sleep(pause)
+        return self._findings(store)
+
+    def _findings(self, store: Store) -> Diagnosis:
+        """Return what the ranks' answers say. The first rank that asks reads them, and writes what
+        it finds for the others."""
+        try:
+            for attempt in range(READERS):
+                me = str(self._place.rank)
+                if store.compare_set(f"{READER}/{attempt}", "", me) == me.encode():
+                    found = self._read_answers(store)
+                    store.set(FINDINGS, json.dumps(asdict(found)))
+                elif not _appears(
+                    store, [FINDINGS], time.monotonic() + ANSWER_SECONDS, self._pace(ASK_SECONDS)
+                ):
+                    continue  # the reader has died as well
+                values = json.loads(store.get(FINDINGS))
+                self._diagnosis = Diagnosis(**values | {"silent": tuple(values["silent"])})
+                store.set(_heard(self._place.rank), "yes")
+                return self._diagnosis
+        except RuntimeError:
+            pass  # the store is gone
+        return self._diagnosis or self._diagnose_lost_store()
 
     def _read_answers(self, store: Store) -> Diagnosis:
-        try:
-            kind, caller = store.get(ALARM).decode().split()
-            ranks = range(self._place.world_size)
-            # A rank that has ended is not missing: it left before it could hear the alarm. And it
-            # is no longer where it was seen last.
-            silent = [
-                rank
-                for rank in ranks
-                if not store.check([_answer(rank)]) and not store.check([_left(rank)])
-            ]
-            known = [
-                rank
-                for rank in ranks
-                if store.check([_where(rank)]) and not store.check([_left(rank)])
-            ]
-            posted = zip(known, store.multi_get([_where(rank) for rank in known]), strict=True)
-            self._diagnosis = diagnose(
-                int(caller),
-                kind == STUCK,
-                silent,
-                {rank: Position(*json.loads(text)) for rank, text in posted},
-                self._read_flights(store),
-            )
-            store.set(_heard(self._place.rank), "yes")
-            return self._diagnosis
-        except RuntimeError:
-            return self._diagnosis or self._diagnose_lost_store()
+        kind, caller = store.get(ALARM).decode().split()
+        answers = [json.loads(line) for line in _lines(store, ANSWERS)]
+        positions = {rank: Position(place, waits) for rank, place, waits in answers}
+        # A rank that has ended is not missing: it left before it could hear the alarm. And it is no
+        # longer where it was seen last.
+        ended = set(map(int, _lines(store, ENDED)))
+        silent = [r for r in range(self._place.world_size) if r not in positions and r not in ended]
+        positions = {rank: at for rank, at in positions.items() if rank not in ended}
+        for rank in silent:
+            if store.check([_where(rank)]):
+                positions[rank] = Position(*json.loads(store.get(_where(rank))))
+        return diagnose(int(caller), kind == STUCK, silent, positions, self._read_flights(store))
 
     def _read_flights(self, store: Store) -> list[str]:
         """Return sentences about the collectives that do not end, from the ranks' notes."""
@@ -413,13 +464,13 @@ class Watch:
         )
         asking.start()
         asking.join(
-            PATIENCE_SECONDS + (0.0 if self._place.rank else LEAVE_SECONDS + ANSWER_SECONDS)
+            2 * self._answer_seconds + (0.0 if self._place.rank else LEAVE_SECONDS + ANSWER_SECONDS)
         )
         return diagnoses[0] if diagnoses else self._diagnosis or self._diagnose_lost_store()
 
     def _ask(self, store: Store) -> Diagnosis:
         try:
-            store.set(_answer(self._place.rank), "here")
+            self._answer(store)
             # Only the first call sets it: ranks that call later failed because the first one did.
             store.compare_set(ALARM, "", f"{FAILED} {self._place.rank}")
             diagnosis = self._hear_answers(store)
@@ -472,21 +523,32 @@ def read_within(seconds: float, then_end: float) -> list[GroupNotes]:
     return list(notes)
 
 
-def _appears(store: Store, keys: Sequence[str], deadline: float) -> None:
-    """Wait until one of the keys is set or the deadline comes. Raises RuntimeError if the store is
-    gone."""
+def _appears(
+    store: Store, keys: Sequence[str], deadline: float, pause: float = ASK_SECONDS
+) -> bool:
+    """Wait until one of the keys is set or the deadline comes. Returns whether one is. Raises
+    RuntimeError if the store is gone."""
     # The store's own wait cannot wait for one of several keys, and gives no sign meanwhile.
-    while not any(store.check([key]) for key in keys) and time.monotonic() < deadline:
-        time.sleep(ASK_SECONDS)
+    while not any(store.check([key]) for key in keys):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def _append(store: Any, key: str, line: str) -> None:
+    """Append a line to a key. ``Any``: torch's stubs do not have the method."""
+    store.append(key, f"{line}\n")
+
+
+def _lines(store: Store, key: str) -> list[str]:
+    """Return the lines that ranks have appended to a key; none if nobody has."""
+    return store.get(key).decode().splitlines() if store.check([key]) else []
 
 
 def _is_of_stuck(store: Store) -> bool:
     """Whether the alarm, which is set, means a rank that is stuck, and not one that failed."""
     return bool(store.get(ALARM).decode().startswith(STUCK))
-
-
-def _answer(rank: int) -> str:
-    return f"{ALARM}/{rank}"
 
 
 def _heard(rank: int) -> str:
