@@ -89,15 +89,21 @@ def test_no_operator_of_a_step_is_refused(layout: Layout) -> None:
 
 
 def test_torch_is_told_and_is_itself_again() -> None:
-    switches = torch.utils.deterministic
-    before = (torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory)  # type: ignore[attr-defined]
+    switches, products = torch.utils.deterministic, torch.backends.cuda.matmul
+
+    def state() -> tuple[Any, ...]:
+        filled = switches.fill_uninitialized_memory  # type: ignore[attr-defined]
+        return torch.are_deterministic_algorithms_enabled(), filled, products.allow_bf16_reduced_precision_reduction
+
+    before = state()
     with devices.deterministic(wanted=False):
-        assert torch.are_deterministic_algorithms_enabled() is before[0]
+        assert state() == before
     with pytest.raises(KeyError), devices.deterministic(wanted=True):
         assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.empty(1000).isnan().all(), "new tensors are filled"
+        assert products.allow_bf16_reduced_precision_reduction is False
         raise KeyError
-    assert (torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory) == before  # type: ignore[attr-defined]
+    assert state() == before
 
 
 @pytest.mark.parametrize("given", [{}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "^nvlstree,nvls"}], ids=str)

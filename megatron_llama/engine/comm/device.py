@@ -111,9 +111,14 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     # It would write NaN into every new tensor, to reveal reads of unwritten memory.
     switches.fill_uninitialized_memory = False
+    # Where a product splits its sum depends on its shape, and so on the layout.
+    products = torch.backends.cuda.matmul
+    rounds = products.allow_bf16_reduced_precision_reduction
+    products.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
+        products.allow_bf16_reduced_precision_reduction = rounds
         torch.use_deterministic_algorithms(before)
         switches.fill_uninitialized_memory = filled
 
