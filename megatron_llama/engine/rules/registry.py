@@ -12,7 +12,8 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload_options import EXACT, NONE, ZENFLOW
 from megatron_llama.engine.options import ADAM, MUON, SCHEDULE_FREE, TORCH, EngineOptions
 from megatron_llama.engine.plan.buckets import BucketPlan
-from megatron_llama.engine.rules.update_rule import AdamW, UpdateRules
+from megatron_llama.engine.rules.divisible import DivisibleAdamW
+from megatron_llama.engine.rules.update_rule import UpdateRules
 from megatron_llama.registry import Registry
 
 if TYPE_CHECKING:
@@ -67,5 +68,5 @@ def build_update_rules(inputs: RuleInputs) -> UpdateRules:
 
 def adamw_rules(inputs: RuleInputs) -> UpdateRules:
     """Build AdamW on the device for all buckets."""
-    rule = AdamW(inputs.options.groups)
+    rule = DivisibleAdamW(inputs.options.groups)
     return UpdateRules([rule] * len(inputs.bucket_plan.buckets), [rule])

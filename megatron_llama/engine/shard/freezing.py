@@ -5,8 +5,8 @@ its generator learns: all of them call ``requires_grad_`` between steps. Placeho
 the next pass that trains makes it so on all ranks. A frozen bucket gets no gradient, no update and
 no weight decay, and its moments and step count stay, as in torch.optim.
 
-What is updated together is frozen together, so that a bucket has one step count. Parameters that
-are to be frozen apart from others of their unit need a group of their own.
+Some parameters of a bucket may be frozen without the others (``engine/rules/parted.py``), except
+where the host updates or Muon does: there what is updated together is frozen together.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ class Freezing:
         self._trainable = {name for names in self._names.values() for name in names}
         self._asked: dict[str, bool] = {}
         """By parameter, what ``requires_grad`` shall be where that is not what it is."""
+        self.names: frozenset[str] = frozenset()
+        """The trainable parameters that are frozen now."""
         self.buckets: frozenset[int] = frozenset()
-        """The trainable buckets that are frozen now."""
+        """The trainable buckets of which all is frozen now."""
+        self._cut: frozenset[str] = frozenset()
+        """The parameters that are frozen now, and others of their bucket are not."""
 
     @property
     def everything(self) -> bool:
@@ -63,10 +67,10 @@ class Freezing:
         else:
             self._asked[name] = trained
 
-    def asked_buckets(self) -> frozenset[int]:
-        """Return the buckets that shall be frozen. Raises FreezeError for parameters that were
-        frozen in ``shard``, and for those that are updated together and shall not be frozen
-        together."""
+    def asked_names(self) -> frozenset[str]:
+        """Return the trainable parameters that shall be frozen. Raises FreezeError for parameters
+        that were frozen in ``shard``, and for those that can only be updated together and shall not
+        be frozen together."""
         asked = {**self._holders.trained, **self._asked}
         problems = []
         # Not where it is asked: adapters are switched on and off again around passes without
@@ -94,27 +98,43 @@ class Freezing:
         for bucket, names in self._names.items():
             frozen = [name for name in names if not asked[name]]
             trained = [name for name in names if asked[name]]
-            if frozen and trained:
+            if frozen and trained and not _divides(self._engine, bucket):
                 problems.append(
                     describe(
                         self._engine.bucket_plan.label(bucket),
                         got=f"requires_grad=False for {named(frozen)} and True for "
                         f"{named(trained)}",
-                        expected="one value for what is updated together",
+                        expected="one value for what this optimizer updates together",
                         do="give them groups of their own, as in "
                         f'shard(optimizer=ml.AdamW(groups=[ml.group("{frozen[0]}")]))',
                     )
                 )
         if problems:
             raise FreezeError(listing("requires_grad_ after shard():", problems))
-        return frozenset(
-            bucket for bucket, names in self._names.items() if not any(asked[n] for n in names)
-        )
+        return frozenset(name for name in self._trainable if not asked[name])
 
-    def freeze(self, buckets: frozenset[int]) -> None:
-        """Train what was asked from now on: ``buckets`` are those of ``asked_buckets``."""
+    def freeze(self, names: frozenset[str]) -> None:
+        """Train what was asked from now on: ``names`` are those of ``asked_names``."""
         for name, trained in self._asked.items():
             self._holders.set_trained(name, trained)
         self._asked.clear()
-        self.buckets = buckets
-        self._engine.freeze(buckets)
+        self.names = names
+        self.buckets = frozenset(
+            bucket for bucket, own in self._names.items() if names.issuperset(own)
+        )
+        self._engine.freeze(self.buckets)
+        cut = names.difference(*(self._names[bucket] for bucket in self.buckets))
+        if cut != self._cut:
+            # What most runs do not need is imported where it is asked for.
+            from megatron_llama.engine.shard.unused import parted_rules
+
+            self._cut = cut
+            self._engine.settle()  # updates of the last step may be under way
+            for rule in parted_rules(self._engine):
+                rule.leave_out(lambda: cut)
+
+
+def _divides(engine: OverlappedDistributedOptimizer, bucket: int) -> bool:
+    from megatron_llama.engine.shard.unused import is_divisible
+
+    return is_divisible(engine, bucket)

@@ -28,6 +28,7 @@ from megatron_llama.engine.shard.state import (
     sharded_parameters,
     with_extra_state,
 )
+from megatron_llama.engine.shard.unused import is_divisible, numbers_by_parameter, write_numbers
 from megatron_llama.engine.shard.values import MASTER, MOMENTS, ModuleValues
 from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
 
@@ -58,11 +59,9 @@ def optimizer_state(
         for what in names
     }
     state = {}
+    numbers = numbers_by_parameter(values.engine)
     for name in values.aliases:
-        bucket = values.bucket_of[name]
-        own = {
-            what: number.detach().clone().cpu() for what, number in values.numbers(bucket).items()
-        }
+        own = numbers.get(name, {})
         own |= {what: tensors[what][name] for what in names if name in tensors[what]}
         # torch.optim has no entry of a parameter without state either.
         if own:
@@ -160,8 +159,10 @@ class _Loading:
         self._buffers: list[tuple[str, Tensor, Tensor]] = []
         """(name, buffer, value)."""
         self._extra: list[tuple[nn.Module, Any]] = []
-        self._numbers: dict[tuple[int, str], float] = {}
-        """By bucket and name."""
+        self._numbers: dict[str, dict[str, float]] = {}
+        """By parameter and name."""
+        self._begun: dict[str, bool] = {}
+        """By parameter, whether its state has values."""
         self._options: list[tuple[dict[str, Any], str, Any]] = []
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -183,25 +184,30 @@ class _Loading:
         """Write everything. Collective: values are made whole one after the other."""
         values = self.values
         for name, what, value in self._parameters:
+            whole = _whole(value)
             if what != MASTER and values.of_blocks(values.bucket_of[name], what):
-                values.write_blocks(name, what, _whole(value))
+                values.write_blocks(name, what, whole)
             else:
-                values.write(name, what, _whole(value).reshape(-1))
+                values.write(name, what, whole.reshape(-1))
             if what == MASTER:
                 values.uninitialized.discard(name)
+            elif whole.is_floating_point():
+                has_values = not bool(whole.isnan().all())
+                self._begun[name] = self._begun.get(name, False) or has_values
         for name, buffer, value in self._buffers:
             buffer.copy_(_whole(value))
             values.uninitialized.discard(name)
         for module, value in self._extra:
             module.set_extra_state(value)
-        for (bucket, what), number in self._numbers.items():
-            values.numbers(bucket)[what].fill_(number)
-        steps = {bucket: n for (bucket, what), n in self._numbers.items() if what == "step"}
+        if self._numbers:
+            write_numbers(values.engine, self._numbers, self._begun)
+        steps = {name: own["step"] for name, own in self._numbers.items() if "step" in own}
         if steps:
             # A rule that counts the updates of single columns takes the steps for all of them, and
             # selects columns anew.
             for column in column_state(values.engine):
-                column.updates.fill_(steps[values.bucket_of[column.spec.name]])
+                if column.spec.name in steps:
+                    column.updates.fill_(steps[column.spec.name])
                 column.selected.zero_()
             progress = rule_progress(values.engine)
             if progress is not None:
@@ -245,9 +251,10 @@ class _Loading:
         values = self.values
         left = {clean_name(str(name)): dict(state) for name, state in given.items()}
         numbers: dict[tuple[int, str], dict[str, str]] = {}
-        """By bucket and name, the parameters that have each number."""
+        """By bucket and name, the parameters that have each number, where they have to share it."""
         for bucket in values.engine.gradients.trainable:
             expected = values.state(bucket)
+            shares = not is_divisible(values.engine, bucket)
             for placed in values.plan.buckets[bucket].placements:
                 name = placed.spec.name
                 aliases = [alias for alias in values.aliases[name] if alias in left]
@@ -257,14 +264,16 @@ class _Loading:
                     continue
                 # torch's SGD without momentum says that it has none.
                 own = {what: v for what, v in left.pop(aliases[0]).items() if v is not None}
+                self._numbers[name] = {}
                 for what, live in expected.items():
                     where = f"{what} of {aliases[0]}"
                     if what not in own:
                         self._missing(where)
                     elif not live.dim():
                         number = float(own.pop(what))
-                        self._numbers[bucket, what] = number
-                        numbers.setdefault((bucket, what), {})[repr(number)] = aliases[0]
+                        self._numbers[name][what] = number
+                        if shares:
+                            numbers.setdefault((bucket, what), {})[repr(number)] = aliases[0]
                     elif self._fits(where, value := own.pop(what), values.state_shape(name, what)):
                         self._parameters.append((name, what, value))
                 self._unexpected({f"{what} of {aliases[0]}": None for what in own})
