@@ -193,7 +193,7 @@ def test_what_no_rank_uses_is_left_out_as_by_ddp(strategy: str, world: int, clus
             assert max(differences.values()) < 1, differences
 
 
-def trained(place: Place, optimizer: str, strategy: str, steps: int, state: dict[str, Any] | None, groups: bool = False) -> tuple[dict[str, Any], list[float]]:
+def trained(place: Place, optimizer: str, strategy: str, steps: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[float]]:
     """The whole state of an engine that goes on from one after some steps, and the losses of these."""
     module = net()
     with sharded(module, OPTIMIZERS[optimizer](module), strategy=strategy) as engine:
@@ -258,7 +258,7 @@ def test_torch_loads_the_counts(cluster: Cluster) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert largest(found, losses) < 1e-13
-    assert max(float((expected["model"][name] - p).abs().max()) for name, p in module.named_parameters()) < 1e-13
+    assert max(float((expected["model"][name] - p.detach()).abs().max()) for name, p in module.named_parameters()) < 1e-13
 
 
 KINDS: dict[str, Any] = {
