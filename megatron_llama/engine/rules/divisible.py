@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 
 from torch import Tensor
 
 from megatron_llama.engine.plan.buckets import ALIGN
-from megatron_llama.engine.rules.update_rule import AdamW, Shard, UpdateRule
+from megatron_llama.engine.rules.moments import EightBitMoment, InBytes, Moment, PlainMoment
+from megatron_llama.engine.rules.registry import RuleInputs
+from megatron_llama.engine.rules.update_rule import AdamW, Shard, UpdateRule, UpdateRules
 
 
 class DivisibleRule(UpdateRule):
@@ -36,12 +39,31 @@ class DivisibleAdamW(AdamW, DivisibleRule):
         first, second = self._moments[source]
         self._shards[key] = part_of_shard(shard, key, piece)
         self._masters[key] = part_of_master(master, shard, self._shards[key], piece)
-        self._moments[key] = first.part(piece), second.part(piece)
+        self._moments[key] = _part_of_moment(first, piece), _part_of_moment(second, piece)
         self._states[key] = part_of_state(self._states[source], piece, len(master))
 
     def drop(self, key: int) -> None:
         for tensors in (self._shards, self._masters, self._moments, self._states):
             del tensors[key]
+
+
+def adamw_rules(inputs: RuleInputs) -> UpdateRules:
+    """Build AdamW on the device for all buckets."""
+    rule = DivisibleAdamW(inputs.options.groups)
+    return UpdateRules([rule] * len(inputs.bucket_plan.buckets), [rule])
+
+
+def _part_of_moment(moment: Moment, piece: slice) -> Moment:
+    """Return some elements as a moment of their own in the same memory."""
+    part = copy(moment)
+    if isinstance(part, EightBitMoment):
+        blocks = slice(piece.start // ALIGN, piece.stop // ALIGN)
+        part.kept = InBytes(part.kept.codes[piece], part.kept.scales[blocks])
+        part.tensors = {"_codes": part.kept.codes, "_scales": part.kept.scales}
+    elif isinstance(part, PlainMoment):
+        part.kept = part.kept[piece]
+        part.tensors = {"": part.kept}
+    return part
 
 
 def part_of_shard(shard: Shard, key: int, piece: slice) -> Shard:

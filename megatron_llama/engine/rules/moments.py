@@ -18,7 +18,6 @@ here:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -57,10 +56,6 @@ class Moment(Protocol):
         """Return some elements in the master's dtype: the kept tensor itself, or a copy. ``piece``
         begins and ends at multiples of ALIGN."""
 
-    def part(self, piece: slice) -> Moment:
-        """Return some elements as a moment of their own in the same memory. ``piece`` is as for
-        ``read``."""
-
     def keep(self, piece: slice, values: Tensor, *, step: Tensor, skip: Tensor) -> None:
         """Keep the result of an update of the values that ``read`` returned. ``step`` counts
         updates, this one included; where ``skip`` is 1 nothing changes. Both are 0-dim."""
@@ -77,12 +72,6 @@ class PlainMoment:
 
     def read(self, piece: slice) -> Tensor:
         return self.kept[piece].to(self._dtype)
-
-    def part(self, piece: slice) -> PlainMoment:
-        made = copy(self)
-        made.kept = self.kept[piece]
-        made.tensors = {"": made.kept}
-        return made
 
     def keep(self, piece: slice, values: Tensor, *, step: Tensor, skip: Tensor) -> None:
         kept = self.kept[piece]
@@ -198,13 +187,6 @@ class EightBitMoment:
             torch.zeros(master.numel() // ALIGN, device=master.device),
         )
         self.tensors = {"_codes": self.kept.codes, "_scales": self.kept.scales}
-
-    def part(self, piece: slice) -> EightBitMoment:
-        made = copy(self)
-        blocks = slice(piece.start // ALIGN, piece.stop // ALIGN)
-        made.kept = InBytes(self.kept.codes[piece], self.kept.scales[blocks])
-        made.tensors = {"_codes": made.kept.codes, "_scales": made.kept.scales}
-        return made
 
     def read(self, piece: slice) -> Tensor:
         numbers = self._table.at(self.kept.codes[piece].int())

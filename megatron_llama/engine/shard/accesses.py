@@ -198,9 +198,10 @@ class Accesses:
                     "torch.no_grad()",
                 )
             )
-        names = self.freezing.asked_names()
-        self.order.agree_to_freeze(names)
-        self.freezing.freeze(names)
+        # What a run that only trains does not need is imported where it is asked for.
+        from megatron_llama.engine.shard.requires_grad import train_what_is_asked
+
+        train_what_is_asked(self.engine, self.freezing, self.order)
 
     def begin_step(self) -> None:
         """Begin a step of the engine, by the plan if there is one."""

@@ -97,7 +97,8 @@ class Unused:
 
 def numbers_by_parameter(engine: OverlappedDistributedOptimizer) -> dict[str, dict[str, Tensor]]:
     """Return the numbers among the optimizer's state of each trained parameter, such as its count
-    of steps: copies on the host. Collective where parameters have been left out of steps."""
+    of steps: copies on the host. Collective where parameters have been left out of steps, unless
+    each rank has everything."""
     numbers: dict[str, dict[str, Tensor]] = {}
     apart: dict[str, dict[str, Tensor]] = {}
     is_divided = False
@@ -113,7 +114,7 @@ def numbers_by_parameter(engine: OverlappedDistributedOptimizer) -> dict[str, di
     if is_divided:
         # Only the ranks that have a part of a parameter count its steps. One without elements, of
         # which none has a part, keeps the numbers that its bucket had last.
-        for of_rank in all_gather_object(apart, engine.mesh.world):
+        for of_rank in all_gather_object(apart, engine.mesh.dp_gather):
             numbers |= of_rank
     return numbers
 
@@ -130,10 +131,11 @@ def write_numbers(
     for bucket in engine.gradients.trainable:
         placements = engine.bucket_plan.buckets[bucket].placements
         names = [placed.spec.name for placed in placements]
+        # What keeps its numbers is cut from the rest, and not joined with what had others.
         classes: dict[str, Hashable] = {
             name: (tuple(map(repr, numbers[name].items())), begun.get(name, True))
             if name in numbers
-            else name
+            else None
             for name in names
         }
         # What no rank has a part of can have no count apart from others.
