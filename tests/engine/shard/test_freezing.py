@@ -163,6 +163,38 @@ def test_what_is_frozen_between_steps_trains_as_with_torch(strategy: str, case: 
             assert max(cluster.run(2, trained, strategy, case, clip, options)) <= 1e-6, (options, clip)
 
 
+def by_sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1)
+
+
+def trained_by_sgd(place: Place, strategy: str) -> float:
+    """The largest relative difference of a loss from one process, where parts of buckets are frozen and torch's SGD updates."""
+    module, plain = net(0), net(0)
+    optimizer = by_sgd(plain)
+    differences = []
+    with ml.shard(module, units=[Block], strategy=strategy, clip=0.3, optimizer=by_sgd(module)) as engine:
+        for step in range(STEPS):
+            parts(module, step)
+            parts(plain, step)
+            loss = distance(module, step, place.rank)
+            loss.backward()
+            mean = loss.detach() / place.world_size
+            engine.step()
+            dist.all_reduce(mean)
+            exact = torch.stack([distance(plain, step, rank) for rank in range(place.world_size)]).mean()
+            exact.backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            differences.append(abs(float(mean) / float(exact) - 1))
+    return max(differences)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_of_torch_leaves_out_what_is_frozen(strategy: str, cluster: Cluster) -> None:
+    assert max(cluster.run(2, trained_by_sgd, strategy)) <= 1e-6
+
+
 def adversaries(place: Place, strategy: str) -> float:
     """A generator learns through a discriminator that is frozen meanwhile, each with an engine."""
     generator, discriminator = net(0), net(1)

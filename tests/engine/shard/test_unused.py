@@ -238,6 +238,20 @@ def test_counts_are_saved_and_loaded_by_any_number_of_ranks(optimizer: str, stra
         assert losses == all_losses[-len(losses) :] and same(last, expected)
 
 
+def saved_by_rank_0(place: Place) -> int:
+    """Where each rank has everything, one may save alone. Returns how many counts of steps there are."""
+    module = net()
+    with sharded(module, OPTIMIZERS["AdamW"](module), strategy="no_shard") as engine:
+        run_steps(engine, place.rank, range(4))
+        state = engine.optimizer.state_dict()["state"] if place.rank == 0 else {}
+        run_steps(engine, place.rank, range(4, 6))
+    return len({int(own["step"]) for own in state.values()})
+
+
+def test_rank_0_saves_alone_where_it_has_everything(cluster: Cluster) -> None:
+    assert cluster.run(2, saved_by_rank_0)[0] > 2
+
+
 def test_torch_loads_the_counts(cluster: Cluster) -> None:
     """And goes on in one process."""
     state = cluster.run(2, trained, "AdamW", "optim_grads_params", 8, None)[0][0]
