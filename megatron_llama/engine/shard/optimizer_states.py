@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.engine.options import ADAM, UpdateOptions
 from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
 from megatron_llama.engine.rules.bias_correction import bias_corrections
@@ -134,6 +135,7 @@ def load_state_dict(
         loading.check(state)
         if loading.problems:
             raise CheckpointError(listing("engine.load_state_dict:", loading.problems))
+    loading.require_same_numbers()
     with torch.no_grad():
         loading.load()
     values.engine.publish()
@@ -179,6 +181,20 @@ class _Loading:
         if OPTIMIZER in state:
             self._check_state(state[OPTIMIZER].get("state", {}))
             self._check_groups(state[OPTIMIZER].get("param_groups", ()))
+
+    def require_same_numbers(self) -> None:
+        """Raise CheckpointError on all ranks if one has other numbers, by which they decide
+        together what is updated together. Collective."""
+        said = crc32(repr(sorted(self._numbers.items())).encode())
+        by_rank = all_gather_object(said, self.values.engine.mesh.world)
+        unlike = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
+        if unlike:
+            raise CheckpointError(
+                "engine.load_state_dict",
+                got=f"other step counts on rank {unlike[0]} than on rank 0",
+                expected="the same state on all ranks",
+                do="load the same checkpoint on all ranks",
+            )
 
     def load(self) -> None:
         """Write everything. Collective: values are made whole one after the other."""
