@@ -280,6 +280,7 @@ def test_torch_loads_the_counts(cluster: Cluster) -> None:
 
 KINDS: dict[str, Any] = {
     "fp32": ml.AdamW(lr=LR, weight_decay=DECAY),
+    "weights in bf16": ml.AdamW(lr=LR, weight_decay=DECAY),
     "bf16": ml.AdamW(lr=LR, betas=(0.9, 0.95), exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
     "8 bits": ml.AdamW(lr=LR, exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
     "schedule-free": ml.ScheduleFreeAdamW(lr=LR, weight_decay=DECAY),
@@ -288,14 +289,14 @@ KINDS: dict[str, Any] = {
 
 
 def in_buckets(place: Place, kind: str, strategy: str, apart: bool) -> dict[str, Any]:
-    """The state after training in fp32; ``apart``: with a group for each parameter, so that each is a bucket."""
+    """The state after training with masters in fp32; ``apart``: with a group for each parameter, so that each is a bucket."""
     module = net().float()
     given = KINDS[kind]
     if apart:
         options = {"weight_decay": given.weight_decay}
         groups = [ml.group(name, **(options if p.dim() > 1 else {"weight_decay": 0.0})) for name, p in module.named_parameters()]
         given = type(given)(**{name: getattr(given, name) for name in given.__dataclass_fields__} | {"groups": groups})
-    with sharded(module, given, strategy=strategy) as engine:
+    with sharded(module, given, strategy=strategy, dtype=torch.bfloat16 if kind == "weights in bf16" else None) as engine:
         for step in range(9):
             for microbatch in range(MICROBATCHES):
                 module.choose(step, microbatch, place.rank)
