@@ -29,7 +29,8 @@ ranks ask to skip a step, both in fp64, a scale of 1, and the loss scale with it
 SCALARS_OF_A_BUCKET = 8
 """Bytes of a bucket's squared norm, in fp64."""
 STEP_COUNT = 4
-"""Bytes of the count of a bucket's updates, in fp32."""
+"""Bytes of the count of a bucket's updates, in fp32. A bucket of which steps have left out parts
+has one for each part; they are not counted here."""
 SCALE = 4
 """Bytes of the scale of a block of a moment in 8 bits, in fp32."""
 TABLES = 2 * (256 * 4 + 2**16) + ALIGN * 8

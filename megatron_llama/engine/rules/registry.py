@@ -12,7 +12,7 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload_options import EXACT, NONE, ZENFLOW
 from megatron_llama.engine.options import ADAM, MUON, SCHEDULE_FREE, TORCH, EngineOptions
 from megatron_llama.engine.plan.buckets import BucketPlan
-from megatron_llama.engine.rules.update_rule import AdamW, UpdateRules
+from megatron_llama.engine.rules.update_rule import UpdateRules
 from megatron_llama.registry import Registry
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RuleInputs:
 
 RULES: Registry[Callable[[RuleInputs], UpdateRules]] = Registry(
     {
-        ADAM: "engine.rules.registry:adamw_rules",
+        ADAM: "engine.rules.divisible:adamw_rules",
         MUON: "engine.rules.muon:muon_rules",
         SCHEDULE_FREE: "engine.rules.schedule_free:schedule_free_rules",
         TORCH: "engine.rules.torch_rule:torch_rules",
@@ -63,9 +63,3 @@ def build_update_rules(inputs: RuleInputs) -> UpdateRules:
     # A run has one rule, and all others together are four times as long as the engine's step. The
     # engine is built once, before the first step, so the import stalls none.
     return RULES[offload if options.rule == ADAM and offload != NONE else options.rule](inputs)
-
-
-def adamw_rules(inputs: RuleInputs) -> UpdateRules:
-    """Build AdamW on the device for all buckets."""
-    rule = AdamW(inputs.options.groups)
-    return UpdateRules([rule] * len(inputs.bucket_plan.buckets), [rule])

@@ -21,8 +21,9 @@ from megatron_llama.engine.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.plan.limits import UPDATE_PIECE
+from megatron_llama.engine.rules.divisible import DivisibleRule, part_of_shard, part_of_state
 from megatron_llama.engine.rules.registry import RuleInputs
-from megatron_llama.engine.rules.update_rule import Shard, UpdateRule, UpdateRules
+from megatron_llama.engine.rules.update_rule import Shard, UpdateRules
 
 
 def schedule_free_rules(inputs: RuleInputs) -> UpdateRules:
@@ -31,7 +32,7 @@ def schedule_free_rules(inputs: RuleInputs) -> UpdateRules:
     return UpdateRules([rule] * len(inputs.bucket_plan.buckets), [rule])
 
 
-class ScheduleFreeAdamW(UpdateRule):
+class ScheduleFreeAdamW(DivisibleRule):
     """Schedule-free AdamW on the device that has the shards."""
 
     # One average for all shards: it includes a step on every rank, or on none.
@@ -59,6 +60,16 @@ class ScheduleFreeAdamW(UpdateRule):
             "weight_sum": torch.zeros((), dtype=torch.float64, device=master.device),
         }
         return master
+
+    def divide(self, source: int, key: int, piece: slice) -> None:
+        master = self._masters[source]
+        self._shards[key] = part_of_shard(self._shards[source], key, piece)
+        self._masters[key] = master[piece]
+        self._states[key] = part_of_state(self._states[source], piece, len(master))
+
+    def drop(self, key: int) -> None:
+        for tensors in (self._shards, self._masters, self._states):
+            del tensors[key]
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
         shard = self._shards[bucket]

@@ -33,8 +33,14 @@ from torch import Tensor, nn
 from megatron_llama.engine.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.options import TorchGroup, UpdateOptions
 from megatron_llama.engine.plan.limits import UPDATE_PIECE
+from megatron_llama.engine.rules.divisible import (
+    DivisibleRule,
+    part_of_master,
+    part_of_shard,
+    part_of_state,
+)
 from megatron_llama.engine.rules.registry import RuleInputs
-from megatron_llama.engine.rules.update_rule import Shard, UpdateRule, UpdateRules
+from megatron_llama.engine.rules.update_rule import Shard, UpdateRules
 from megatron_llama.errors import TrainingError, describe
 
 NO_STATE: Mapping[str, Tensor] = MappingProxyType({})
@@ -121,7 +127,7 @@ class _Bucket:
     knows it again."""
 
 
-class TorchRule(UpdateRule):
+class TorchRule(DivisibleRule):
     """An elementwise optimizer of torch on the device that has the shards."""
 
     takes_options = True
@@ -160,6 +166,16 @@ class TorchRule(UpdateRule):
         self._buckets[shard.bucket] = _Bucket(shard, master, state, begun=False)
         self._begin(shard.bucket)
         return master
+
+    def divide(self, source: int, key: int, piece: slice) -> None:
+        work = self._buckets[source]
+        shard = part_of_shard(work.shard, key, piece)
+        master = part_of_master(work.master, work.shard, shard, piece)
+        state = part_of_state(work.state, piece, len(work.master))
+        self._buckets[key] = _Bucket(shard, master, state, work.begun)
+
+    def drop(self, key: int) -> None:
+        del self._buckets[key]
 
     def _first_state(self, optimizer: torch.optim.Optimizer, few: Tensor) -> dict[str, Tensor]:
         """Return the state of some elements after a first step."""

@@ -169,9 +169,9 @@ class UpdateRule(ABC):
 class UpdateRules:
     """The update rules of a rank's buckets."""
 
-    by_bucket: Sequence[UpdateRule]
+    by_bucket: list[UpdateRule]
     """The rule of each bucket; that of a frozen bucket is never asked."""
-    distinct: Sequence[UpdateRule]
+    distinct: list[UpdateRule]
     """Each rule once. A rule without a bucket on this rank belongs to them too, because its
     ``end_step`` may be collective."""
 

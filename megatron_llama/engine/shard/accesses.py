@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from megatron_llama.engine.shard.short_steps import EndableCounting
 from megatron_llama.engine.shard.specs import ModuleUnit
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import TrainingError, UserError
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.shard.unused import Unused
 
 
 class PassError(TrainingError, RuntimeError):
@@ -98,9 +102,10 @@ class Accesses:
         microbatches: int,
         casts: Sequence[Casts],
         find_unused: bool,
+        skips_unused: bool = False,
     ) -> None:
         """``casts`` has those of each unit; ``find_unused`` says whether ranks may leave out
-        different parameters."""
+        different parameters, ``skips_unused`` whether no update is made of what all leave out."""
         self.engine = engine
         self.holders = holders
         self.order = order
@@ -116,6 +121,12 @@ class Accesses:
         """Whether the modules hold whole parameters, so that calls are none of the engine's
         business."""
         self.freezing = Freezing(engine, holders)
+        self.unused: Unused | None = None
+        """Finds what no rank has used, so that the step leaves it out; None: nothing does."""
+        if skips_unused:
+            from megatron_llama.engine.shard.unused import Unused
+
+            self.unused = Unused(engine)
         self.refusal: str | None = None
         """Why no pass may run any more."""
         self.listed = False
@@ -187,9 +198,10 @@ class Accesses:
                     "torch.no_grad()",
                 )
             )
-        buckets = self.freezing.asked_buckets()
-        self.order.agree_to_freeze(buckets)
-        self.freezing.freeze(buckets)
+        # What a run that only trains does not need is imported where it is asked for.
+        from megatron_llama.engine.shard.requires_grad import train_what_is_asked
+
+        train_what_is_asked(self.engine, self.freezing, self.order)
 
     def begin_step(self) -> None:
         """Begin a step of the engine, by the plan if there is one."""
@@ -204,7 +216,7 @@ class Accesses:
             # Ranks that may leave out different parameters have no rounds in common.
             make = UnusedCounting if self._find_unused else OpenCounting
             counting = self.open_counting = make(
-                gradients, self._agree_to_reduce, self.freezing.buckets
+                gradients, self._agree_to_reduce, self.freezing.names
             )
         else:
             counting = EndableCounting(plan.rounds, self.engine.bucket_plan.label)

@@ -2,55 +2,46 @@
 
 Adapters that are switched, layers that thaw one after the other, the discriminator of a GAN while
 its generator learns: all of them call ``requires_grad_`` between steps. Placeholders note it, and
-the next pass that trains makes it so on all ranks. A frozen bucket gets no gradient, no update and
-no weight decay, and its moments and step count stay, as in torch.optim.
-
-What is updated together is frozen together, so that a bucket has one step count. Parameters that
-are to be frozen apart from others of their unit need a group of their own.
+the next pass that trains makes it so on all ranks (``requires_grad.py``). What is frozen gets no
+gradient, no update and no weight decay, and its moments and step count stay, as in torch.optim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.engine.pieces import rule_progress
 from megatron_llama.engine.shard.holders import Holders
-from megatron_llama.engine.shard.values import named
-from megatron_llama.errors import TrainingError, describe, listing
-
-
-class FreezeError(TrainingError, RuntimeError):
-    """``requires_grad_`` at a moment, or for parameters, where the engine cannot follow it."""
 
 
 class Freezing:
     """The parameters that are trained now, and those that shall be from the next pass on."""
 
     def __init__(self, engine: OverlappedDistributedOptimizer, holders: Holders) -> None:
-        self._engine = engine
         self._holders = holders
         plan = engine.bucket_plan
-        self._names = {
+        self.names_of = {
             bucket: [placed.spec.name for placed in plan.buckets[bucket].placements]
             for bucket in engine.gradients.trainable
         }
         """The parameters of each bucket that may be trained."""
-        self._trainable = {name for names in self._names.values() for name in names}
+        self._trainable = {name for names in self.names_of.values() for name in names}
         self._asked: dict[str, bool] = {}
         """By parameter, what ``requires_grad`` shall be where that is not what it is."""
+        self.names: frozenset[str] = frozenset()
+        """The trainable parameters that are frozen now."""
         self.buckets: frozenset[int] = frozenset()
-        """The trainable buckets that are frozen now."""
+        """The trainable buckets of which all is frozen now."""
 
     @property
     def everything(self) -> bool:
         """Whether nothing is trained now."""
-        return len(self.buckets) == len(self._names)
+        return len(self.buckets) == len(self.names_of)
 
     @property
-    def asked(self) -> Collection[str]:
+    def asked(self) -> Mapping[str, bool]:
         """The parameters that shall be trained and are not, or the other way round."""
-        return self._asked.keys()
+        return self._asked
 
     def may_train(self, name: str) -> bool:
         """Whether a parameter was trained in ``shard``, so that it may be now."""
@@ -63,58 +54,14 @@ class Freezing:
         else:
             self._asked[name] = trained
 
-    def asked_buckets(self) -> frozenset[int]:
-        """Return the buckets that shall be frozen. Raises FreezeError for parameters that were
-        frozen in ``shard``, and for those that are updated together and shall not be frozen
-        together."""
-        asked = {**self._holders.trained, **self._asked}
-        problems = []
-        # Not where it is asked: adapters are switched on and off again around passes without
-        # gradients, and a parameter without a gradient may be asked for one meanwhile.
-        untrained = [name for name in self._asked if name not in self._trainable]
-        if untrained:
-            problems.append(
-                describe(
-                    named(untrained),
-                    got="requires_grad=True",
-                    expected="False as in shard(), which has made no optimizer state for them",
-                    do="let them require gradients before shard(), and freeze them after that "
-                    "until they are trained",
-                )
-            )
-        if rule_progress(self._engine) is not None:
-            problems.append(
-                describe(
-                    "requires_grad_",
-                    got=f"another value for {named(self._asked)}",
-                    expected='what it was in shard(), with optimizer_offload="zenflow"',
-                    do='take optimizer_offload="exact" or "none"',
-                )
-            )
-        for bucket, names in self._names.items():
-            frozen = [name for name in names if not asked[name]]
-            trained = [name for name in names if asked[name]]
-            if frozen and trained:
-                problems.append(
-                    describe(
-                        self._engine.bucket_plan.label(bucket),
-                        got=f"requires_grad=False for {named(frozen)} and True for "
-                        f"{named(trained)}",
-                        expected="one value for what is updated together",
-                        do="give them groups of their own, as in "
-                        f'shard(optimizer=ml.AdamW(groups=[ml.group("{frozen[0]}")]))',
-                    )
-                )
-        if problems:
-            raise FreezeError(listing("requires_grad_ after shard():", problems))
-        return frozenset(
-            bucket for bucket, names in self._names.items() if not any(asked[n] for n in names)
-        )
-
-    def freeze(self, buckets: frozenset[int]) -> None:
-        """Train what was asked from now on: ``buckets`` are those of ``asked_buckets``."""
+    def freeze_as_asked(self) -> Collection[int]:
+        """Let the parameters require gradients as was asked. Returns the buckets that get none."""
         for name, trained in self._asked.items():
             self._holders.set_trained(name, trained)
         self._asked.clear()
-        self.buckets = buckets
-        self._engine.freeze(buckets)
+        trained_now = self._holders.trained
+        self.names = frozenset(name for name in self._trainable if not trained_now[name])
+        self.buckets = frozenset(
+            bucket for bucket, own in self.names_of.items() if self.names.issuperset(own)
+        )
+        return self.buckets

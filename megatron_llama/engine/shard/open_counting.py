@@ -23,15 +23,21 @@ class OpenCounting(Counting):
     """Whether parameters may have no contribution in a step."""
 
     def __init__(
-        self, gradients: GradientBuckets, agree: Callable[[int], None], frozen: Collection[int] = ()
+        self, gradients: GradientBuckets, agree: Callable[[int], None], frozen: Collection[str] = ()
     ) -> None:
         """``agree`` is called before a bucket is reduced because another one needs its slot. That
         follows from what this rank has written, so ranks that may differ in it have to agree here:
-        it raises on all of them if they do. ``frozen`` are the buckets that get no gradients."""
+        it raises on all of them if they do. ``frozen`` are parameters that get no gradients."""
         super().__init__()
         self._agree = agree
         self._each_pass = gradients.reduce_every_microbatch
-        self.ended_by_step = [b for b in gradients.trainable if b not in frozen]
+        self._frozen = frozenset(frozen)
+        buckets = gradients.bucket_plan.buckets
+        self.ended_by_step = [
+            bucket
+            for bucket in gradients.trainable
+            if any(placed.spec.name not in self._frozen for placed in buckets[bucket].placements)
+        ]
         self.sequence: list[str] = []
         """The parameters of this backward pass's contributions, one by one. Ranks with the same
         sequence reduce the same buckets in the same order, now and by the rounds that are
@@ -60,9 +66,9 @@ class OpenCounting(Counting):
         return self._written_buckets()
 
     def lacking(self, buckets: Mapping[int, Iterable[str]]) -> dict[int, list[str]]:
-        written = self.written
+        known = self.written | self._frozen
         return {
-            bucket: [name for name in names if name not in written]
+            bucket: [name for name in names if name not in known]
             for bucket, names in buckets.items()
             if bucket in self.ended_by_step
         }
@@ -99,7 +105,7 @@ class UnusedCounting(OpenCounting):
     allows_unused = True
 
     def __init__(
-        self, gradients: GradientBuckets, agree: Callable[[int], None], frozen: Collection[int] = ()
+        self, gradients: GradientBuckets, agree: Callable[[int], None], frozen: Collection[str] = ()
     ) -> None:
         """Raises ValueError for buckets that share slots or are reduced after every microbatch."""
         slots = {gradients.bucket_plan.gradient_slots[bucket] for bucket in gradients.trainable}

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.engine.options import ADAM, UpdateOptions
 from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
 from megatron_llama.engine.rules.bias_correction import bias_corrections
@@ -28,6 +29,7 @@ from megatron_llama.engine.shard.state import (
     sharded_parameters,
     with_extra_state,
 )
+from megatron_llama.engine.shard.unused import is_divisible, numbers_by_parameter, write_numbers
 from megatron_llama.engine.shard.values import MASTER, MOMENTS, ModuleValues
 from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
 
@@ -58,11 +60,9 @@ def optimizer_state(
         for what in names
     }
     state = {}
+    numbers = numbers_by_parameter(values.engine)
     for name in values.aliases:
-        bucket = values.bucket_of[name]
-        own = {
-            what: number.detach().clone().cpu() for what, number in values.numbers(bucket).items()
-        }
+        own = numbers.get(name, {})
         own |= {what: tensors[what][name] for what in names if name in tensors[what]}
         # torch.optim has no entry of a parameter without state either.
         if own:
@@ -135,6 +135,7 @@ def load_state_dict(
         loading.check(state)
         if loading.problems:
             raise CheckpointError(listing("engine.load_state_dict:", loading.problems))
+    loading.require_same_numbers()
     with torch.no_grad():
         loading.load()
     values.engine.publish()
@@ -160,8 +161,10 @@ class _Loading:
         self._buffers: list[tuple[str, Tensor, Tensor]] = []
         """(name, buffer, value)."""
         self._extra: list[tuple[nn.Module, Any]] = []
-        self._numbers: dict[tuple[int, str], float] = {}
-        """By bucket and name."""
+        self._numbers: dict[str, dict[str, float]] = {}
+        """By parameter and name."""
+        self._begun: dict[str, bool] = {}
+        """By parameter, whether its state has values."""
         self._options: list[tuple[dict[str, Any], str, Any]] = []
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -179,29 +182,48 @@ class _Loading:
             self._check_state(state[OPTIMIZER].get("state", {}))
             self._check_groups(state[OPTIMIZER].get("param_groups", ()))
 
+    def require_same_numbers(self) -> None:
+        """Raise CheckpointError on all ranks if one has other numbers, by which they decide
+        together what is updated together. Collective."""
+        said = crc32(repr(sorted(self._numbers.items())).encode())
+        by_rank = all_gather_object(said, self.values.engine.mesh.world)
+        unlike = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
+        if unlike:
+            raise CheckpointError(
+                "engine.load_state_dict",
+                got=f"other step counts on rank {unlike[0]} than on rank 0",
+                expected="the same state on all ranks",
+                do="load the same checkpoint on all ranks",
+            )
+
     def load(self) -> None:
         """Write everything. Collective: values are made whole one after the other."""
         values = self.values
         for name, what, value in self._parameters:
+            whole = _whole(value)
             if what != MASTER and values.of_blocks(values.bucket_of[name], what):
-                values.write_blocks(name, what, _whole(value))
+                values.write_blocks(name, what, whole)
             else:
-                values.write(name, what, _whole(value).reshape(-1))
+                values.write(name, what, whole.reshape(-1))
             if what == MASTER:
                 values.uninitialized.discard(name)
+            elif whole.is_floating_point():
+                has_values = not bool(whole.isnan().all())
+                self._begun[name] = self._begun.get(name, False) or has_values
         for name, buffer, value in self._buffers:
             buffer.copy_(_whole(value))
             values.uninitialized.discard(name)
         for module, value in self._extra:
             module.set_extra_state(value)
-        for (bucket, what), number in self._numbers.items():
-            values.numbers(bucket)[what].fill_(number)
-        steps = {bucket: n for (bucket, what), n in self._numbers.items() if what == "step"}
+        if self._numbers:
+            write_numbers(values.engine, self._numbers, self._begun)
+        steps = {name: own["step"] for name, own in self._numbers.items() if "step" in own}
         if steps:
             # A rule that counts the updates of single columns takes the steps for all of them, and
             # selects columns anew.
             for column in column_state(values.engine):
-                column.updates.fill_(steps[values.bucket_of[column.spec.name]])
+                if column.spec.name in steps:
+                    column.updates.fill_(steps[column.spec.name])
                 column.selected.zero_()
             progress = rule_progress(values.engine)
             if progress is not None:
@@ -245,9 +267,10 @@ class _Loading:
         values = self.values
         left = {clean_name(str(name)): dict(state) for name, state in given.items()}
         numbers: dict[tuple[int, str], dict[str, str]] = {}
-        """By bucket and name, the parameters that have each number."""
+        """By bucket and name, the parameters that have each number, where they have to share it."""
         for bucket in values.engine.gradients.trainable:
             expected = values.state(bucket)
+            shares = not is_divisible(values.engine, bucket)
             for placed in values.plan.buckets[bucket].placements:
                 name = placed.spec.name
                 aliases = [alias for alias in values.aliases[name] if alias in left]
@@ -257,14 +280,16 @@ class _Loading:
                     continue
                 # torch's SGD without momentum says that it has none.
                 own = {what: v for what, v in left.pop(aliases[0]).items() if v is not None}
+                self._numbers[name] = {}
                 for what, live in expected.items():
                     where = f"{what} of {aliases[0]}"
                     if what not in own:
                         self._missing(where)
                     elif not live.dim():
                         number = float(own.pop(what))
-                        self._numbers[bucket, what] = number
-                        numbers.setdefault((bucket, what), {})[repr(number)] = aliases[0]
+                        self._numbers[name][what] = number
+                        if shares:
+                            numbers.setdefault((bucket, what), {})[repr(number)] = aliases[0]
                     elif self._fits(where, value := own.pop(what), values.state_shape(name, what)):
                         self._parameters.append((name, what, value))
                 self._unexpected({f"{what} of {aliases[0]}": None for what in own})

@@ -86,9 +86,9 @@ class AccessOrder:
         self._peers = peers
         self.static = static
         self._finds_unused = finds_unused
-        self._plans: dict[tuple[int, frozenset[int]], StepPlan] = {}
-        """By the number of microbatches, and the trainable buckets that are frozen."""
-        self._frozen: frozenset[int] = frozenset()
+        self._plans: dict[tuple[int, frozenset[str]], StepPlan] = {}
+        """By the number of microbatches, and the trainable parameters that are frozen."""
+        self._frozen: frozenset[str] = frozenset()
         self._microbatches = 0
         self._successors: dict[WeightAccess | None, int] = {}
         """The unit that followed each access when it came last."""
@@ -127,11 +127,11 @@ class AccessOrder:
         self._peers.begin_meeting(numbers, self._compare)
         return self.plan
 
-    def agree_to_freeze(self, buckets: frozenset[int]) -> None:
-        """Make sure that all ranks freeze these buckets from now on, and no others. Collective.
+    def agree_to_freeze(self, names: frozenset[str]) -> None:
+        """Make sure that all ranks freeze these parameters from now on, and no others. Collective.
         Raises OrderError on all ranks."""
-        self._peers.meet(self._numbers(REQUIRES_GRAD, fingerprint(buckets)), self._compare)
-        self._frozen = buckets
+        self._peers.meet(self._numbers(REQUIRES_GRAD, fingerprint(names)), self._compare)
+        self._frozen = names
 
     def begin_evaluation(self) -> None:
         """An evaluation pass begins."""
@@ -330,9 +330,9 @@ class AccessOrder:
         return f"{'backward' if access.backward else 'forward'} of {self._names[access.unit]}"
 
 
-def fingerprint(buckets: frozenset[int]) -> int:
+def fingerprint(names: frozenset[str]) -> int:
     """Return a number by which ranks compare what they freeze."""
-    return crc32(",".join(map(str, sorted(buckets))).encode())
+    return crc32(",".join(sorted(names)).encode())
 
 
 def _unlike_first(by_rank: Sequence[tuple[int, ...]]) -> str:

@@ -90,6 +90,7 @@ class Passes:
         microbatches: int,
         cast_to: torch.dtype | None,
         find_unused: bool,
+        skips_unused: bool,
         ignored: Collection[nn.Parameter],
         shares_buffers: bool,
         require_values: Callable[[], None],
@@ -124,6 +125,7 @@ class Passes:
             microbatches=microbatches,
             casts=unit_casts(units, model, cast_to, engine.dtype),
             find_unused=find_unused,
+            skips_unused=skips_unused,
         )
         self._step = self._accesses.step
         self._backward = BackwardPasses(self._accesses)
@@ -505,9 +507,11 @@ class Passes:
             self._require_known()
             self._require_gradients()
         self._order.close_step()
-        with self._peers.explained():
-            result = step()
         counting = self._accesses.open_counting
+        with self._peers.explained():
+            if self._accesses.unused is not None and counting is not None:
+                self._accesses.unused.ask(counting.written)
+            result = step()
         if counting is not None and self._order.end_step(counting.rounds):
             self._let_layers_wait()
         self._forget_passes()

@@ -39,7 +39,7 @@ from megatron_llama.engine.shard.optimizer import (
 from megatron_llama.engine.shard.order import AccessOrder
 from megatron_llama.engine.shard.passes import Passes
 from megatron_llama.engine.shard.peers import Peers
-from megatron_llama.engine.shard.shard_options import ShardOptions
+from megatron_llama.engine.shard.shard_options import SKIP, ShardOptions
 from megatron_llama.engine.shard.snapshot import Snapshot
 from megatron_llama.engine.shard.specs import (
     ModuleUnit,
@@ -82,6 +82,7 @@ def shard(
     reduction: str = "mean",
     static_order: bool = True,
     find_unused: bool = False,
+    unused: str | None = None,
     ignored: Ignored = (),
     ignored_values: str = RANK0,
     buffers: str = OWN,
@@ -148,9 +149,12 @@ def shard(
     ``zenflow`` (an approximation); further keywords are the offload options of docs/options.md.
     ``reduction`` says what the gradient of several ranks is: their ``mean`` as in DDP, or ``sum``.
     ``static_order=False`` is for a model that uses its units in another order each time: ranks then
-    agree before each unit, and less is prefetched. ``find_unused=True`` trains parameters that got
-    no gradient with a gradient of zero, so that weight decay and moments go on, unlike in DDP;
-    without it they are an error.
+    agree before each unit, and less is prefetched.
+    ``unused`` says what becomes of parameters that no rank has used in a step, which are an error
+    without it. ``"skip"`` leaves them as they are, with moments and count of steps, as DDP and
+    torch.optim do; ``"zero"`` trains them with a gradient of zero, so that weight decay and moments
+    go on. ``find_unused=True`` is ``"zero"``. With either ranks may use different parameters, and
+    gradients are reduced at the end of the step.
     ``ignored`` are parameters that stay as and where they are, whole on every rank: names or
     patterns of names, modules, parameters. The engine does not move, cast, gather, reduce or update
     them; if they require gradients, their ``.grad`` is this rank's, and yours to reduce and use.
@@ -182,7 +186,8 @@ def shard(
         optimizer_offload=optimizer_offload,
         reduction=reduction,
         static_order=static_order,
-        find_unused=find_unused,
+        find_unused=find_unused or unused is not None,
+        unused=unused,
         ignored_values=ignored_values,
         buffers=buffers,
         loss_scaling=loss_scaling,
@@ -222,6 +227,10 @@ def shard(
         from megatron_llama.engine.shard.more_optimizers import require_updatable
 
         require_updatable(groups, optimizer_offload, compute_dtype)
+    if unused == SKIP:
+        from megatron_llama.engine.shard.unused import require_skippable
+
+        require_skippable(groups, optimizer_offload)
     described = [
         f"{unit.name} {unit.policy.options or ''}".strip()
         for unit in all_units
@@ -329,6 +338,7 @@ def _build(
             microbatches=options.microbatches,
             cast_to=options.dtype,
             find_unused=options.find_unused,
+            skips_unused=options.unused == SKIP,
             ignored=ignored.parameters.values(),
             shares_buffers=options.buffers == RANK0,
             require_values=values.require_usable,

@@ -20,6 +20,8 @@ from megatron_llama.errors import describe
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 REDUCTIONS = ("mean", "sum")
 OFFLOADS = ("none", "exact", "zenflow")
+SKIP = "skip"
+WHAT_BECOMES_OF_UNUSED = (None, "zero", SKIP)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ShardOptions:
     buffers: str
     loss_scaling: LossScaling | None
     offload_options: Mapping[str, Any]
+    unused: str | None = None
 
     def agreed(
         self, units: Sequence[str], groups: Sequence[ParameterGroup], ignored: Sequence[str]
@@ -87,6 +90,7 @@ class ShardOptions:
             ("strategy", self.strategy, STRATEGIES),
             ("reduction", self.reduction, REDUCTIONS),
             ("optimizer_offload", self.optimizer_offload, OFFLOADS),
+            ("unused", self.unused, WHAT_BECOMES_OF_UNUSED),
             ("ignored_values", self.ignored_values, WHOSE_VALUES),
             ("buffers", self.buffers, WHOSE_BUFFERS),
             ("dtype", self.dtype, (None, *COMPUTE_DTYPES)),

@@ -48,10 +48,14 @@ class EndableCounting(PlannedCounting):
         if not self._ends_here:
             return super().lacking(buckets)
         written = self.written
+        # A frozen parameter is in no round.
+        planned = {
+            bucket: {name for one_round in rounds for name in one_round}
+            for bucket, rounds in self._rounds.by_bucket.items()
+        }
         return {
-            bucket: [name for name in names if name not in written]
+            bucket: [name for name in names if name in planned[bucket] and name not in written]
             for bucket, names in buckets.items()
-            if self._rounds.by_bucket[bucket]
         }
 
     def end_step(self, names: Iterable[str]) -> Sequence[int]:

@@ -128,10 +128,6 @@ class ModuleValues:
             return {}
         return self.engine.rules.by_bucket[bucket].state(bucket)
 
-    def numbers(self, bucket: int) -> dict[str, Tensor]:
-        """Return the numbers among the state of a bucket, live. All its parameters share them."""
-        return {name: tensor for name, tensor in self.state(bucket).items() if not tensor.dim()}
-
     def state_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the state of a parameter."""
         return tuple(self.state(self.bucket_of[name]))

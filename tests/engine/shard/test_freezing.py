@@ -95,6 +95,13 @@ def from_reference(module: nn.Module, step: int, rank: int) -> Tensor:
     return F.mse_loss(trained, inputs(100 + step, rank)) + F.mse_loss(trained, reference)
 
 
+def parts(module: nn.Sequential, step: int) -> None:
+    """One bias of a block, the norm of the next, later all matrices but one: always a part of what is updated together."""
+    for name, parameter in module.named_parameters():
+        frozen = name == "2.up.bias" if step < 5 else name.startswith(("2.up", "3.norm")) if step < 9 else parameter.dim() > 1 and name != "4.down.weight"
+        parameter.requires_grad = not (frozen and step % 4 > 0)
+
+
 def as_it_is(module: nn.Sequential, step: int) -> None:
     """Nothing is frozen between steps."""
 
@@ -103,7 +110,11 @@ CASES: dict[str, tuple[Freeze, Batch]] = {
     "layers thaw": (thaws, distance),
     "additions and the rest take turns": (alternates, distance),
     "the reference is the model without its additions": (as_it_is, from_reference),
+    "parts of a bucket": (parts, distance),
 }
+WAYS: list[dict[str, Any]] = [{}, {"static_order": False}, {"optimizer_offload": "exact"}]
+TOGETHER: list[dict[str, Any]] = [{}, {"static_order": False}, {"unused": "skip"}]
+"""With all of a unit in one bucket."""
 
 
 def trained(place: Place, strategy: str, case: str, clip: float, options: dict[str, Any]) -> float:
@@ -111,7 +122,8 @@ def trained(place: Place, strategy: str, case: str, clip: float, options: dict[s
     freeze, loss_of = CASES[case]
     module, plain = net(0), net(0)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    engine = ml.shard(module, units=[Block], strategy=strategy, clip=clip, optimizer=ml.AdamW(lr=1e-2, groups=groups()), microbatches=2, **options)
+    in_groups = [ml.group("*", weight_decay=0.1)] if freeze is parts else groups()
+    engine = ml.shard(module, units=[Block], strategy=strategy, clip=clip, optimizer=ml.AdamW(lr=1e-2, groups=in_groups), microbatches=2, **options)
     differences = []
     for step in range(STEPS):
         freeze(module, step)
@@ -146,9 +158,41 @@ def trained(place: Place, strategy: str, case: str, clip: float, options: dict[s
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_frozen_between_steps_trains_as_with_torch(strategy: str, case: str, cluster: Cluster) -> None:
-    for options in ({}, {"static_order": False}, {"optimizer_offload": "exact"}):
+    for options in TOGETHER if case == "parts of a bucket" else WAYS:
         for clip in (0.0, 0.3):
             assert max(cluster.run(2, trained, strategy, case, clip, options)) <= 1e-6, (options, clip)
+
+
+def by_sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1)
+
+
+def trained_by_sgd(place: Place, strategy: str) -> float:
+    """The largest relative difference of a loss from one process, where parts of buckets are frozen and torch's SGD updates."""
+    module, plain = net(0), net(0)
+    optimizer = by_sgd(plain)
+    differences = []
+    with ml.shard(module, units=[Block], strategy=strategy, clip=0.3, optimizer=by_sgd(module)) as engine:
+        for step in range(STEPS):
+            parts(module, step)
+            parts(plain, step)
+            loss = distance(module, step, place.rank)
+            loss.backward()
+            mean = loss.detach() / place.world_size
+            engine.step()
+            dist.all_reduce(mean)
+            exact = torch.stack([distance(plain, step, rank) for rank in range(place.world_size)]).mean()
+            exact.backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            differences.append(abs(float(mean) / float(exact) - 1))
+    return max(differences)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_of_torch_leaves_out_what_is_frozen(strategy: str, cluster: Cluster) -> None:
+    assert max(cluster.run(2, trained_by_sgd, strategy)) <= 1e-6
 
 
 def adversaries(place: Place, strategy: str) -> float:
@@ -210,7 +254,8 @@ def refusals(place: Place) -> dict[str, str]:
 
     module = net(0)
     module[1].up.weight.requires_grad_(False)
-    engine = ml.shard(module, units=[Block], microbatches=2)
+    # The host updates whole buckets.
+    engine = ml.shard(module, units=[Block], microbatches=2, optimizer_offload="exact")
     module.requires_grad_(True)
     told("never trained", lambda: module(inputs(0, 0)))
     with torch.no_grad():

@@ -81,17 +81,17 @@ def live_bytes(before: Collection[int], planned: int) -> int:
             return live
 
 
-def live_and_planned(place: Place, way: str, strategy: str) -> list[tuple[int, int]]:
-    """After ``shard`` and after two steps, with the optimizer that was given still in a variable."""
+def live_and_planned(place: Place, way: str, strategy: str, unused: str | None = None) -> list[tuple[int, int]]:
+    """After ``shard`` and after two steps, with the optimizer that was given still in a variable. ``unused``: and a bias is frozen in the second."""
     before = alive()
     module = model()
     given = WAYS[way](module)
-    options = {"strategy": strategy, "clip": 1.0}
+    options: dict[str, Any] = {"strategy": strategy, "clip": 1.0, "unused": unused}
     engine = ml.shard(module, units=[Block], optimizer=given, **options)
     plan = engine._engine.bucket_plan
     defaults = ShardOptions(
         **{"microbatches": 1, "param_slots": 2, "grad_slots": 2, "shard_size": 0, "bucket_size": 0, "dtype": None, "reduce_dtype": None},
-        **{"optimizer_offload": "none", "reduction": "mean", "static_order": True, "find_unused": False, "ignored_values": "rank0", "buffers": "own", "loss_scaling": None, "offload_options": {}},
+        **{"optimizer_offload": "none", "reduction": "mean", "static_order": True, "find_unused": unused is not None, "ignored_values": "rank0", "buffers": "own", "loss_scaling": None, "offload_options": {}},
         **options,
     )
     engine_options = defaults.for_engine(torch.float32, engine.optimizer.made, ranks=place.world_size)
@@ -100,6 +100,7 @@ def live_and_planned(place: Place, way: str, strategy: str) -> list[tuple[int, i
     counts = []
     for steps in range(3):
         if steps:
+            module[2].linear.bias.requires_grad_(unused is None or steps == 1)
             module(torch.ones(2, WIDTH)).square().mean().backward()
             engine.step()
         engine._engine.settle()  # gathers and updates under way have memory of their own
@@ -114,3 +115,9 @@ def test_nothing_is_alive_but_what_the_plan_counts(strategy: str, cluster: Clust
     for way in WAYS:
         for counts in cluster.run(2, live_and_planned, way, strategy):
             assert all(live == planned for live, planned in counts), (way, counts)
+
+
+@pytest.mark.parametrize("way", ["ml.AdamW", "8 bits", "SGD with momentum in a group"])
+def test_a_part_that_is_left_out_has_the_memory_of_its_bucket(way: str, cluster: Cluster) -> None:
+    for counts in cluster.run(2, live_and_planned, way, "optim_grads_params", "skip"):
+        assert all(live == planned for live, planned in counts), counts
