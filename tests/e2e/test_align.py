@@ -19,15 +19,8 @@ from tests.launcher import Finished, Run
 
 SEQ_LENGTH, GLOBAL, ITERS = 160, 4, 4
 TUNING = {
-    "seq_length": SEQ_LENGTH,
-    "micro_batch_size": 2,
-    "global_batch_size": GLOBAL,
-    "train_iters": ITERS,
-    "lr_decay_iters": ITERS,
-    "lr": 1e-3,
-    "log_interval": 1,
-    "split": "90,10,0",
-    "packing": True,
+    "seq_length": SEQ_LENGTH, "micro_batch_size": 2, "global_batch_size": GLOBAL, "train_iters": ITERS, "lr_decay_iters": ITERS, "lr": 1e-3,
+    "log_interval": 1, "split": "90,10,0", "packing": True,
 }
 EVALUATED = {"eval_interval": 2, "eval_iters": 2}
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

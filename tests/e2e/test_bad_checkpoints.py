@@ -132,13 +132,9 @@ def test_a_marked_checkpoint_is_passed_over(lose: Lose, row: int, product: Produ
         f" warning: the run begins with values that are not finite: {EMBEDDING} (1 value, the first is nan at [{row}, {COLUMN}])"
         in named.out
     )
-    assert (
-        "; its first save will end it" in named.out and f"error: {tmp_path}/other/iter_0000006: got values that are not finite" in named.err
-    )
+    assert "; its first save will end it" in named.out and f"error: {tmp_path}/other/iter_0000006: got values that are not finite" in named.err
     resumed = product.train(DP2, load="auto", **{**saves, "train_iters": 3})
-    assert (
-        f" warning: {folder}/iter_0000004 has weights or moments that are not finite, going on from {folder}/iter_0000002; " in resumed.out
-    )
+    assert f" warning: {folder}/iter_0000004 has weights or moments that are not finite, going on from {folder}/iter_0000002; " in resumed.out
     assert checkpoints(folder) == [2, 3] and os.readlink(folder / "last") == "iter_0000003"
 
 

@@ -85,10 +85,7 @@ def test_plain_python_in_another_folder(product: Product, straight: Callable[[st
     assert (ended.returncode, ended.stderr) == (0, "")
     assert exact_curve(tmp_path / "run") == exact_curve(tmp_path / "expected")
     assert sorted(path.name for path in (tmp_path / "run" / "tokenizer").iterdir()) == [
-        "SHA256SUMS",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
+        "SHA256SUMS", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     ]
 
 
@@ -96,11 +93,7 @@ def test_plain_python_in_another_folder(product: Product, straight: Callable[[st
 def test_srun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """A WORLD_SIZE that a login script left behind changes nothing."""
     step = {
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": "77",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "WORLD_SIZE": "1",
+        "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost", "WORLD_SIZE": "1",
         "MASTER_PORT": str(free_port()),
     }
     command = product.command(save=tmp_path, **TP2.options, **EVALUATED)

@@ -229,12 +229,7 @@ def test_control_c_while_torch_is_imported(tmp_path: Path) -> None:
 def test_control_c_is_one_word(product: Product, tmp_path: Path) -> None:
     """And nothing is left of what was begun."""
     (tmp_path / "docs.jsonl").write_text(('{"text": "' + "some words " * 1000 + '"}\n') * 4000)
-    options = {
-        "input": tmp_path / "docs.jsonl",
-        "output_prefix": tmp_path / "out",
-        "tokenizer_model": f"{product.data}-tokenizer",
-        "workers": 2,
-    }
+    options = {"input": tmp_path / "docs.jsonl", "output_prefix": tmp_path / "out", "tokenizer_model": f"{product.data}-tokenizer", "workers": 2}
     run = product.launcher.start(["preprocess", *words(options)])
     run.until(lambda: any(path.stat().st_size for path in tmp_path.glob("out.bin.tmp-*")))
     run.signal(Signals.SIGINT)
@@ -280,13 +275,7 @@ def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable
     assert re.search(rf"{tmp_path}/iter_0000006\.[0-9a-f]+\.incomplete/\S+: got File too large, expected to write it; free space", complaint(ended))
     assert contents(tmp_path / "iter_0000003") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best",
-        "events.jsonl",
-        "iter_0000003",
-        "last",
-        "latest_checkpointed_iteration.txt",
-        "log.jsonl",
-        "tokenizer",
+        "best", "events.jsonl", "iter_0000003", "last", "latest_checkpointed_iteration.txt", "log.jsonl", "tokenizer",
     ]
     product.train(DP2, save=tmp_path, load=tmp_path, **EVALUATED)
     assert exact_curve(tmp_path) == exact_curve(straight("dp2 optim_grads"))

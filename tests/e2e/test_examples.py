@@ -74,18 +74,8 @@ def test_a_script_starts_each_on_its_machines(recipe: Path) -> None:
 
 
 SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB_SIZE,
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "global_batch_size": 4,
-    "lr_warmup_iters": 0,
-    "split": "90,10,0",
+    "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": VOCAB_SIZE, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 4, "lr_warmup_iters": 0, "split": "90,10,0",
 }
 
 

@@ -141,13 +141,7 @@ def test_every_skipped_step_is_counted_once(product: Product, tmp_path: Path) ->
 @pytest.mark.long
 def test_megatrons_line_has_the_mean_of_the_interval(product: Product, tmp_path: Path) -> None:
     """Of the steps that were not skipped, whatever is saved and evaluated between two lines; in the first interval there is none."""
-    overflowing: dict[str, Any] = {
-        "fp16": True,
-        "initial_loss_scale": 2.0**24,
-        "hysteresis": 1,
-        "train_iters": 10,
-        "lr_decay_style": "constant",
-    }
+    overflowing: dict[str, Any] = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "train_iters": 10, "lr_decay_style": "constant"}
     product.train(save=tmp_path / "each", **overflowing)
     often = {"save_interval": 6, "eval_interval": 7, "eval_iters": 1}
     printed = product.train(save=tmp_path / "run", log_interval=4, log_format="megatron", **often, **overflowing)

@@ -107,11 +107,7 @@ def test_a_plan_does_without_weights(product: Product, served: Hub, tmp_path: Pa
         "pretrain",
         *words(
             {
-                "model": "llama-7b",
-                "init_from_hf": "org/tiny",
-                "vocab_size": 32000,
-                "micro_batch_size": 1,
-                "train_iters": 1,
+                "model": "llama-7b", "init_from_hf": "org/tiny", "vocab_size": 32000, "micro_batch_size": 1, "train_iters": 1,
                 "data_path": product.data,
             }
         ),

@@ -65,17 +65,7 @@ def test_log_lines_and_log_file_say_the_same(product: Product, tmp_path: Path) -
     *banner, saved = others
     assert saved == f" saved {tmp_path}/iter_0000006"
     assert [line.split()[0] for line in banner] == [
-        "model",
-        "layout",
-        "precision",
-        "optimizer",
-        "data",
-        "validation",
-        "batch",
-        "iterations",
-        "start",
-        "saves",
-        "log",
+        "model", "layout", "precision", "optimizer", "data", "validation", "batch", "iterations", "start", "saves", "log",
     ]
     assert {line[:13].rstrip() for line in banner} == {f" {line.split()[0]}" for line in banner}, "aligned"
     for words in (
@@ -152,9 +142,7 @@ def test_document_masks_where_samples_are_divided(product: Product, masked: Path
 
 @pytest.mark.tries("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 @pytest.mark.parametrize("mask", MASKS)
-def test_each_document_mask_changes_the_loss(
-    mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_each_document_mask_changes_the_loss(mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(save=tmp_path, train_iters=1, **{mask: True})
     alone, none, raise_on_all_ranks = (column(folder, "lm_loss")[0] for folder in (tmp_path, straight("one"), masked))
     assert len({alone, none, raise_on_all_ranks}) == 3

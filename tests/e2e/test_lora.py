@@ -80,9 +80,7 @@ def test_merging_the_exported_adapter_is_exporting_the_run(product: Product, ada
         assert (folder / "tokenizer.json").is_file()
 
 
-def test_neither_the_base_nor_somebody_elses_adapter_is_replaced(
-    adapted: Adapted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_neither_the_base_nor_somebody_elses_adapter_is_replaced(adapted: Adapted, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even with --overwrite the base, which is an export itself."""
     adapter = shutil.copytree(adapted.adapter, tmp_path / "adapter")
     again = ["export", "--load", str(adapted.run), "--adapter", "--output", str(adapter)]
@@ -171,10 +169,7 @@ def test_wrong_options_are_refused_together(product: Product) -> None:
         ({"r": 8}, "q_proj.lora_A.weight: got (4, 64), expected shape (8, 64)"),
         ({"use_dora": True, "bias": "all"}, "use_dora: got True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: got pissa, expected a start that leaves the model's own weights as they are"),
-        (
-            {"rank_pattern": {"q_proj": 4}, "layer_replication": [[0, 2], [1, 4]]},
-            "layer_replication: got [[0, 2], [1, 4]], expected nothing",
-        ),
+        ({"rank_pattern": {"q_proj": 4}, "layer_replication": [[0, 2], [1, 4]]}, "layer_replication: got [[0, 2], [1, 4]], expected nothing"),
         ({"target_modules": "all-linear"}, "target_modules: got all-linear"),
         ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight: got a tensor, expected none of this name"),
         ({"peft_type": "IA3"}, "peft_type: got IA3, expected LORA"),

@@ -42,11 +42,7 @@ def arguments(
 
 
 HERE = {
-    "tokenizer": "tokenizer",
-    "data": "0.2 first 0.3 second 0.5 third",
-    "save": "checkpoints",
-    "load": "weights",
-    "board": "board",
+    "tokenizer": "tokenizer", "data": "0.2 first 0.3 second 0.5 third", "save": "checkpoints", "load": "weights", "board": "board",
     "iters": "1000",
 }
 SCRIPTS = {
@@ -131,13 +127,7 @@ def test_on_one_machine_from_huggingface_weights(launcher: Launcher, paths: dict
     launcher.run(small("LLaMA_13_standalone", paths, paths["hf"], tmp_path / "hf"), 4).ok()
     three_steps(tmp_path / "hf", "LLaMA_tp2_pp1_mbs4_gpus8")
     port = next(port for port in iter(free_port, 0) if port < 40000)
-    job = {
-        "SLURM_NTASKS": "4",
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_ID": str(port - 20000),
-        "SLURM_STEP_NODELIST": "localhost",
-        "WORLD_SIZE": "8",
-    }
+    job = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(port - 20000), "SLURM_STEP_NODELIST": "localhost", "WORLD_SIZE": "8"}
     argv = small("LLaMA_13_slurm", paths, paths["megatron"], tmp_path / "megatron")
     launcher.run(argv, 4, place=lambda rank: {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}).ok()
     three_steps(tmp_path / "megatron", "LLaMA_tp2_pp1_mbs4_gpus8")

@@ -74,9 +74,7 @@ sys.exit(cli.main(sys.argv[2:]))
 
 
 @pytest.mark.long
-def test_a_worker_that_dies_ends_the_run_and_leaves_its_checkpoints(
-    product: Product, straight: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_worker_that_dies_ends_the_run_and_leaves_its_checkpoints(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     words = list(map(str, product.command(save=tmp_path, load=tmp_path, save_interval=2, optimizer_offload="exact")))
     plan = product.run(*product.command(dry_run="yes", **EXACT)).ok().out
     found = re.search(r"exact, (\d+) of", plan)

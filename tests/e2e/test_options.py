@@ -89,10 +89,7 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
         {"data_parallel_sharding_strategy": "optim_grads_params", "param_slots": 1},
         "parameters 274.2 KiB, parameter shards 832.0 KiB",
     ),
-    "grad_slots": (
-        {"data_parallel_sharding_strategy": "optim_grads_params", "grad_slots": 1},
-        "parameter shards 832.0 KiB, gradients 1.1 MiB",
-    ),
+    "grad_slots": ({"data_parallel_sharding_strategy": "optim_grads_params", "grad_slots": 1}, "parameter shards 832.0 KiB, gradients 1.1 MiB"),
     "reduce_bucket_size": ({"reduce_bucket_size": 50_000}, "  layout        7 buckets, the largest 40,960 elements"),
     "seq_length": ({"seq_length": 64}, "; 512 tokens a step, 64 a sample"),
     "micro_batch_size": ({"micro_batch_size": 4}, "batch           8 samples = 2 microbatches x 4 x dp 1"),
@@ -117,14 +114,8 @@ def test_options_that_the_plan_shows(option: str, product: Product, plan: str, c
 
 
 REFUSED: Mapping[str, object] = {
-    "model_type": "gpt2",
-    "add_qkv_bias": True,
-    "qk_norm": "head",
-    "norm_position": "both",
-    "apply_layernorm_1p": True,
-    "hidden_act": "gelu",
-    "embedding_multiplier": 8.0,
-    "final_logit_softcapping": 30.0,
+    "model_type": "gpt2", "add_qkv_bias": True, "qk_norm": "head", "norm_position": "both", "apply_layernorm_1p": True,
+    "hidden_act": "gelu", "embedding_multiplier": 8.0, "final_logit_softcapping": 30.0,
 }
 
 
@@ -141,10 +132,7 @@ RATES: Mapping[str, tuple[dict[str, object], list[float]]] = {
     "lr_decay_style": ({"lr": 1.0, "lr_decay_style": "cosine"}, [(1 + math.cos(math.pi * n / 4)) / 2 for n in range(4)]),
     "lr_decay_iters": ({"lr": 1.0, "lr_decay_iters": 2, "min_lr": 0.1}, [1.0, 0.55, 0.1, 0.1]),
     "lr_wsd_decay_iters": ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 2}, [1.0, 1.0, 1.0, 2 * math.sqrt(0.5) - 1]),
-    "lr_wsd_decay_style": (
-        {"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"},
-        [1.0, 0.75, 0.5, 0.25],
-    ),
+    "lr_wsd_decay_style": ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"}, [1.0, 0.75, 0.5, 0.25]),
     "lr_warmup_iters": ({"lr": 1.0, "lr_warmup_iters": 2}, [0.0, 0.5, 1.0, 0.5]),
     "lr_warmup_fraction": ({"lr": 1.0, "lr_warmup_fraction": 0.375}, [0.0, 2 / 3, 0.8, 0.4]),
     "lr_decay_samples": ({**IN_SAMPLES, "lr": 1.0, "lr_decay_samples": 16, "min_lr": 0.1}, [1.0, 0.55, 0.1, 0.1]),
@@ -328,11 +316,7 @@ def test_split(product: Product, tmp_path: Path) -> None:
 @pytest.mark.tries("max_position_embeddings", "bos_token_id", "eos_token_id")
 def test_what_the_exported_config_says(product: Product, tmp_path: Path) -> None:
     changes = {
-        "max_position_embeddings": 77,
-        "bos_token_id": 5,
-        "eos_token_id": 6,
-        "rope_theta": 5e5,
-        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 77, "bos_token_id": 5, "eos_token_id": 6, "rope_theta": 5e5, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     }
     product.train(save=tmp_path / "run", train_iters=1, **changes)

@@ -86,14 +86,7 @@ def test_the_plan_says_how_batches_grow(product: Product) -> None:
         "; 384 tokens a step, 32 a sample\nramp-up         4 samples, 4 more at a time, to 12 over 16 samples\n  first steps   2 microbatches; "
         in planned
     )
-    piped = {
-        **RAMP,
-        "train_iters": None,
-        "train_samples": 60,
-        "pipeline_model_parallel_size": 2,
-        "world_size": 2,
-        "pipeline_schedule": "gpipe",
-    }
+    piped = {**RAMP, "train_iters": None, "train_samples": 60, "pipeline_model_parallel_size": 2, "world_size": 2, "pipeline_schedule": "gpipe"}
     sizes = {}
     for name, changes in {
         "growing": {},

@@ -33,15 +33,8 @@ from tests.launcher import Finished
 
 SEQ_LENGTH, GLOBAL, ITERS = 160, 4, 4
 TUNING = {
-    "seq_length": SEQ_LENGTH,
-    "micro_batch_size": 2,
-    "global_batch_size": GLOBAL,
-    "train_iters": ITERS,
-    "lr": 3e-3,
-    "log_interval": 1,
-    "split": "90,10,0",
-    "on_bad_sample": "drop",
-    "packing": True,
+    "seq_length": SEQ_LENGTH, "micro_batch_size": 2, "global_batch_size": GLOBAL, "train_iters": ITERS, "lr": 3e-3, "log_interval": 1,
+    "split": "90,10,0", "on_bad_sample": "drop", "packing": True,
 }
 Tune = Callable[..., Finished]
 
@@ -84,13 +77,7 @@ def straight(tune: Tune, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(DP2_PARAMS, id="dp2 params"),
-        pytest.param(MIXED, id="everything"),
-    ],
-)
+@pytest.mark.parametrize("layout", [pytest.param(DP2_PARAMS, id="dp2 params"), pytest.param(MIXED, id="everything")])
 def test_every_layout_tunes_the_same_model(layout: Layout, tune: Tune, straight: Path, tmp_path: Path) -> None:
     """Packed samples, with noise."""
     micro = 1 if layout is DP2_PARAMS else 2
@@ -139,13 +126,7 @@ def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product
     product.train(export_hf=base, num_layers=2, train_iters=60, lr_decay_iters=60, seq_length=64, lr=1e-2, lr_warmup_iters=10)
     for seed in (1, 2, 3):
         options = {
-            **TUNING,
-            "seq_length": 64,
-            "micro_batch_size": 8,
-            "global_batch_size": 8,
-            "train_iters": 40,
-            "lr": 1e-2,
-            "lr_warmup_iters": 5,
+            **TUNING, "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 40, "lr": 1e-2, "lr_warmup_iters": 5,
             "seed": seed,
         }
         run = ["sft", *words({**options, "init_from_hf": base, "train_data": pairs, "save": tmp_path / f"{seed}", "eval_interval": 40})]
@@ -242,11 +223,7 @@ def samples(product: Product, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 @pytest.mark.long
 @pytest.mark.tries("sample_interval", "sample_prompt", "sample_tokens")
-@pytest.mark.parametrize(
-    "layout",
-    [DP2_PARAMS, MIXED],
-    ids=["dp2 params", "everything"],
-)
+@pytest.mark.parametrize("layout", [DP2_PARAMS, MIXED], ids=["dp2 params", "everything"])
 def test_samples_are_what_generate_gives(layout: Layout, product: Product, samples: list[tuple[str, str, str]]) -> None:
     """Under every layout, with the weights of that moment."""
     assert samples_of(product.train(layout, sample_prompt=SAMPLED_PROMPTS, **{**SAMPLED, "save_interval": None})) == samples
@@ -275,13 +252,8 @@ def learned_tokens(base: Path, file: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("layout", "micro", "count"),
-    [(DP2, 2, 115), (CP2_RING, 8, 7)],
-)
-def test_every_held_out_token_counts_once(
-    layout: Layout, micro: int, count: int, tune: Tune, base: Path, pairs: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("layout", "micro", "count"), [(DP2, 2, 115), (CP2_RING, 8, 7)])
+def test_every_held_out_token_counts_once(layout: Layout, micro: int, count: int, tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
     """Examples in groups of 4 and 8: the last group is not whole, or the first one is already the last."""
     file = tmp_path / "held-out.jsonl"
     file.write_text("".join(pairs.read_text().splitlines(keepends=True)[:count]))
@@ -451,9 +423,7 @@ def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path
     page = (tmp_path / "stats.html").read_text()
     assert wrote.out.endswith(f"wrote {tmp_path}/stats.html\n") and page.count("<svg") == 3 and "Tokens in the loss" in page
     wrong = product.run("data", "stats", "--example", 0, "--output", "stats.pdf")
-    assert (
-        wrong.codes == (2,) and wrong.err.count("  - ") == 4 and "--output: got stats.pdf, expected a name that ends in .html" in wrong.err
-    )
+    assert (wrong.codes == (2,) and wrong.err.count("  - ") == 4 and "--output: got stats.pdf, expected a name that ends in .html" in wrong.err)
 
 
 def test_no_option_is_forgotten() -> None:

@@ -113,11 +113,7 @@ def test_the_state_of_adam_in_a_run_of_another_optimizer(
 @pytest.mark.long
 def test_the_log_has_a_learning_rate_that_is_used(product: Product, tmp_path: Path) -> None:
     """Of the parameters without a group, or, where all that are trained have one, of the first group."""
-    cases = {
-        "none": (),
-        "some": ("mlp.*: lr_mult=0.5",),
-        "all": ("embed*: lr_mult=0.5", "layers.*: lr_mult=0.25", "*norm.weight: lr_mult=0.25"),
-    }
+    cases = {"none": (), "some": ("mlp.*: lr_mult=0.5",), "all": ("embed*: lr_mult=0.5", "layers.*: lr_mult=0.25", "*norm.weight: lr_mult=0.25")}
     for name, groups in cases.items():
         frozen = {"freeze": "lm_head.weight"} if name == "all" else {}
         command = product.command(save=tmp_path / name, train_iters=2, lr_decay_iters=7, **frozen)

@@ -59,15 +59,10 @@ def test_passes_and_messages_are_those_of_the_plans(recorded: Recorded) -> None:
         spans = [span for span in recorded.spans if span.rank == rank and "evaluation" not in span.details]
         for step in steps:
             actions = [span for span in spans if span.lane == COMPUTE and span.details["iteration"] == step]
-            found = [
-                (span.details["op"], span.details["stage"], span.details["microbatch"]) for span in sorted(actions, key=lambda s: s.begin)
-            ]
+            found = [(span.details["op"], span.details["stage"], span.details["microbatch"]) for span in sorted(actions, key=lambda s: s.begin)]
             assert found == [(action.op.value, action.stage, action.microbatch) for action in plan.schedule.ranks[rank // 2]]
         traffic = plan.traffic(rank // 2)
-        for lane, calls, size in (
-            (GATHERS, traffic.gathers, traffic.gather_bytes),
-            (REDUCTIONS, traffic.reductions, traffic.reduction_bytes),
-        ):
+        for lane, calls, size in ((GATHERS, traffic.gathers, traffic.gather_bytes), (REDUCTIONS, traffic.reductions, traffic.reduction_bytes)):
             messages = [span for span in spans if span.lane == lane]
             assert len(messages) == 2 * calls > 0 and sum(int(span.details["bytes"]) for span in messages) == 2 * size
             assert {span.details["operation"] for span in messages} == {"all_gather" if lane == GATHERS else "reduce_scatter"}

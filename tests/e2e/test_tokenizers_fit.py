@@ -64,9 +64,7 @@ def test_training(
 
 
 @pytest.mark.long
-def test_commands_with_a_model(
-    product: Product, other: Path, hf: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path
-) -> None:
+def test_commands_with_a_model(product: Product, other: Path, hf: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "text.txt").write_text("a few words of text " * 50)
     theirs = ["--tokenizer-model", f"{other}-tokenizer"]

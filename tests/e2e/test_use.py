@@ -169,9 +169,7 @@ def test_tasks_need_an_extra_and_go_with_nothing_else(
     command = ["evaluate", "--load", str(trained.hf), "--tasks", "hellaswag"]
     monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
     assert main(command) == 2
-    assert (
-        capsys.readouterr().err == "error: --tasks: got no package lm_eval, expected it installed; pip install '.[lm-eval]' in the clone\n"
-    )
+    assert (capsys.readouterr().err == "error: --tasks: got no package lm_eval, expected it installed; pip install '.[lm-eval]' in the clone\n")
     monkeypatch.setattr(evaluate, "find_spec", lambda name: True)
     for given, says in (
         (("--text", "x", "--eval-iters", "1"), "--text, --eval-iters: got given with --tasks"),

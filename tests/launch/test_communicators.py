@@ -47,9 +47,7 @@ GRIDS = [
     Case(pp=4, schedule="zb-v", dp=2),
     Case(pp=4, schedule="zb-h1", tp=2),
 ]
-grids = pytest.mark.parametrize(
-    "case", GRIDS, ids=lambda case: " ".join(f"{k}={v}" for k, v in vars(case).items() if v != getattr(Case(), k))
-)
+grids = pytest.mark.parametrize("case", GRIDS, ids=lambda case: " ".join(f"{k}={v}" for k, v in vars(case).items() if v != getattr(Case(), k)))
 
 
 def built(config: Config, rank: int, world_size: int, device: torch.device = GPU) -> tuple[Mesh, Imagined]:

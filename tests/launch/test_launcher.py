@@ -9,26 +9,15 @@ from megatron_llama.errors import ClusterError
 from megatron_llama.launch.launcher import Place, first_host, place_from_environment
 
 TORCHRUN = {
-    "RANK": "13",
-    "WORLD_SIZE": "32",
-    "LOCAL_RANK": "5",
-    "LOCAL_WORLD_SIZE": "8",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node7",
-    "MASTER_PORT": "1234",
-    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1", "MASTER_ADDR": "node7",
+    "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "none",
 }
 BY_HAND = {"RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 JOB = {"SLURM_JOB_ID": "4123456", "SLURM_NTASKS": "32", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[03-06]"}
 BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "8(x4)"}
 """What a batch script sees: everything but a step."""
 SLURM = {
-    **JOB,
-    "SLURM_PROCID": "13",
-    "SLURM_LOCALID": "5",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[03-06]",
+    **JOB, "SLURM_PROCID": "13", "SLURM_LOCALID": "5", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-06]",
     "SLURM_STEP_TASKS_PER_NODE": "8(x4)",
 }
 ONE_A_MACHINE = {**SLURM, "SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}
@@ -56,21 +45,8 @@ PORT = 20000 + 4123456 % 20000
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "3", "SLURM_JOB_NODELIST": "a,b"}, Place(1, 2, 1, "a", 20000 + 9500)),
     ],
     ids=[
-        "alone",
-        "torchrun",
-        "by hand",
-        "srun",
-        "srun, uneven",
-        "srun, master",
-        "srun, stray",
-        "torchrun under srun",
-        "torchrun in a batch script",
-        "srun that sets them by hand",
-        "stray",
-        "one",
-        "batch of one",
-        "mpi of one",
-        "srun with pmi",
+        "alone", "torchrun", "by hand", "srun", "srun, uneven", "srun, master", "srun, stray", "torchrun under srun",
+        "torchrun in a batch script", "srun that sets them by hand", "stray", "one", "batch of one", "mpi of one", "srun with pmi",
         "srun, least",
     ],
 )
@@ -134,21 +110,8 @@ def test_slurm_variables_that_claim_a_billion_tasks() -> None:
         ({**SLURM, **BY_HAND, "RANK": "0"}, "got RANK=0 of 32 in the environment, in one of 8 tasks"),
     ],
     ids=[
-        "no number",
-        "too large",
-        "rank alone",
-        "no size",
-        "no address",
-        "local rank alone",
-        "mpirun",
-        "pmi",
-        "batch script",
-        "salloc",
-        "batch step",
-        "interactive step",
-        "tasks of each machine",
-        "many torchruns",
-        "a rank for all",
+        "no number", "too large", "rank alone", "no size", "no address", "local rank alone", "mpirun", "pmi", "batch script", "salloc",
+        "batch step", "interactive step", "tasks of each machine", "many torchruns", "a rank for all",
     ],
 )
 def test_what_is_refused(environ: dict[str, str], said: str) -> None:

@@ -159,9 +159,7 @@ def test_a_process_that_cannot_be_looked_at_has_not_ended(child: subprocess.Pope
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["hides others", "is another container's"])
-def test_a_proc_that_does_not_show_a_process(
-    own: bool, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_proc_that_does_not_show_a_process(own: bool, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     process = named(child)
     number = str(os.getpid() + (not own))
     (tmp_path / "self").symlink_to(number)

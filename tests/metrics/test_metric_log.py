@@ -48,23 +48,9 @@ RECORD = StepRecord(
     data_parallel_bytes=8_388_608.0,
 )
 KEYS = {
-    "iteration",
-    "lm_loss",
-    "grad_norm",
-    "loss_scale",
-    "skipped_iterations",
-    "learning_rate",
-    "consumed_samples",
-    "tokens_per_second",
-    "tokens_per_second_per_gpu",
-    "tflops_per_gpu",
-    "mfu",
-    "exposed_comm_ms",
-    "data_parallel_bytes",
-    "elapsed_ms",
-    "peak_memory_bytes",
-    "global_batch_size",
-    "eta_seconds",
+    "iteration", "lm_loss", "grad_norm", "loss_scale", "skipped_iterations", "learning_rate", "consumed_samples", "tokens_per_second",
+    "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "exposed_comm_ms", "data_parallel_bytes", "elapsed_ms", "peak_memory_bytes",
+    "global_batch_size", "eta_seconds",
 }
 NOW = datetime(2026, 8, 22, 15, 22, 22)
 MEGATRON = (
@@ -162,11 +148,7 @@ def test_what_an_objective_counts_has_its_place(tmp_path: Path) -> None:
     step.pop("time")
     assert step == {**{key: getattr(RECORD, key) for key in KEYS - {"lm_loss"}}, "loss": 12.5, **numbers}
     assert evaluation == {
-        "iteration": 1,
-        "consumed_samples": 128,
-        "validation_loss": 0.5,
-        "validation_pairs": 24,
-        "validation_logps/chosen": -120.25,
+        "iteration": 1, "consumed_samples": 128, "validation_loss": 0.5, "validation_pairs": 24, "validation_logps/chosen": -120.25,
     }
 
 

@@ -84,9 +84,7 @@ def test_training_is_that_of_transformers(references: References, cluster: Clust
 def test_the_option_trains_the_row_to_the_bit_as_without_a_padding_token(cluster: Cluster) -> None:
     """And so its runs are far from transformers'."""
     layout = Layout(tp=2, sp=True, pad=SPACE, steps=6)
-    trained, without, dropped = (
-        cluster.run(2, train, run)[0] for run in (replace(layout, trains_pad=True), replace(layout, pad=None), layout)
-    )
+    trained, without, dropped = (cluster.run(2, train, run)[0] for run in (replace(layout, trains_pad=True), replace(layout, pad=None), layout))
     assert (trained.losses, trained.norms, trained.parameters) == (without.losses, without.norms, without.parameters)
     theirs = train_hf(layout.reference)
     assert deviation(dropped.losses, theirs.losses) < LOSS_BOUND and deviation(dropped.norms, theirs.norms) < NORM_BOUND
@@ -96,10 +94,7 @@ def test_the_option_trains_the_row_to_the_bit_as_without_a_padding_token(cluster
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [
-        FamilyLayout(family="phi3", tp=2, sp=True, pad=SPACE, steps=6),
-        FamilyLayout(family="gemma3", tp=2, cp=2, pad=SPACE, steps=6),
-    ],
+    [FamilyLayout(family="phi3", tp=2, sp=True, pad=SPACE, steps=6), FamilyLayout(family="gemma3", tp=2, cp=2, pad=SPACE, steps=6)],
     ids=lambda layout: layout.name,
 )
 def test_families(cluster: Cluster, layout: FamilyLayout) -> None:

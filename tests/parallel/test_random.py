@@ -63,21 +63,9 @@ def test_a_draw_depends_on_the_seed_alone() -> None:
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
-    "tp": (1, 2, 4),
-    "cp": (1, 2, 4),
-    "dp": (1, 2, 4),
-    "pp": (1, 2, 4, 8),
-    "virtual": (1, 2, 3),
-    "microbatches": (1, 2, 4, 8),
-    "kv_heads": (1, 2, 4),
-    "strategy": STRATEGIES,
-    "slots": ("default", "2", "3", "all"),
-    "grad_slots": (1, 2, 3),
-    "shard_size": (0, 1, 2),
-    "prefetch": (0, 60_000),
-    "recompute": ("none", "selective", "full"),
-    "sp": (False, True),
-    "tied": (False, True),
+    "tp": (1, 2, 4), "cp": (1, 2, 4), "dp": (1, 2, 4), "pp": (1, 2, 4, 8), "virtual": (1, 2, 3), "microbatches": (1, 2, 4, 8),
+    "kv_heads": (1, 2, 4), "strategy": STRATEGIES, "slots": ("default", "2", "3", "all"), "grad_slots": (1, 2, 3), "shard_size": (0, 1, 2),
+    "prefetch": (0, 60_000), "recompute": ("none", "selective", "full"), "sp": (False, True), "tied": (False, True),
     "documents": (False, True),
 }
 

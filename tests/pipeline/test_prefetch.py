@@ -175,9 +175,7 @@ def test_how_far_a_limit_lets_it_look(limit: int | None, expected: list[tuple[in
 
 
 def test_a_large_bucket_waits_until_nothing_is_ahead_and_holds_up_those_behind_it() -> None:
-    prefetch = PrefetchPlan(
-        slots=[(0, b) for b in range(4)], sizes=[10, 50, 10, 10], unit_buckets=[(0,), (1,), (2,), (3,)], prefetch_bytes=20
-    )
+    prefetch = PrefetchPlan(slots=[(0, b) for b in range(4)], sizes=[10, 50, 10, 10], unit_buckets=[(0,), (1,), (2,), (3,)], prefetch_bytes=20)
     assert walk(prefetch, parse("F0 F1 F2 F3")) == [(0,), (1,), (2, 3), (), ()]
 
 
@@ -219,9 +217,7 @@ def test_slots_stay_filled_between_lists() -> None:
 
 def test_offers_go_as_far_as_begin_would() -> None:
     """The first in each slot; nothing after the first that has to wait, even one that has a slot to itself."""
-    prefetch = PrefetchPlan(
-        slots=[(0, 0), (0, 1), (0, 0), (1, 0)], sizes=[10] * 4, unit_buckets=[(b,) for b in range(4)], prefetch_bytes=None
-    )
+    prefetch = PrefetchPlan(slots=[(0, 0), (0, 1), (0, 0), (1, 0)], sizes=[10] * 4, unit_buckets=[(b,) for b in range(4)], prefetch_bytes=None)
     accesses = plain(4, 1)
     assert [prefetch.try_gather(bucket) for bucket in range(4)] == [False] * 4, "no list is known yet"
     walk(prefetch, accesses)

@@ -111,16 +111,10 @@ def test_receives_are_posted_before_the_pass_that_hides_them() -> None:
         ({"microbatches": 0}, ["number of microbatches", "global_batch_size / (micro_batch_size x dp)", "got 0, expected 1 or more"]),
         ({"virtual": 2}, ["--virtual-pipeline-model-parallel-size: got 2, expected 1 chunk per rank with --pipeline-schedule 1f1b"]),
         ({"name": "interleaved"}, ["--virtual-pipeline-model-parallel-size: got 1, expected 2 or more", "give 2"]),
-        (
-            {"name": "interleaved", "virtual": 2, "microbatches": 6},
-            ["got 6, expected a multiple of --pipeline-model-parallel-size 4", "4 or 8"],
-        ),
+        ({"name": "interleaved", "virtual": 2, "microbatches": 6}, ["got 6, expected a multiple of --pipeline-model-parallel-size 4", "4 or 8"]),
         ({"name": "interleaved", "virtual": 2, "microbatches": 3}, ["got 3, expected a multiple", "choose 4 ("]),
         ({"name": "zb-v", "virtual": 3}, ["--virtual-pipeline-model-parallel-size: got 3, expected 2 chunks per rank"]),
-        (
-            {"name": "zb-h1", "virtual": 2, "microbatches": 0},
-            ["--virtual-pipeline-model-parallel-size: got 2", "got 0, expected 1 or more"],
-        ),
+        ({"name": "zb-h1", "virtual": 2, "microbatches": 0}, ["--virtual-pipeline-model-parallel-size: got 2", "got 0, expected 1 or more"]),
         ({"name": "interleaved", "ranks": 0, "virtual": 2}, ["--pipeline-model-parallel-size: got 0"]),
     ],
 )
@@ -175,12 +169,7 @@ def test_swapped_sends_are_refused() -> None:
 
 def test_swapped_receives_are_refused() -> None:
     one, other = Action(Op.RECV_FORWARD, 1, 0), Action(Op.RECV_FORWARD, 1, 1)
-    refused(
-        edited(eager(2, 2), 1, before(other, one)),
-        "send_forward(stage 0, microbatch 0)",
-        "recv_forward(stage 1, microbatch 1)",
-        "one order",
-    )
+    refused(edited(eager(2, 2), 1, before(other, one)), "send_forward(stage 0, microbatch 0)", "recv_forward(stage 1, microbatch 1)", "one order")
 
 
 def test_messages_of_two_stages_on_one_link_must_keep_their_order() -> None:
@@ -188,9 +177,7 @@ def test_messages_of_two_stages_on_one_link_must_keep_their_order() -> None:
     base = schedule_named("interleaved", ranks=2, microbatches=2, virtual=2)
     early, late = Action(Op.RECV_FORWARD, 1, 1), Action(Op.RECV_FORWARD, 3, 0)
     assert base.ranks[1].index(early) < base.ranks[1].index(late)
-    refused(
-        edited(base, 1, before(late, early)), "send_forward(stage 0, microbatch 1)", "recv_forward(stage 3, microbatch 0)", "on one link"
-    )
+    refused(edited(base, 1, before(late, early)), "send_forward(stage 0, microbatch 1)", "recv_forward(stage 3, microbatch 0)", "on one link")
 
 
 def test_both_directions_between_two_ranks_are_links_of_their_own() -> None:
@@ -262,10 +249,7 @@ def test_weight_gradients_out_of_order_are_refused() -> None:
 
 def test_the_two_stages_at_the_bottom_of_a_v_keep_their_order() -> None:
     base = schedule_named("zb-v", ranks=2, microbatches=2)
-    for early, late in (
-        (Action(Op.FORWARD, 2, 1), Action(Op.FORWARD, 1, 1)),
-        (Action(Op.BACKWARD_INPUT, 1, 0), Action(Op.BACKWARD_INPUT, 2, 0)),
-    ):
+    for early, late in ((Action(Op.FORWARD, 2, 1), Action(Op.FORWARD, 1, 1)), (Action(Op.BACKWARD_INPUT, 1, 0), Action(Op.BACKWARD_INPUT, 2, 0))):
         refused(edited(base, 1, before(early, late)), f"{early} comes before {late}")
 
 

@@ -30,9 +30,7 @@ def test_as_transformers(style: Any, warmup: int) -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize(
-    "style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))]
-)
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))])
 def test_as_megatron(style: Any, warmup: int) -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 

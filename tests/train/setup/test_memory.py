@@ -56,9 +56,7 @@ def test_in_flight_of_1f1b() -> None:
 
 def test_the_squares_of_a_gradient_shard_count() -> None:
     """Those of the embedding, the largest bucket: whole, or a quarter."""
-    whole, quarter = (
-        MemoryPlan(config(4, data_parallel_sharding_strategy=name), 4).activations(0, "none", 0) for name in ("no_shard", "optim")
-    )
+    whole, quarter = (MemoryPlan(config(4, data_parallel_sharding_strategy=name), 4).activations(0, "none", 0) for name in ("no_shard", "optim"))
     assert whole - quarter == 32000 * 4096 // 64 * 4 * 3 // 4
 
 
@@ -141,11 +139,4 @@ def test_a_number_of_blocks_alone_is_a_warning() -> None:
 
 
 def test_sizes_have_fitting_units() -> None:
-    assert [sized(n) for n in (0, 1023, 1024, 1_500_000, 2**30, 3 * 2**40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.4 MiB",
-        "1.00 GiB",
-        "3072.00 GiB",
-    ]
+    assert [sized(n) for n in (0, 1023, 1024, 1_500_000, 2**30, 3 * 2**40)] == ["0 B", "1023 B", "1.0 KiB", "1.4 MiB", "1.00 GiB", "3072.00 GiB"]

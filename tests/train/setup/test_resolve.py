@@ -147,9 +147,7 @@ def test_many_microbatches_are_checked_without_their_schedule() -> None:
     given = {"num_hidden_layers": 8, "pipeline_model_parallel_size": 4, "global_batch_size": 1 << 14}
     assert problems(config_of(**given), 4) == []
     odd = problems(
-        config_of(
-            **given | {"global_batch_size": (1 << 13) + 1, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}
-        ),
+        config_of(**given | {"global_batch_size": (1 << 13) + 1, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}),
         4,
     )
     assert len(odd) == 1 and "a multiple of --pipeline-model-parallel-size 4" in odd[0]
@@ -192,11 +190,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             2,
             "--seq-length: got 33, expected a multiple of tp 2 = 2; choose 32 or 34",
         ),
-        (
-            {"context_parallel_size": 2, "seq_length": 2046},
-            2,
-            "--seq-length: got 2046, expected a multiple of 2 x cp 2 = 4; choose 2044 or 2048",
-        ),
+        ({"context_parallel_size": 2, "seq_length": 2046}, 2, "--seq-length: got 2046, expected a multiple of 2 x cp 2 = 4; choose 2044 or 2048"),
         (
             {"context_parallel_size": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 128},
             6,
@@ -232,11 +226,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             2,
             "--pipeline-layer-split: got 2 3 (sum 5), expected 2 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4",
         ),
-        (
-            {"pipeline_model_parallel_size": 2, "pipeline_layer_split": (4, 0)},
-            2,
-            "--pipeline-layer-split: got 4 0 (sum 4), expected 2 numbers",
-        ),
+        ({"pipeline_model_parallel_size": 2, "pipeline_layer_split": (4, 0)}, 2, "--pipeline-layer-split: got 4 0 (sum 4), expected 2 numbers"),
         (
             INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "pipeline_layer_split": (2, 2)},
             2,
@@ -272,11 +262,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "--global-batch-size: got 10, expected a multiple of micro_batch_size 2 x dp 2 = 4; choose 8 or 12",
         ),
         ({"global_batch_size": 3}, 4, "--global-batch-size: got 3, expected a multiple of micro_batch_size 1 x dp 4 = 4; choose 4"),
-        (
-            {"hidden_size": 60},
-            1,
-            "--hidden-size: got 60, expected a multiple of num_attention_heads 8; change one of them or give --head-dim",
-        ),
+        ({"hidden_size": 60}, 1, "--hidden-size: got 60, expected a multiple of num_attention_heads 8; change one of them or give --head-dim"),
         (
             {"hidden_size": 60, "head_dim": 8},
             1,
@@ -351,26 +337,14 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "model.layers.1.self_attn.q_proj.weight, model.layers.1.mlp.gate_proj.weight and 4 more, which",
         ),
         ({"freeze": ("model.*",), "make_vocab_size_divisible_by": 0}, 1, "--make-vocab-size-divisible-by: got 0"),
-        (
-            {"exp_avg_sq_dtype": "bf16"},
-            1,
-            "--exp-avg-sq-dtype bf16: got --adam-beta2 0.999, expected at most 0.996: a step that takes less",
-        ),
-        (
-            {"exp_avg_dtype": "bf16", "optimizer_offload": "exact"},
-            1,
-            "--exp-avg-dtype bf16: got --optimizer-offload exact, expected none: the",
-        ),
+        ({"exp_avg_sq_dtype": "bf16"}, 1, "--exp-avg-sq-dtype bf16: got --adam-beta2 0.999, expected at most 0.996: a step that takes less"),
+        ({"exp_avg_dtype": "bf16", "optimizer_offload": "exact"}, 1, "--exp-avg-dtype bf16: got --optimizer-offload exact, expected none: the"),
         (
             {"exp_avg_dtype": "bf16", "optimizer": "muon"},
             1,
             "--exp-avg-dtype bf16: got --optimizer muon, expected adam: the state of others is in fp32; leave one",
         ),
-        (
-            {"exp_avg_dtype": "bf16", "fp64": True},
-            1,
-            "--exp-avg-dtype bf16: got --fp64, expected training in fp32, bf16 or fp16; leave one",
-        ),
+        ({"exp_avg_dtype": "bf16", "fp64": True}, 1, "--exp-avg-dtype bf16: got --fp64, expected training in fp32, bf16 or fp16; leave one"),
         (
             {"exp_avg_sq_dtype": "8bit", "lora_rank": 4},
             1,
@@ -404,21 +378,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "--exp-avg-dtype bf16: got --optimizer schedule_free_adamw, expected adam",
         ),
         ({"param_group": ("*",)}, 1, "--param-group: got *, expected PATTERN: key=value, key=value; write it as 'embed*: lr=1e-3, weight"),
-        (
-            {"param_group": ("mlp.*: rate=1",)},
-            1,
-            "got rate=1 in mlp.*: rate=1, expected lr, lr_mult, min_lr, weight_decay or init_std, each",
-        ),
+        ({"param_group": ("mlp.*: rate=1",)}, 1, "got rate=1 in mlp.*: rate=1, expected lr, lr_mult, min_lr, weight_decay or init_std, each"),
         ({"param_group": ("mlp.*: lr=1, lr=1",)}, 1, "--param-group: got lr twice in mlp.*: lr=1, lr=1, expected it once"),
         ({"param_group": ("mlp.*: lr=-1",)}, 1, "--param-group: got lr=-1 in mlp.*: lr=-1, expected a number from 0; correct the value"),
         ({"param_group": ("mlp.*: lr=nan",)}, 1, "--param-group: got lr=nan in mlp.*: lr=nan, expected a number from 0"),
         ({"param_group": ("mlp.*: lr=1, lr_mult=2",)}, 1, "--param-group: got lr and lr_mult in mlp.*: lr=1, lr_mult=2, expected one of"),
         ({"param_group": ("embed_token: lr=1",)}, 1, "--param-group: got embed_token, expected a pattern of the model's parameters; "),
-        (
-            {"param_group": ("zzz: lr=1",)},
-            1,
-            "; some are model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.",
-        ),
+        ({"param_group": ("zzz: lr=1",)}, 1, "; some are model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0."),
         ({"param_group": ("lm_head*: lr=1",), "tie_word_embeddings": True}, 1, "did you mean model.embed_tokens.weight?"),
         (
             {"param_group": ("layers.*: lr=1", "*.mlp.*: lr_mult=2")},
@@ -433,11 +399,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         ({"param_group": ("mlp.*: lr=1",), "freeze": ("*.mlp.*",)}, 1, "--param-group: got mlp.*, whose parameters are all frozen"),
         ({"param_group": ("*norm.weight: init_std=1",)}, 1, "--param-group: got init_std for model.layers.0.input_layernorm.weight, which"),
-        (
-            {"param_group": ("mlp.*: lr=1e-3, min_lr=1",)},
-            1,
-            "--param-group: got min_lr 1 for model.layers.0.mlp.gate_proj.weight, expected at",
-        ),
+        ({"param_group": ("mlp.*: lr=1e-3, min_lr=1",)}, 1, "--param-group: got min_lr 1 for model.layers.0.mlp.gate_proj.weight, expected at"),
         ({"split": "100,0"}, 1, "--split: got 100,0, expected three shares"),
         ({"split": "1,-1,1"}, 1, "--split: got 1,-1,1, expected three shares"),
         ({"split": "0,0,0"}, 1, "--split: got 0,0,0, expected three shares"),

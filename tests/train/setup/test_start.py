@@ -43,9 +43,7 @@ ITERATIONS = "counts iterations, so each sample meets another rate than it would
         (
             {"global_batch_size": 8, "micro_batch_size": 2},
             {},
-            [
-                "--micro-batch-size was 1 when the checkpoint was saved and is 2: samples and steps are the same, sums are rounded differently"
-            ],
+            ["--micro-batch-size was 1 when the checkpoint was saved and is 2: samples and steps are the same, sums are rounded differently"],
         ),
         ({"global_batch_size": 8}, {}, []),
     ],
