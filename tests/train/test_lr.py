@@ -15,20 +15,6 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7, 39])
-@pytest.mark.parametrize("style", ["cosine", "linear"])
-def test_as_transformers(style: Any, warmup: int) -> None:
-    import transformers
-
-    optimizer = sgd()
-    schedule = getattr(transformers, f"get_{style}_schedule_with_warmup")(optimizer, num_warmup_steps=warmup, num_training_steps=40)
-    config = OptimizerConfig(lr=PEAK, lr_decay_style=style, lr_warmup_iters=warmup)
-    for iteration in range(41):
-        assert math.isclose(learning_rate(config, 40, iteration), schedule.get_last_lr()[0], rel_tol=1e-12, abs_tol=1e-12 * PEAK)
-        optimizer.step()
-        schedule.step()
-
-
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))])
 def test_as_megatron(style: Any, warmup: int) -> None:
@@ -102,11 +88,6 @@ def test_in_samples_as_megatron(style: Any, sizes: BatchSizes, share: float) -> 
 def test_a_share_of_the_iterations() -> None:
     by_share, by_length = (OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25), OptimizerConfig(lr=1.0, lr_warmup_iters=10))
     assert [learning_rate(by_share, 40, step) for step in range(40)] == [learning_rate(by_length, 40, step) for step in range(40)]
-
-
-def test_the_first_step_of_a_warm_up_changes_nothing() -> None:
-    assert learning_rate(OptimizerConfig(lr=1.0, lr_warmup_iters=4), 10, 0) == 0.0
-    assert learning_rate(OptimizerConfig(lr=1.0), 10, 0) == 1.0
 
 
 def test_decay_ends_at_the_last_iteration_by_default() -> None:
