@@ -15,28 +15,22 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))])
-def test_as_megatron(style: Any, warmup: int) -> None:
+def megatron(optimizer: torch.optim.SGD, style: str, *, warmup: float, decay: int, wsd: int | None, end: str | None) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    weight_decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0, "wd_incr_style": "constant"}
+    rates = {"init_lr": 0.0, "max_lr": PEAK, "min_lr": PEAK / 10, "lr_warmup_steps": warmup, "lr_decay_steps": decay, "lr_decay_style": style}
+    return OptimizerParamScheduler(optimizer, **rates, **weight_decay, wsd_decay_steps=wsd, lr_wsd_decay_style=end)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize(
+    "style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))]
+)
+def test_as_megatron(style: Any, warmup: int) -> None:
     style, _, end = style.partition(" ")
     optimizer = sgd()
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=PEAK,
-        min_lr=PEAK / 10,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=20,
-        lr_decay_style=style,
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        wsd_decay_steps=5 if end else None,
-        lr_wsd_decay_style=end or None,
-    )
+    scheduler = megatron(optimizer, style, warmup=warmup, decay=20, wsd=5 if end else None, end=end or None)
     wsd: dict[str, Any] = {"lr_wsd_decay_style": end, "lr_wsd_decay_iters": 5} if end else {}
     config = OptimizerConfig(lr=PEAK, min_lr=PEAK / 10, lr_decay_style=style, lr_decay_iters=20, lr_warmup_iters=warmup, **wsd)
     for iteration in range(30):
@@ -53,25 +47,9 @@ RAMP = BatchSizes(12, (4, 4, 40))
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD"])
 def test_in_samples_as_megatron(style: Any, sizes: BatchSizes, share: float) -> None:
     """Megatron's scheduler is stepped by the samples of each batch; a share of the decay as warm-up need not be a whole number."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
     decay, optimizer = 173, sgd()
     warmup = share * decay or 30
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=PEAK,
-        min_lr=PEAK / 10,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=style,
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        wsd_decay_steps=50,
-        lr_wsd_decay_style="cosine",
-    )
+    scheduler = megatron(optimizer, style, warmup=warmup, decay=decay, wsd=50, end="cosine")
     given = OptimizerConfig(lr=PEAK, min_lr=PEAK / 10, lr_decay_style=style, lr_wsd_decay_style="cosine", lr_wsd_decay_samples=50)
     given = replace(given, lr_warmup_samples=0 if share else 30, lr_warmup_fraction=share)
     config = with_decay(given, TrainingConfig(train_samples=decay))
