@@ -17,9 +17,9 @@ from megatron_llama.cli import main
 from megatron_llama.metrics.events import FAULT
 from megatron_llama.planner.run.folder import read_run
 
-from tests.e2e.product import EVALUATED, MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
+from tests.e2e.product import MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
 from tests.e2e.test_restarts import rank_of
-from tests.launcher import LAUNCHERS, ROOT, TIMEOUT, free_port
+from tests.launcher import LAUNCHERS, ROOT, TIMEOUT
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -33,13 +33,6 @@ def environment() -> dict[str, str]:
 def shell(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command as typed."""
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
-
-
-@pytest.mark.long
-def test_torchrun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run", **TP2.options, **EVALUATED)], tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert exact_curve(tmp_path / "run") == exact_curve(straight("tp2 sp"))
 
 
 @pytest.mark.long
@@ -72,34 +65,6 @@ def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
     last = steps(tmp_path / "run")[-1]["iteration"]
     assert f" stopped by SIGTERM after iteration {last}\n" in (tmp_path / "output").read_text()
     assert [path.name for path in (tmp_path / "run").glob("iter_*")] == [f"iter_{last:07d}"]
-
-
-@pytest.mark.long
-def test_plain_python_in_another_folder(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    for suffix in (".bin", ".idx", ".meta.json"):
-        shutil.copy(f"{product.data}{suffix}", tmp_path)
-    shutil.copytree(f"{product.data}-tokenizer", tmp_path / f"{product.data.name}-tokenizer")
-    shutil.copytree(straight("one"), tmp_path / "expected")
-    command = product.command(data_path=product.data.name, save="run", **EVALUATED)
-    ended = shell([sys.executable, "-m", "megatron_llama", *command], tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert exact_curve(tmp_path / "run") == exact_curve(tmp_path / "expected")
-    assert sorted(path.name for path in (tmp_path / "run" / "tokenizer").iterdir()) == [
-        "SHA256SUMS", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    ]
-
-
-@pytest.mark.long
-def test_srun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    """A WORLD_SIZE that a login script left behind changes nothing."""
-    step = {
-        "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost", "WORLD_SIZE": "1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = product.command(save=tmp_path, **TP2.options, **EVALUATED)
-    run = product.launcher.start(command, 2, place=lambda rank: {**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-    run.wait().ok()
-    assert exact_curve(tmp_path) == exact_curve(straight("tp2 sp"))
 
 
 @pytest.mark.long

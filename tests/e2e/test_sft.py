@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator
@@ -114,25 +113,6 @@ def test_a_plain_loop_in_transformers(tune: Tune, base: Path, pairs: Path, tmp_p
     losses, _ = torch_twin.train(model, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0), losses_of, ITERS, clip=0)
     assert column(tmp_path, "lm_loss") == pytest.approx(losses, rel=1e-6)
     assert losses[-1] < losses[0] - 0.3
-
-
-@pytest.mark.long
-def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product, tmp_path: Path) -> None:
-    """From text to a tuned model in small, three seeds; `examples/sft_docstrings.sh` is the same in full."""
-    base, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"
-    found = list(islice(((q, a) for q, a in docstring_pairs() if len(q) + len(a) < 150), 800))
-    random.Random(1).shuffle(found)
-    pairs.write_text("".join(json.dumps({"instruction": question, "output": answer}) + "\n" for question, answer in found))
-    product.train(export_hf=base, num_layers=2, train_iters=60, lr_decay_iters=60, seq_length=64, lr=1e-2, lr_warmup_iters=10)
-    for seed in (1, 2, 3):
-        options = {
-            **TUNING, "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 40, "lr": 1e-2, "lr_warmup_iters": 5,
-            "seed": seed,
-        }
-        run = ["sft", *words({**options, "init_from_hf": base, "train_data": pairs, "save": tmp_path / f"{seed}", "eval_interval": 40})]
-        product.launcher.run(run).ok()
-        before, after = (entry["validation_loss"] for entry in log(tmp_path / f"{seed}") if "validation_loss" in entry)
-        assert after <= 0.9 * before, (seed, before, after)
 
 
 def test_what_a_run_says_and_leaves(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_llama.train.api.common import snapshots
 
 from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.torch_dist import arguments, save
-from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps, words
+from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps
 
 SHAPE = {"num_layers", "num_query_groups"}
 
@@ -206,17 +206,6 @@ def test_a_tokenizer_that_is_only_a_name(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_weights_of_every_format_are_evaluated(product: Product, folders: dict[str, Path]) -> None:
-    losses = set()
-    for name in ("native", "hf", "megatron"):
-        tokenizer = f"{product.data}-tokenizer"
-        options = {"load": folders[name], "data_path": product.data, "seq_length": 32, "eval_iters": 2, "tokenizer_model": tokenizer}
-        [line] = [line for line in product.run("evaluate", *words(options)).ok().out.splitlines() if "lm loss value" in line]
-        losses.add(line.split("|")[2])
-    assert len(losses) == 1
-
-
 CURVES = {"lm loss": "lm_loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm", "loss-scale": "loss_scale"}
 TIMERS = {"tokens-per-second-per-gpu": "tokens_per_second_per_gpu", "tflops-per-gpu": "tflops_per_gpu"}
 
@@ -256,20 +245,6 @@ def test_tensorboard_queue_size(tmp_path: Path) -> None:
     board = TensorBoard(LogConfig(tensorboard_dir=str(tmp_path), tensorboard_queue_size=3), 0)
     assert board._writer.max_queue == 3
     board.close()
-
-
-def test_tensorboard_needs_its_package(
-    product: Product, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert main(product.command(tensorboard_dir=tmp_path / "board")) == 2
-    said = capsys.readouterr().err
-    assert said == (
-        "error: --tensorboard-dir: got no package tensorboard, expected it installed; pip install '.[tensorboard]', or leave it out\n"
-    )
-    assert not (tmp_path / "board").exists()
-    assert main(product.command(tensorboard_dir=tmp_path / "board", dry_run=True)) == 0
-    assert "warning: --tensorboard-dir: got no package tensorboard" in capsys.readouterr().out
 
 
 def test_all_missing_packages_of_trackers_are_said_at_once(
