@@ -139,16 +139,6 @@ def test_a_marked_checkpoint_is_passed_over(lose: Lose, row: int, product: Produ
 
 
 @pytest.mark.long
-def test_a_run_that_keeps_marked_checkpoints_goes_on_from_them(lose: Lose, product: Product, tmp_path: Path) -> None:
-    """Otherwise each preemption would take it back to the last good one, and it would never end."""
-    options = {"save": tmp_path, "save_interval": 1, "save_retain": 2, "vocab_size": VOCAB_SIZE, "on_bad_checkpoint": "warn"}
-    lose(DP2, exit_interval=4, **options).ok()
-    resumed = product.train(DP2, load="auto", **options)
-    assert "going on from" not in resumed.out and " warning: the run begins with values that are not finite: " in resumed.out
-    assert checkpoints(tmp_path) == [2, 5, 6]
-
-
-@pytest.mark.long
 def test_weights_of_another_format_are_looked_at(product: Product, sound: Path, row: int, tmp_path: Path) -> None:
     """A rollback has nothing to go back to that would be better: such a run ends at its first save, and says so at the start."""
     product.run("export", "--load", sound, "--output", tmp_path / "hf").ok()

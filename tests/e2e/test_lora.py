@@ -105,14 +105,6 @@ def test_an_adapter_with_another_tokenizer_is_not_merged(adapted: Adapted, layou
     assert not (tmp_path / "out").exists()
 
 
-def test_the_checkpoint_is_the_model_as_it_was_and_its_additions(adapted: Adapted) -> None:
-    before, after = state(adapted.run / "iter_0000002"), state(adapted.run / "iter_0000004")
-    added = [name for name in after if ".lora_" in name]
-    assert len(added) == 3 * 2 * 5 * 4, "two halves, weight and two moments, of five projections in four blocks"
-    assert [name for name in after if not torch.equal(after[name], before[name])] == added
-    assert {name for name in after if name.startswith("optimizer.")} == {name for name in added if name.startswith("optimizer.")}
-
-
 @pytest.mark.long
 def test_resuming_changes_no_bit_and_another_layout_little(product: Product, adapted: Adapted, tmp_path: Path) -> None:
     options = {**SHAPE, **LORA, "train_iters": 4, "eval_interval": 4, "lr": 2e-2}

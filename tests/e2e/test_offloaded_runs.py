@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
@@ -12,7 +10,6 @@ from signal import Signals
 import pytest
 
 from tests.e2e.product import DP2, PP2, SHAPELESS, Layout, Product, Refuse, assert_same_state, column, exact_curve, log, steps
-from tests.launcher import TIMEOUT
 
 LONG = 12
 EXACT = {"optimizer_offload": "exact", "offload_speculative": True}
@@ -53,43 +50,6 @@ def test_an_evaluation_and_an_export_see_what_was_trained(product: Product, stra
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-DYING = """
-import sys
-from megatron_llama import cli
-from megatron_llama.engine.offload import exact
-
-sound, left = exact.adamw_step, int(sys.argv[1])
-
-def failing(*arguments, **named):
-    global left
-    left -= 1
-    if left < 0:
-        raise MemoryError("no page left")
-    sound(*arguments, **named)
-
-exact.adamw_step = failing
-sys.exit(cli.main(sys.argv[2:]))
-"""
-"""A run whose worker fails after so many updates."""
-
-
-@pytest.mark.long
-def test_a_worker_that_dies_ends_the_run_and_leaves_its_checkpoints(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    words = list(map(str, product.command(save=tmp_path, load=tmp_path, save_interval=2, optimizer_offload="exact")))
-    plan = product.run(*product.command(dry_run="yes", **EXACT)).ok().out
-    found = re.search(r"exact, (\d+) of", plan)
-    assert found is not None
-    command = [sys.executable, "-c", DYING, str(4 * int(found[1]) + 1), *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert re.fullmatch(
-        r"error: optimizer offload, bucket \d+ of .*: got MemoryError: no page left, expected an update on the host; .*\n", ended.stderr
-    )
-    assert "iter_0000004" in {folder.name for folder in tmp_path.iterdir()} and len(steps(tmp_path)) < 6
-    product.train(save=tmp_path, load=tmp_path, **EXACT)
-    assert_same_state(tmp_path / "iter_0000006", straight("one") / "iter_0000006")
-
-
 def test_a_machine_without_the_memory_is_told_so(product: Product, tmp_path: Path) -> None:
     """A warning of the plan; an error of the run on every rank, before it takes any memory."""
     options = {**SHAPELESS, "data_path": None, **SEVENTY, "optimizer_offload": "exact"}
@@ -105,17 +65,6 @@ def test_a_machine_without_the_memory_is_told_so(product: Product, tmp_path: Pat
     assert re.search(
         r"error: --optimizer-offload: got .* free on this machine, expected .* for its 2 ranks, .* of it for the optimizer", ended.err
     )
-
-
-def test_the_plan_says_what_a_run_takes(product: Product) -> None:
-    planned = product.run(*product.command(**DP2.options, world_size=2, dry_run="yes", **EXACT)).ok().out
-    whole = re.search(
-        r"  offload       exact, (\d+) of \1 buckets: (\S+) \S+ of host memory per process: weights and moments .*, to undo ", planned
-    )
-    assert whole is not None and re.search(r"\n {16}a step copies (\S+ \S+) to the host and \1 to the device\n", planned)
-    half = product.run(*product.command(**DP2.options, world_size=2, dry_run="yes", optimizer_offload_fraction=0.5, **EXACT)).ok().out
-    part = re.search(r"  offload       exact, (\d+) of (\d+) buckets: (\S+) \S+ of host memory", half)
-    assert part is not None and int(part[1]) < int(part[2]) and float(part[3]) < float(whole[2])
 
 
 @pytest.mark.parametrize(

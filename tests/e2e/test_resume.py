@@ -124,14 +124,6 @@ def test_going_on_in_another_folder(product: Product, straight: Callable[[str], 
     assert_same_state(second / LAST, straight("one") / LAST)
 
 
-@pytest.mark.long
-def test_going_back_to_an_earlier_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    product.train(save=tmp_path, save_interval=3, **EVALUATED)
-    product.train(save=tmp_path, load=tmp_path / "iter_0000003", **EVALUATED)
-    assert exact_curve(tmp_path) == exact_curve(straight("one"))
-    assert_same_state(tmp_path / LAST, straight("one") / LAST)
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_loading_what_is_not_there_is_refused(there: bool, product: Product, tmp_path: Path) -> None:
     load = tmp_path / "empty"
