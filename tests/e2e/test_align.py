@@ -29,14 +29,6 @@ Align = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
-def base(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows a little English, as a HuggingFace folder."""
-    folder = tmp_path_factory.mktemp("base") / "hf"
-    product.train(export_hf=folder, train_iters=10, max_position_embeddings=SEQ_LENGTH)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Signatures, each with its documentation and with the same words in reverse, in TRL's format."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"

@@ -286,10 +286,9 @@ def test_a_loss_that_is_not_finite(layout: Layout, product: Product, straight: C
 
 
 @pytest.fixture(scope="module")
-def infinite(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def infinite(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A HuggingFace folder with one weight that is not finite."""
-    folder = tmp_path_factory.mktemp("infinite") / "hf"
-    product.run("export", "--load", straight("one"), "--output", folder).ok()
+    folder = shutil.copytree(exported, tmp_path_factory.mktemp("infinite") / "hf")
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.inf
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -306,22 +305,21 @@ def test_weights_that_are_not_finite(product: Product, infinite: Path, tmp_path:
 
 
 @pytest.mark.long
-def test_one_flipped_bit_of_the_first_weights_ends_every_rank(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_flipped_bit_of_the_first_weights_ends_every_rank(product: Product, exported: Path, tmp_path: Path) -> None:
     """The run trains while the files are compared, and waits for that before it keeps anything, at its first save or at its end."""
-    folder = tmp_path / "hf"
-    product.run("export", "--load", straight("one"), "--output", folder).ok()
+    folder = shutil.copytree(exported, tmp_path / "hf")
     file = folder / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-4] ^= 1  # the last bits of a weight's mantissa: it computes like the others
     file.write_bytes(content)
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-    for kept in ({"save": tmp_path / "run", "save_interval": 1}, {"export_hf": tmp_path / "exported"}, {}):
+    for kept in ({"save": tmp_path / "run", "save_interval": 1}, {"export_hf": tmp_path / "out"}, {}):
         argv = product.command(**{"init_from_hf": folder, "save": None, "train_iters": 2, **shape, **DP2.options, **kept})
         ended = product.launcher.run(argv, 2, environ={"LOCAL_WORLD_SIZE": "2"})  # so that each rank compares half of the files
         assert ended.codes == (1, 1)
         says = f"{file}: got sha256 "
         assert says in complaint(ended) and ended.err.count(says) == 1 and "rank 0: " in ended.err
-        assert not list((tmp_path / "run").glob("iter_*")) and not (tmp_path / "exported").exists()
+        assert not list((tmp_path / "run").glob("iter_*")) and not (tmp_path / "out").exists()
     evaluated = product.run("evaluate", "--init-from-hf", folder, "--data-path", product.data, "--seq-length", SEQ_LENGTH)
     assert evaluated.codes == (1,) and says in evaluated.err and "loss" not in evaluated.out
 

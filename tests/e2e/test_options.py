@@ -189,15 +189,14 @@ def test_initializer_range(product: Product, tmp_path: Path) -> None:
 
 @pytest.mark.tries("seed")
 @pytest.mark.long
-def test_seed(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_seed(product: Product, exported: Path, tmp_path: Path) -> None:
     """Of the weights, and of the order of the samples."""
     for name, seed in (("a", 1), ("b", 2), ("again", 1)):
         product.train(save=tmp_path / name, train_iters=1, lr=0.0, seed=seed)
     weights = [state(tmp_path / name / "iter_0000001")["lm_head.weight"] for name in ("a", "b", "again")]
     assert torch.equal(weights[0], weights[2]) and not torch.isclose(weights[0], weights[1], rtol=0, atol=1e-4).any(dim=1).all()
-    product.run("export", "--load", straight("one"), "--output", tmp_path / "hf").ok()
     for seed in (1, 2):
-        product.train(init_from_hf=tmp_path / "hf", save=tmp_path / f"order{seed}", train_iters=1, seed=seed)
+        product.train(init_from_hf=exported, save=tmp_path / f"order{seed}", train_iters=1, seed=seed)
     first, second = (column(tmp_path / f"order{seed}", "lm_loss")[0] for seed in (1, 2))
     assert abs(first - second) > 1e-4
 

@@ -39,14 +39,6 @@ Tune = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
-def base(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows a little English, as a HuggingFace folder."""
-    folder = tmp_path_factory.mktemp("base") / "hf"
-    product.train(export_hf=folder, train_iters=10, max_position_embeddings=SEQ_LENGTH)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Signatures and their documentation, in OpenAI's format."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"

@@ -23,17 +23,14 @@ SHAPE = {"num_layers", "num_query_groups"}
 
 
 @pytest.fixture(scope="module")
-def folders(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(product: Product, exported: Path, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The weights of one run in every format that can be loaded."""
     folder = tmp_path_factory.mktemp("formats")
-    hf = folder / "hf"
-    product.run("export", "--load", straight("one"), "--output", hf).ok()
-    more = ("--tensor-model-parallel-size", 2)
     for name in ("megatron-llama", "megatron"):
-        product.run("convert", hf, folder / name, "--to", name, *more).ok()
-    fields = json.loads((hf / "config.json").read_text())
-    save(folder / "torch_dist", tensors(hf), arguments(fields, tp=2, rotary_base=int(fields["rope_parameters"]["rope_theta"])))
-    return {"native": straight("one"), "hf": hf, **{name: folder / name for name in ("megatron-llama", "megatron", "torch_dist")}}
+        product.run("convert", exported, folder / name, "--to", name, "--tensor-model-parallel-size", 2).ok()
+    fields = json.loads((exported / "config.json").read_text())
+    save(folder / "torch_dist", tensors(exported), arguments(fields, tp=2, rotary_base=int(fields["rope_parameters"]["rope_theta"])))
+    return {"native": straight("one"), "hf": exported, **{name: folder / name for name in ("megatron-llama", "megatron", "torch_dist")}}
 
 
 @pytest.fixture(scope="module")

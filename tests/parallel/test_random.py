@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron_llama.prove.draw import SCHEDULES
 from tests.harness import Cluster
 from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES, Layout, Record, Reference, merged, train
 from tests.parallel.draw import STEPS, alone, axes, draw
+from tests.parallel.test_sharding import bits
 from tools import parity
 
 DRAWN = draw()
@@ -23,28 +25,15 @@ Runs = Callable[[Layout], list[Record]]
 @pytest.fixture(scope="module")
 def references(cluster: Cluster) -> References:
     """The single process of every kind of model, trained once."""
-    known: dict[Layout, Reference] = {}
-
-    def look_up(layout: Layout) -> Reference:
-        if layout.reference not in known:
-            known[layout.reference] = alone(cluster, layout)
-        return known[layout.reference]
-
-    return look_up
+    trained = cache(partial(alone, cluster))
+    return lambda layout: trained(layout.reference)
 
 
 @pytest.fixture(scope="module")
 def runs(cluster: Cluster) -> Runs:
     """A layout's run; those that are compared with another one are kept."""
-    known: dict[Layout, list[Record]] = {}
-
-    def look_up(layout: Layout) -> list[Record]:
-        records = known.get(layout) or cluster.run(layout.world_size, train, layout)
-        if layout in TWICE:
-            known[layout] = records
-        return records
-
-    return look_up
+    kept = cache(lambda layout: cluster.run(layout.world_size, train, layout))
+    return lambda layout: kept(layout) if layout in TWICE else kept.__wrapped__(layout)
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -111,14 +100,10 @@ def test_drawn_layout_equals_one_process(references: References, runs: Runs, lay
 @pytest.mark.parametrize("layout", TWICE, ids=lambda layout: layout.schedule)
 def test_drawn_layout_twice_is_bitwise_equal(runs: Runs, cluster: Cluster, layout: Layout) -> None:
     one, other = runs(layout), cluster.run(layout.world_size, train, layout)
-    assert _bits(one) == _bits(other), layout
+    assert bits(one) == bits(other), layout
     left, right = merged(one), merged(other)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def _bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ...], str]]:
-    return [(record.losses, record.norms, record.parameters) for record in records]
 
 
 @pytest.mark.long
