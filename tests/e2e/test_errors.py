@@ -92,6 +92,41 @@ def test_wrong_configurations_exit_with_2(name: str, product: Product, refuse: R
     assert refused(text).key == key, "said once, by rank 0"
 
 
+EXACT = {"optimizer_offload": "exact", "offload_speculative": True}
+TRACED = {"record_timeline": "run.json", "profile_step_start": 2}
+REFUSED: tuple[tuple[dict[str, object], tuple[str, ...]], ...] = (
+    ({"on_bad_step": "skip", "clip_grad": 0}, ("--on-bad-step skip: got --clip-grad 0, expected ",)),
+    ({"on_bad_step": "rollback"}, ("--on-bad-step rollback: got no --save and --save-interval, expected ",)),
+    ({"on_bad_step": "rollback", "save": "x"}, ("--on-bad-step rollback: got no --save-interval, expected ",)),
+    ({"on_bad_checkpoint": "rollback", "save": "x"}, ("--on-bad-checkpoint rollback: got no --save-interval, expected ",)),
+    ({"loss_spike_factor": 0.5, "loss_spike_window": 0}, ("--loss-spike-factor: got 0.5, ", "--loss-spike-window: got 0, ")),
+    ({**EXACT, "offload_cores": "7-3"}, ("--offload-cores: got 7-3, expected auto, or numbers and ranges such as 0-15,32-47; ",)),
+    ({**EXACT, "offload_cores": "0-99999999999"}, ("--offload-cores: got 0-99999999999, expected auto, or numbers and ranges",)),
+    ({**EXACT, "offload_cores": "4000"}, ("--offload-cores: got 4000, expected processors that this process may use: ",)),
+    ({**EXACT, "optimizer_offload_fraction": 1.5}, ("--optimizer-offload-fraction: got 1.5, expected a number from 0 to 1; ",)),
+    ({**EXACT, "speculation_bytes": -1}, ("--speculation-bytes: got -1, expected 0 or more",)),
+    *(({"open_metrics": text}, (f"--open-metrics: got {text}, expected PORT or ADDRESS:PORT",)) for text in ("many", "0", "65536", "host:")),
+    (
+        {"lora_rank": -1, "lora_alpha": 0, "lora_dropout": 0.1, "lora_target_modules": ("q_proj", "embed")},
+        ("--lora-rank: got -1", "--lora-alpha: got 0", "--lora-dropout: got 0.1", "--lora-target-modules: got embed"),
+    ),
+    (
+        {"rampup_batch_size": (3, 1, 10), "train_samples": 100, "lr_decay_style": "WSD", "data_path": (0.5, "a", "b", "c")},
+        ("batch-size: got 3 1 10", "got --train-samples 100 and --train-iters 6", "decay-iters: got 0", "--data-path: got 0.5 a b c"),
+    ),
+    ({"profile": True, "profile_step_start": 5, "profile_step_end": 5}, ("--profile-step-end: got 5, expected more than profile_step_start 5",)),
+    ({**TRACED, "profile_step_end": 2}, ("--profile-step-end: got 2, expected more than profile_step_start 2",)),
+    ({**TRACED, "profile_step_start": 6, "profile_step_end": 7}, ("--profile-step-start: got 6, expected less than train_iters 6",)),
+)
+
+
+@pytest.mark.tries("lora_dropout")
+def test_options_that_cannot_work_are_named(product: Product, refuse: Refuse) -> None:
+    for changes, says in REFUSED:
+        said = refuse(product.command(**changes), code=2)
+        assert [words for words in says if words not in said] == [], said
+
+
 def test_what_rank_0_refuses_it_says_alone(product: Product, tmp_path: Path) -> None:
     """Rank 0 looks for the start; the others learn its answer, raise it, and leave without a word."""
     ended = product.start(Layout(3, {"global_batch_size": 6}), load=tmp_path / "none", save=tmp_path / "new").wait()

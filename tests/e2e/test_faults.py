@@ -39,7 +39,6 @@ from tests.e2e.product import (
     VOCAB_SIZE,
     ZB_V,
     Product,
-    Refuse,
     assert_same_state,
     column,
     copy_dataset,
@@ -218,22 +217,6 @@ def test_a_loss_spike_stops_a_run_that_is_to_stop(product: Product, noisy: Mappi
     assert ended.codes == (1,) and ended.err.startswith(f"error: loss spike at iteration {SPIKE}: got ")
     assert ", 1.1 times the mean of the last 3 good steps (--loss-spike-factor); lower --lr" in ended.err
     assert product.train(**{**noisy, "loss_spike_factor": None}).out, "without the factor nothing is a spike"
-
-
-REFUSED: Mapping[str, tuple[dict[str, object], str]] = {
-    "skip without clipping": ({"on_bad_step": "skip", "clip_grad": 0}, "--on-bad-step skip: got --clip-grad 0, expected "),
-    "rollback to nothing": ({"on_bad_step": "rollback"}, "--on-bad-step rollback: got no --save and --save-interval, expected "),
-    "a return to nothing": ({"on_bad_checkpoint": "rollback", "save": "x"}, "--on-bad-checkpoint rollback: got no --save-interval, expected "),
-    "rollback without saves": ({"on_bad_step": "rollback", "save": "x"}, "--on-bad-step rollback: got no --save-interval, expected "),
-    "half a loss": ({"loss_spike_factor": 0.5}, "--loss-spike-factor: got 0.5, expected more than 1, or 0 for no spikes; "),
-    "no window": ({"loss_spike_window": 0}, "--loss-spike-window: got 0, expected a positive number"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name: str, product: Product, refuse: Refuse) -> None:
-    changes, says = REFUSED[name]
-    assert says in refuse(product.command(**changes), code=2)
 
 
 def test_steps_begin_behind_what_is_left_out() -> None:

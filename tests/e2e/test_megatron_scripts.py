@@ -77,18 +77,6 @@ def test_planned_as_it_is(name: str, capsys: pytest.CaptureFixture[str], monkeyp
     assert "--attention-dropout, --hidden-dropout: LLaMA is trained without dropout: only 0 is accepted\n" in said
 
 
-@pytest.mark.parametrize("processes", [8, 16])
-def test_a_global_batch_that_is_too_small(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Smaller than one microbatch on each data-parallel rank."""
-    argv = arguments(SEVEN, 4096, 2, 4, "2e8", "small", paths=HERE)
-    assert main([*argv, "--dry-run", "--world-size", str(processes)]) == 2
-    dp, unit = processes // 2, processes
-    assert capsys.readouterr().err == (
-        f"error: This configuration cannot run on {processes} processes:\n"
-        f"  - --global-batch-size: got 4, expected a multiple of micro_batch_size 2 x dp {dp} = {unit}; choose {unit}\n"
-    )
-
-
 SMALL = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 128}
 
 

@@ -9,7 +9,7 @@ from signal import Signals
 
 import pytest
 
-from tests.e2e.product import DP2, PP2, SHAPELESS, Layout, Product, Refuse, assert_same_state, column, exact_curve, log, steps
+from tests.e2e.product import DP2, PP2, SHAPELESS, Layout, Product, assert_same_state, column, exact_curve, log, steps
 
 LONG = 12
 EXACT = {"optimizer_offload": "exact", "offload_speculative": True}
@@ -65,21 +65,6 @@ def test_a_machine_without_the_memory_is_told_so(product: Product, tmp_path: Pat
     assert re.search(
         r"error: --optimizer-offload: got .* free on this machine, expected .* for its 2 ranks, .* of it for the optimizer", ended.err
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"offload_cores": "7-3"}, "--offload-cores: got 7-3, expected auto, or numbers and ranges such as 0-15,32-47; "),
-        ({"offload_cores": "0-99999999999"}, "--offload-cores: got 0-99999999999, expected auto, or numbers and ranges such as "),
-        ({"offload_cores": "4000"}, "--offload-cores: got 4000, expected processors that this process may use: "),
-        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction: got 1.5, expected a number from 0 to 1; "),
-        ({"speculation_bytes": -1}, "--speculation-bytes: got -1, expected 0 or more"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_cannot_work_is_refused(options: dict[str, object], says: str, product: Product, refuse: Refuse) -> None:
-    assert says in refuse(product.command(**EXACT, **options), code=2)
 
 
 def test_options_without_an_effect_are_named(product: Product) -> None:

@@ -139,13 +139,7 @@ def test_recording_changes_no_bit(product: Product, straight: Callable[[str], Pa
     assert MeasuredSteps(read_timeline(tmp_path / "run.json")).numbers == (2,)  # behind the third there was an evaluation
 
 
-def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for changes, says in (
-        ({"profile_step_end": 2}, "--profile-step-end: got 2, expected more than profile_step_start 2"),
-        ({"profile_step_start": 6, "profile_step_end": 7}, "--profile-step-start: got 6, expected less than train_iters 6"),
-    ):
-        assert main(product.command(**{**STEPS, "record_timeline": "run.json", "dry_run": True, **changes})) == 2
-        assert says in capsys.readouterr().err
+def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     refused = product.run(*product.command(**{**STEPS, "record_timeline": tmp_path / "file" / "run.json"}))
     assert refused.codes == (1,) and f"{tmp_path}/file: got Not a directory, expected a folder in which files can be written" in refused.err
