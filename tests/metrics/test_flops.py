@@ -38,7 +38,7 @@ def test_by_hand() -> None:
 PEAKS = {
     "A100-SXM4-80GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-80GB": 312, "A10": 125, "H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835,
     "H200": 989, "GH200 480GB": 989, "H20": 148, "B200": 2250, "GB200": 2500, "L4": 121, "L40S": 362,
-}  # fmt: skip
+}
 
 
 def test_peaks() -> None:

@@ -166,48 +166,44 @@ def instead(gone: Action, other: Action) -> Callable[[list[Action]], None]:
     return lambda actions: actions.__setitem__(actions.index(gone), other)
 
 
-def act(op: Op, stage: int, microbatch: int) -> Action:
-    return Action(op, stage, microbatch)
-
-
 ZB_H1 = schedule_named("zb-h1", ranks=2, microbatches=4)
 ZB_V = schedule_named("zb-v", ranks=2, microbatches=2)
 TWO_CHUNKS = schedule_named("interleaved", ranks=2, microbatches=2, virtual=2)
 EDITED = {
     "sends in another order": (
-        gpipe(2, 3), 0, before(act(Op.SEND_FORWARD, 0, 0), act(Op.FORWARD, 0, 2)),
+        gpipe(2, 3), 0, before(Action(Op.SEND_FORWARD, 0, 0), Action(Op.FORWARD, 0, 2)),
         ("send_forward(stage 0, microbatch 1)", "recv_forward(stage 1, microbatch 0)", "one order"),
     ),
     "receives in another order": (
-        eager(2, 2), 1, before(act(Op.RECV_FORWARD, 1, 1), act(Op.RECV_FORWARD, 1, 0)),
+        eager(2, 2), 1, before(Action(Op.RECV_FORWARD, 1, 1), Action(Op.RECV_FORWARD, 1, 0)),
         ("send_forward(stage 0, microbatch 0)", "recv_forward(stage 1, microbatch 1)", "one order"),
     ),
     "stages that share a link": (
-        TWO_CHUNKS, 1, before(act(Op.RECV_FORWARD, 3, 0), act(Op.RECV_FORWARD, 1, 1)),
+        TWO_CHUNKS, 1, before(Action(Op.RECV_FORWARD, 3, 0), Action(Op.RECV_FORWARD, 1, 1)),
         ("send_forward(stage 0, microbatch 1)", "recv_forward(stage 3, microbatch 0)", "on one link"),
     ),
-    "one action more": (gpipe(2, 2), 0, lambda actions: actions.append(act(Op.BACKWARD, 0, 1)), ("rank 0", "unexpected backward(stage 0")),
-    "another rank's": (gpipe(2, 2), 0, lambda actions: actions.append(act(Op.FORWARD, 1, 0)), ("rank 0", "unexpected forward(stage 1")),
+    "one action more": (gpipe(2, 2), 0, lambda actions: actions.append(Action(Op.BACKWARD, 0, 1)), ("rank 0", "unexpected backward(stage 0")),
+    "another rank's": (gpipe(2, 2), 0, lambda actions: actions.append(Action(Op.FORWARD, 1, 0)), ("rank 0", "unexpected forward(stage 1")),
     "one instead of another": (
-        gpipe(2, 2), 0, instead(act(Op.BACKWARD, 0, 1), act(Op.BACKWARD, 0, 0)),
+        gpipe(2, 2), 0, instead(Action(Op.BACKWARD, 0, 1), Action(Op.BACKWARD, 0, 0)),
         ("rank 0", "missing backward(stage 0, microbatch 1)", "unexpected backward(stage 0, microbatch 0)"),
     ),
     "weight before input gradient": (
-        ZB_H1, 1, before(act(Op.BACKWARD_WEIGHT, 1, 2), act(Op.BACKWARD_INPUT, 1, 2)),
+        ZB_H1, 1, before(Action(Op.BACKWARD_WEIGHT, 1, 2), Action(Op.BACKWARD_INPUT, 1, 2)),
         ("rank 1", "backward_weight(stage 1, microbatch 2) comes before backward_input(stage 1, microbatch 2), which it needs"),
     ),
     "weight gradients in another order": (
-        ZB_H1, 0, behind(act(Op.BACKWARD_WEIGHT, 0, 0), act(Op.BACKWARD_WEIGHT, 0, 1)),
+        ZB_H1, 0, behind(Action(Op.BACKWARD_WEIGHT, 0, 0), Action(Op.BACKWARD_WEIGHT, 0, 1)),
         ("backward_weight(stage 0, microbatch 1) comes before backward_weight(stage 0, microbatch 0)", "gradients add up"),
     ),
     "forward at the bottom of a V": (
-        ZB_V, 1, before(act(Op.FORWARD, 2, 1), act(Op.FORWARD, 1, 1)), ("forward(stage 2, microbatch 1) comes before forward(stage 1",),
+        ZB_V, 1, before(Action(Op.FORWARD, 2, 1), Action(Op.FORWARD, 1, 1)), ("forward(stage 2, microbatch 1) comes before forward(stage 1",),
     ),
     "backward at the bottom of a V": (
-        ZB_V, 1, before(act(Op.BACKWARD_INPUT, 1, 0), act(Op.BACKWARD_INPUT, 2, 0)),
+        ZB_V, 1, before(Action(Op.BACKWARD_INPUT, 1, 0), Action(Op.BACKWARD_INPUT, 2, 0)),
         ("backward_input(stage 1, microbatch 0) comes before backward_input(stage 2",),
     ),
-}  # fmt: skip
+}
 for needed, early, moved in (
     (Op.FORWARD, Op.BACKWARD, Op.BACKWARD),
     (Op.RECV_FORWARD, Op.FORWARD, Op.RECV_FORWARD),
@@ -215,7 +211,7 @@ for needed, early, moved in (
     (Op.RECV_BACKWARD, Op.BACKWARD, Op.RECV_BACKWARD),
     (Op.BACKWARD, Op.SEND_BACKWARD, Op.SEND_BACKWARD),
 ):
-    first, second = act(needed, 1, 0), act(early, 1, 0)
+    first, second = Action(needed, 1, 0), Action(early, 1, 0)
     edit = before(second, first) if moved is early else behind(first, second)
     EDITED[f"{early.value} before {needed.value}"] = (gpipe(3, 1), 1, edit, ("rank 1", f"{second} comes before {first}"))
 
@@ -229,21 +225,21 @@ def test_an_edited_schedule_is_refused(what: str) -> None:
 @pytest.mark.parametrize(("name", "ops"), [("gpipe", set(Op) - {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}), ("zb-v", set(Op) - {Op.BACKWARD})])
 def test_a_missing_action_is_named(name: str, ops: set[Op]) -> None:
     base = schedule_named(name, ranks=3, microbatches=4)
-    for gone in (act(op, 1, 2) for op in ops):
+    for gone in (Action(op, 1, 2) for op in ops):
         refused(edited(base, 1, lambda actions, gone=gone: actions.remove(gone)), "rank 1", f"missing {gone}")
 
 
 def test_both_directions_between_two_ranks_are_links_of_their_own() -> None:
     """In a V both ranks send forward to each other: moving a receive across the other direction's messages is fine."""
-    validate(edited(ZB_V, 0, before(act(Op.RECV_FORWARD, 3, 0), ZB_V.ranks[0][0])))
+    validate(edited(ZB_V, 0, before(Action(Op.RECV_FORWARD, 3, 0), ZB_V.ranks[0][0])))
 
 
 def test_a_cyclic_wait_is_refused_with_both_waiters() -> None:
     """Stage 0 wants the gradient of microbatch 0 before it sends microbatch 1; stage 1 wants microbatch 1 first."""
 
     def edit(actions: list[Action]) -> None:
-        behind(act(Op.SEND_FORWARD, 0, 1), act(Op.BACKWARD, 0, 0))(actions)
-        behind(act(Op.FORWARD, 0, 1), act(Op.BACKWARD, 0, 0))(actions)
+        behind(Action(Op.SEND_FORWARD, 0, 1), Action(Op.BACKWARD, 0, 0))(actions)
+        behind(Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 0, 0))(actions)
 
     mixed = replace(eager(2, 2), ranks=(edited(eager(2, 2), 0, edit).ranks[0], gpipe(2, 2).ranks[1]))
     refused(
@@ -260,7 +256,7 @@ def test_a_deadlock_of_full_links_is_refused() -> None:
     def late(op: Op) -> Callable[[list[Action]], None]:
         def edit(actions: list[Action]) -> None:
             for receive in [action for action in actions if action.op.value == f"recv_{op.value}"]:
-                before(receive, act(op, receive.stage, receive.microbatch))(actions)
+                before(receive, Action(op, receive.stage, receive.microbatch))(actions)
 
         return edit
 

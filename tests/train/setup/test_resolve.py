@@ -179,6 +179,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"qk_norm": "head"}, 1, "--qk-norm: got head, expected none, as in the config.json of a LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, 1, "--hidden-act: got gelu, expected one of silu, gelu_pytorch_tanh"),
         ({"model_type": "gpt2"}, 1, "--model-type: got gpt2, expected one of llama, mistral, qwen2"),
+        ({"layer_types": ("sliding_attention",) * 4, "model_type": "gemma3_text"}, 1, "sliding_attention, expected a window for the layers"),
         ({"layer_types": ("full",) * 2, "sliding_window": 4}, 1, "--layer-types: got full full, expected full_attention or sliding"),
         ({"partial_rotary_factor": 0.7}, 1, "--partial-rotary-factor: got 0.7, 5 dims, expected an even number of dims up to head_dim 8"),
         ({"eos_token_id": 100}, 1, "--eos-token-id: got 100, expected an id below vocab_size 100"),
