@@ -250,3 +250,12 @@ def test_no_bar_when_not_asked_or_not_on_a_terminal(tmp_path: Path) -> None:
             quiet.say("only this")
 
     assert on_a_terminal(use).split() == ["only", "this"]
+
+
+def test_a_fresh_start_begins_a_new_curve(tmp_path: Path) -> None:
+    for _ in range(2):
+        log, _ = opened(tmp_path)
+        with log:
+            log.write_validation(ValidationRecord(0, 0, 9.0, 8))
+            log.write(RECORD)
+    assert [line["iteration"] for line in lines(tmp_path)] == [0, 1]
