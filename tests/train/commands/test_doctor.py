@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from megatron_llama.cli import main
 from megatron_llama.train.doctor import features, machine, network
-from megatron_llama.train.doctor.findings import Finding, examined, page, problems
+from megatron_llama.train.doctor.findings import Finding, Section, examined, page, problems
 from megatron_llama.train.doctor.trials import trials
 
 from tests.launcher import ROOT
@@ -102,3 +102,11 @@ def test_a_feature_says_what_it_lacks(version: str, told: str, monkeypatch: pyte
 def test_a_missing_dependency_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "versions", lambda: {"torch": "2.11.0", "safetensors": "not installed"})
     assert [finding.name for finding in features.packages() if finding.problem] == ["safetensors"]
+
+
+def test_problems_are_told_with_their_remedies() -> None:
+    wrong = Finding.unless(False, "open files", "256", expected="at least 1024", do="ulimit -n 65536")
+    sections = [Section("limits", [wrong, Finding.unless(True, "core files", "0", expected="none", do="nothing")])]
+    told = "open files: got 256, expected at least 1024; ulimit -n 65536"
+    assert problems(sections) == [told]
+    assert page(sections).splitlines()[-2:] == ["problems", f"  - {told}"]

@@ -110,3 +110,13 @@ def test_a_step_that_fails_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "== 3 of" in said.out and "== 4 of" not in said.out
     line = "error: quickstart: pretrain: got status 1, expected 0; mend what it said, and start quickstart again: it goes on here\n"
     assert line in said.err
+
+
+def test_the_environment_is_named_as_it_lies_below_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin = tmp_path / ".venv" / "bin"
+    bin.mkdir(parents=True)
+    (bin / "activate").touch()
+    monkeypatch.setattr(sys, "executable", str(bin / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert next_steps(Path("runs/quickstart"), 1).splitlines()[1] == "  source .venv/bin/activate"
