@@ -164,6 +164,28 @@ def test_an_epoch_uses_each_sample_once_or_leaves_it_out(
     assert f" validation loss at iteration {last} " in printed and (tmp_path / "run" / f"iter_{last:07d}").is_dir()
 
 
+@pytest.mark.long
+def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
+    """The run is that on data without them: nothing of the bad step, nor of the ones behind it, is pending or has been chosen by."""
+    first, behind = 24 * SEQ_LENGTH, 32 * SEQ_LENGTH
+    for name in ("with", "without"):
+        copy_dataset(poisoned["data_path"], tmp_path / name)
+        stream = np.memmap(tmp_path / f"{name}.bin", dtype=np.uint16, mode="r+")
+        if name == "without":
+            stream[first : first - behind] = stream[behind:].copy()
+        else:
+            stream[first] = stream[behind]  # which the last sample before them has to predict
+        stream.flush()
+    zenflow = {"optimizer_offload": "zenflow", "zenflow_topk_ratio": 0.25, "zenflow_update_interval": 2, "zenflow_overlap_step": True}
+    options = {**poisoned, "save_interval": 3, "train_iters": 8, "on_bad_step": "rollback", **zenflow}
+    for name in ("with", "without"):
+        product.train(DP2, save=tmp_path / name, **{**options, "data_path": tmp_path / name})
+    assert skipped(tmp_path / "with") == [LEFT_OUT] and not (tmp_path / "without" / "skipped.jsonl").exists()
+    for name in ("lm_loss", "grad_norm"):
+        assert column(tmp_path / "with", name) == column(tmp_path / "without", name)
+    assert_same_state(tmp_path / "with" / "iter_0000008", tmp_path / "without" / "iter_0000008")
+
+
 @pytest.mark.tries("max_bad_steps")
 @pytest.mark.long
 def test_too_many_bad_steps_end_the_run(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:

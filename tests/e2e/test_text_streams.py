@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,20 @@ def test_a_run_goes_on_at_another_dp(first: Layout, second: Layout, product: Pro
     both = [column(tmp_path / "straight", "lm_loss")[4:], column(tmp_path / "other", "lm_loss")]
     assert both[1] == pytest.approx(both[0], rel=1e-5)
     assert " validation loss at iteration 6 " in straight.out
+
+
+@pytest.mark.long
+def test_samples_that_a_rollback_leaves_out(product: Product, text: Path, tmp_path: Path) -> None:
+    """The run returns to a checkpoint, and reads on from its place behind the samples that it leaves out."""
+    spiky = {"loss_spike_factor": 1.001, "loss_spike_window": 1, "on_bad_step": "rollback", "eval_interval": None, "eval_iters": None}
+    ended = product.train(**options(product, text, **spiky, train_iters=10, lr_decay_iters=12), save=tmp_path / "a", save_interval=1)
+    assert " back to iteration " in ended.out
+    left_out = re.findall(r"samples (\d+) to (\d+) are left out", ended.out)
+    [[*rows]] = places(tmp_path / "a" / "iter_0000010")
+    consumed = 10 * 8 + 8 * len(left_out)
+    assert f"consumed samples: {consumed}" in ended.out
+    lanes, block = 2, 8
+    assert [row[0] for row in rows] == [(consumed // lanes - 1) // block] * lanes
 
 
 @pytest.mark.long
